@@ -8,18 +8,18 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.draft_worker.inbox import Link, SlowLink
+from outrider.draft_worker.inbox import DraftLink, SlowLink
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.backends import NAMES, make
-from outrider.drafting.drafter import HearingDrafter
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.replay import PacedDrafter, ReplayDrafter
-from outrider.engine.memory import Held
+from outrider.drafters.backends import NAMES, make
+from outrider.drafters.drafter import FeatureDrafter
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.replay import PacedDrafter, ReplayDrafter
+from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import logs, worker_link
-from outrider.protocol.messages import Hello, Loading, Remark
+from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
 
@@ -39,13 +39,13 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
     tell(f"starting the {options.backend} drafter")
     models_only()
     drafter = make(options.backend, options.model, tell, options.prefill, options.target)
-    far: Link = link
+    far: DraftLink = link
     if options.simulate:
         profile = Profile.read(options.simulate)
         far = slow = SlowLink(link, profile.link_ms)
         if isinstance(drafter, ReplayDrafter):
             drafter = drafter.erring_like(profile)
-        pace = Pace(profile.draft, slow.nap, complain=lambda why: link.send(Remark(link.name, why)))
+        pace = Pace(profile.draft, slow.nap, complain=lambda why: link.send(WorkerNote(link.name, why)))
         drafter = PacedDrafter(drafter, profile.name, pace, lambda: slow.heard)
     hello = Hello(
         role="draft",
@@ -61,9 +61,9 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
         note=drafter.note,
         kv=drafter.prompt_cache.cost,
         vocabulary=options.vocabulary,
-        features=drafter.features if isinstance(drafter, HearingDrafter) else "",
+        features=drafter.features if isinstance(drafter, FeatureDrafter) else "",
     )
-    memory = Held() if options.backend == "mlx" else None
+    memory = PeakMemory() if options.backend == "mlx" else None
     folder = Path(options.target or options.model)
     compiler = Compiler(folder) if (folder / TOKENIZER).is_file() else None
     return hello, DraftWorker(far, drafter, POLICIES[options.fan_out], memory, compiler)

@@ -18,7 +18,7 @@ from outrider.protocol.messages import Close, Commit, Message, Open, Shutdown
 from outrider.protocol.worker_link import WorkerLink
 
 
-class Link(Protocol):
+class DraftLink(Protocol):
     """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
 
     @property
@@ -33,14 +33,14 @@ class Link(Protocol):
         ...
 
 
-class Unwanted(Exception):
+class ReadCancelled(Exception):
     """Nobody waits any more for what is being read."""
 
 
 class Inbox:
     """Messages of `link`, in the order in which they came."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: DraftLink) -> None:
         self._link = link
         self._kept: deque[Message] = deque()
 
@@ -62,12 +62,12 @@ class Inbox:
             self._kept.append(message)
         for index, message in enumerate(self._kept):
             if isinstance(message, Shutdown):
-                raise Unwanted
+                raise ReadCancelled
             if isinstance(message, Open | Close) and message.request == request:
                 news = list(self._kept)
                 others = [earlier for earlier in news[:index] if getattr(earlier, "request", None) != request]
                 self._kept = deque([*others, *news[index:]])
-                raise Unwanted
+                raise ReadCancelled
 
     def of_others(self, request: str) -> list[Commit | Close]:
         """Takes out what was said of other requests that are open; what waits for an OPEN waits on."""

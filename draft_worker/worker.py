@@ -3,9 +3,11 @@
 Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token
 tree a request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
 
-`Usual`: how long a drafter's operations take of late, so that whoever watches it knows how long the next should take.
+`OpLatency`: how long a drafter's operations take of late, so that whoever watches it knows how long the next should
+take.
 
-`Running`: a request on this drafter: its work ahead, the commit that this belongs to, and how what came of it is told.
+`DraftRequest`: a request on this drafter: its work ahead, the commit that this belongs to, and how what came of it is
+told.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from outrider.draft_worker.inbox import Inbox, Link, Unwanted
-from outrider.drafting.continuation import Continuation
-from outrider.drafting.drafter import Drafter
-from outrider.drafting.fan_out import Calibration, FanOut
-from outrider.drafting.growth import Ready, Wanted
-from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import WorkAhead, begin, check_known
+from outrider.draft_worker.inbox import DraftLink, Inbox, ReadCancelled
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.draft_batcher import DraftBatcher
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.fan_out import Calibration, FanOut
+from outrider.drafters.growth import BranchTask, ReadyBranches
+from outrider.drafters.work_ahead import WorkAhead, begin, check_known
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -58,13 +60,13 @@ class Operation(Enum):
     CHAIN = "a chain that is waited for"
 
 
-class Usual:
+class OpLatency:
     """The longest of each, fading."""
 
     def __init__(self) -> None:
         self._ms: dict[Operation, float] = {}
 
-    def took(self, operation: Operation, milliseconds: float) -> None:
+    def record(self, operation: Operation, milliseconds: float) -> None:
         self._ms[operation] = max(milliseconds, FADE * self._ms.get(operation, 0.0))
 
     def expected_ms(self, *operations: Operation) -> float:
@@ -74,7 +76,7 @@ class Usual:
 
 
 @dataclass(slots=True)
-class Running:
+class DraftRequest:
     """`newest` is the word that its work belongs to, come at `committed_ns`; `owed`: it awaits DRAFTED."""
 
     work: WorkAhead
@@ -83,7 +85,7 @@ class Running:
     owed: bool = False
 
     @classmethod
-    def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> Running:
+    def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> DraftRequest:
         """It has read its text, and begins with the chain under verification."""
         work.commit((), _wanted(message))
         return cls(work, message, now_ns)
@@ -121,10 +123,10 @@ class Running:
             work=work,
             q=found.q,
             peak_bytes=peak_bytes,
-            beside=found.beside,
+            alternatives=found.alternatives,
         )
 
-    def branches(self, ready: Ready, work: Span, peak_bytes: int) -> Branches:
+    def branches(self, ready: ReadyBranches, work: Span, peak_bytes: int) -> Branches:
         newest = self.newest
         return Branches(
             request=newest.request,
@@ -140,8 +142,8 @@ class Running:
         )
 
 
-def _wanted(message: Open | Commit) -> Wanted:
-    return Wanted(message.verifying, message.depth, message.branches, message.skip, message.least)
+def _wanted(message: Open | Commit) -> BranchTask:
+    return BranchTask(message.verifying, message.depth, message.branches, message.rank_offset, message.min_prob)
 
 
 log = logging.getLogger(__name__)
@@ -149,8 +151,8 @@ log = logging.getLogger(__name__)
 _FORWARDS_BETWEEN = 8  # for others, at most, between two pieces of a prompt
 
 
-class Memory(Protocol):
-    """The most bytes held since `restart`; it hears of texts that have `ended` (see `engine.memory.Held`)."""
+class PeakMemoryMeter(Protocol):
+    """The most bytes held since `restart`; it hears of texts that have `ended` (see `engine.memory.PeakMemory`)."""
 
     def restart(self) -> None: ...
 
@@ -164,10 +166,10 @@ class DraftWorker:
 
     def __init__(
         self,
-        link: Link,
+        link: DraftLink,
         drafter: Drafter,
         fan_out: FanOut,
-        memory: Memory | None = None,
+        memory: PeakMemoryMeter | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         """`memory`: where the drafter's is, if it can be measured. `compiler`: of its model's tokens; without one it
@@ -178,12 +180,12 @@ class DraftWorker:
         self._memory = memory
         self._compiler = compiler
         self._calibration = Calibration()
-        self._together = Together(drafter, self._calibration)
+        self._batcher = DraftBatcher(drafter, self._calibration)
         self._inbox = Inbox(link)
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, DraftRequest] = {}
         self._stale = 0
-        self._usual = Usual()
-        self._told_use = CacheUse()
+        self._op_latency = OpLatency()
+        self._reported_use = CacheUse()
 
     def run(self) -> None:
         gc.freeze()  # a full collection over the imported libraries takes longer than a forward
@@ -208,7 +210,7 @@ class DraftWorker:
             self._take(message)
         return True
 
-    def _working(self) -> list[Running]:
+    def _working(self) -> list[DraftRequest]:
         return [running for running in self._running.values() if running.owed or running.work.busy]
 
     def _take(self, message: Message) -> None:
@@ -235,7 +237,7 @@ class DraftWorker:
             case Close():
                 self._drop(message.request)
             case Features():
-                self._hear(message)
+                self._on_features(message)
             case KvMemory():
                 self._drafter.prompt_cache.allow(message.limit if message.prompt_cache else 0)
                 self._report()
@@ -253,7 +255,7 @@ class DraftWorker:
         if self._memory is not None and not self._running:
             self._memory.restart()
 
-        self._link.expect(self._usual.expected_ms(Operation.READ))
+        self._link.expect(self._op_latency.expected_ms(Operation.READ))
         read_ns = clock.now()
 
         def progress(done: int, total: int) -> None:
@@ -261,7 +263,7 @@ class DraftWorker:
             self._took(Operation.READ, read_ns)
             self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
             self._let_others_work(message.request)
-            self._link.expect(self._usual.expected_ms(Operation.READ))
+            self._link.expect(self._op_latency.expected_ms(Operation.READ))
             read_ns = clock.now()
 
         try:
@@ -272,11 +274,11 @@ class DraftWorker:
                 message.eos,
                 self._fan_out,
                 self._calibration,
-                cached=max(round((message.skip + message.branches) / (message.depth + 1)), 1),
+                cached=max(round((message.rank_offset + message.branches) / (message.depth + 1)), 1),
                 progress=progress,
                 constraint=self._constraint(message),
             )
-        except Unwanted:
+        except ReadCancelled:
             return
         if work.tree.cached:
             total = len(message.tokens)
@@ -290,7 +292,7 @@ class DraftWorker:
                 )
             )
         self._report()
-        self._running[message.request] = Running.opened(message, work, clock.now())
+        self._running[message.request] = DraftRequest.opened(message, work, clock.now())
 
     def _is_stale(self, word: str, message: Open | Commit) -> None:
         self._stale += 1
@@ -340,32 +342,32 @@ class DraftWorker:
         check_known(self._drafter, (*message.tokens, *(message.verifying or ())))
         now_ns = clock.now()
         if running.is_next(message):
-            self._together.capacity.round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
+            self._batcher.capacity.round((now_ns - running.committed_ns) / clock.MILLISECOND_NS)
         running.commit(message, now_ns)
 
-    def _hear(self, message: Features) -> None:
+    def _on_features(self, message: Features) -> None:
         running = self._running.get(message.request)
         if running is not None and message.epoch == running.epoch:
-            running.work.hear(message.position, message.rows)
+            running.work.add_features(message.position, message.rows)
 
-    def _forward(self, working: Sequence[Running]) -> None:
+    def _forward(self, working: Sequence[DraftRequest]) -> None:
         """Drafts what is waited for, then grows all trees by one forward; of long texts one is read on by a piece."""
         reading = [running for running in working if running.work.far_behind]
         owed = [running for running in working if running.owed and not running.work.far_behind]
         growing = [running for running in working if not running.owed and not running.work.far_behind]
         if owed:
-            self._link.expect(self._usual.expected_ms(Operation.CHAIN))
+            self._link.expect(self._op_latency.expected_ms(Operation.CHAIN))
             self._draft(owed)
         if growing or reading:
-            self._link.expect(self._usual.expected_ms(Operation.GROW, *[Operation.READ] * bool(reading)))
+            self._link.expect(self._op_latency.expected_ms(Operation.GROW, *[Operation.READ] * bool(reading)))
             self._grow([*growing, *reading[:1]])
 
     def _took(self, operation: Operation, started_ns: int) -> None:
-        self._usual.took(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
+        self._op_latency.record(operation, (clock.now() - started_ns) / clock.MILLISECOND_NS)
 
-    def _draft(self, owed: Sequence[Running]) -> None:
+    def _draft(self, owed: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
-        found = self._together.continuations([d.work for d in owed], [d.newest.depth for d in owed])
+        found = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         span = clock.since(started_ns)
         self._took(Operation.CHAIN, started_ns)
         for running, drafted in zip(owed, found, strict=True):
@@ -375,10 +377,10 @@ class DraftWorker:
             else:
                 self._link.send(running.drafted(drafted, span, self._peak_bytes()))
 
-    def _grow(self, growing: Sequence[Running]) -> None:
+    def _grow(self, growing: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         active = sum(running.newest.verifying is not None for running in self._running.values())
-        found = self._together.advance([running.work for running in growing], active)
+        found = self._batcher.advance([running.work for running in growing], active)
         span = clock.since(started_ns)
         self._took(Operation.GROW, started_ns)
         for running, ready in zip(growing, found, strict=True):
@@ -401,6 +403,6 @@ class DraftWorker:
     def _report(self) -> None:
         """Says how the prompt cache is used, if that has changed."""
         use = self._drafter.prompt_cache.use
-        if use != self._told_use:
-            self._told_use = use
+        if use != self._reported_use:
+            self._reported_use = use
             self._link.send(CacheReport(use))

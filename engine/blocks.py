@@ -20,8 +20,8 @@ _WIDTH = 64  # columns of a block
 _SMALL = 10**6
 
 
-class Dense:
-    """x [R, K] -> x W + b [R, N], float32. Several layers that read the same input may be one `Dense`."""
+class BlockedLinear:
+    """x [R, K] -> x W + b [R, N], float32. Several layers that read the same input may be one `BlockedLinear`."""
 
     def __init__(self, layers: list[nn.Linear] | list[nn.Embedding]) -> None:
         """

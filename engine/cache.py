@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from outrider.engine.prompt_cache import Saved, Start
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import OutriderError
 
 _STEP = 256
@@ -71,7 +71,7 @@ class LengthCache:
 
     def saved(self, length: int) -> tuple[mx.array, mx.array]:
         """Copies of the first columns, lazy."""
-        return first_columns(self.keys, length), first_columns(self.values, length)
+        return first_rows(self.keys, length), first_rows(self.values, length)
 
     def adopt(self, keys: mx.array, values: mx.array) -> None:
         """These become its first columns; it holds none yet."""
@@ -87,7 +87,7 @@ class LengthCache:
         return self.keys is None
 
 
-def first_columns(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:
+def first_rows(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:
     """A copy of a row's columns [1, H, length - start, D] from `start` to `length`, lazy; it does not hold on to the
     buffer once evaluated."""
     if buffer is None:
@@ -185,7 +185,7 @@ class KVState:
             cache.offset = length
         self.length = length
 
-    def save(self, length: int) -> Saved:
+    def save(self, length: int) -> SavedPrefix:
         """A copy of what is remembered of the first `length` tokens, or at the last mark before them, evaluated.
 
         Raises:
@@ -195,11 +195,11 @@ class KVState:
         if not self.exact:
             mark = self._mark_at(length)
             length, states = mark.length, (mark.states, mark.copies)
-        saved = Saved(length, tuple(cache.saved(length) for cache in self._by_length), states)
+        saved = SavedPrefix(length, tuple(cache.saved(length) for cache in self._by_length), states)
         mx.eval(saved.layers, states)
         return saved
 
-    def adopt(self, start: Start) -> None:
+    def adopt(self, start: CachedPrefix) -> None:
         """Begins with what another text has left; nothing was fed yet."""
         for cache, (keys, values) in zip(self._by_length, start.saved.columns(start.length), strict=True):
             cache.adopt(keys, values)

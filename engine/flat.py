@@ -8,7 +8,7 @@ function of their modules is asked here (`install`). Knows rows and columns; not
 `FlatRows`: the rows of flat buffers, one a text: opened, closed, copied; what is fed into them is another's. Those in
 use stand in front, so that a forward sees a block of rows. Knows rows and lengths; nothing of tokens.
 
-`Piece`: a text's part of a flat row: how many tokens, in which columns, at which positions, and what each of them
+`Segment`: a text's part of a flat row: how many tokens, in which columns, at which positions, and what each of them
 sees. Ordinary text stands in columns one behind the other, each token at its column's position and seeing all before
 it. The nodes of a tree of drafts have a column each, too, but the position of their depth, and see their ancestors
 only. Pure numpy; knows nothing of tokens' meaning.
@@ -28,8 +28,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
 from outrider.engine.blocks import Floats
-from outrider.engine.cache import EARLY, first_columns, narrowed, window_of, with_room
-from outrider.engine.prompt_cache import Saved, Start
+from outrider.engine.cache import EARLY, first_rows, narrowed, window_of, with_room
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -37,7 +37,7 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """The next `count` tokens of the text in `row`, whose first `start` are remembered.
 
     `long`: part of a prompt. `whole`: they see each other, those ahead, too. With `parents` the last of them are nodes
@@ -94,35 +94,35 @@ def _ancestry(parents: tuple[int, ...]) -> Bools:
 _PATCHED = "scaled_dot_product_attention"
 
 
-class Mask:
+class WindowMask:
     """Stands for the mask of layers with this window (None: all columns) until attention makes it by text."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
 
 
-class Group:
+class SegmentGroup:
     """Texts whose queries attend in one operation: rows `first`.. of the buffers, `width` queries each, padded.
 
     `fed` are the places of its tokens in the forward's flat row, `padded` where each of rows x width queries is found
     there, `spread` where each fed token's answer stands among them.
     """
 
-    def __init__(self, pieces: Sequence[Piece], begins: Sequence[int]) -> None:
-        self.first, self.stop = min(p.row for p in pieces), max(p.row for p in pieces) + 1
-        self.width, self.end = max(p.count for p in pieces), max(p.end for p in pieces)
+    def __init__(self, segments: Sequence[Segment], begins: Sequence[int]) -> None:
+        self.first, self.stop = min(p.row for p in segments), max(p.row for p in segments) + 1
+        self.width, self.end = max(p.count for p in segments), max(p.end for p in segments)
         rows = self.stop - self.first
-        self.begin, self.count = begins[0], sum(p.count for p in pieces)
-        self.even = len(pieces) == rows and all(p.count == self.width for p in pieces)
+        self.begin, self.count = begins[0], sum(p.count for p in segments)
+        self.even = len(segments) == rows and all(p.count == self.width for p in segments)
         starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
         spread = []
-        for piece, begin in zip(pieces, begins, strict=True):
-            row = piece.row - self.first
-            starts[row] = piece.start
-            padded[row] = np.minimum(begin + np.arange(self.width), begin + piece.count - 1)
-            spread.append(row * self.width + np.arange(piece.count))
+        for segment, begin in zip(segments, begins, strict=True):
+            row = segment.row - self.first
+            starts[row] = segment.start
+            padded[row] = np.minimum(begin + np.arange(self.width), begin + segment.count - 1)
+            spread.append(row * self.width + np.arange(segment.count))
         self._starts = starts
-        self._apart = [piece for piece in pieces if piece.parents or piece.whole]
+        self._apart = [segment for segment in segments if segment.parents or segment.whole]
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
@@ -145,51 +145,53 @@ class Group:
             seen = columns <= places[..., None]
             if window is not None:
                 seen &= columns > places[..., None] - window
-            for piece in self._apart:
-                seen[piece.row - self.first, : piece.count] = piece.seen(self.end, window)
+            for segment in self._apart:
+                seen[segment.row - self.first, : segment.count] = segment.seen(self.end, window)
             self._masks[window] = None if seen.all() else mx.array(seen[:, None])
         return self._masks[window]
 
 
-class Frame:
+class FlatAttentionMetadata:
     """What all layers' caches tell the model in one forward."""
 
     def __init__(self) -> None:
-        self.pieces: tuple[Piece, ...] = ()
-        self.groups: list[Group] = []
+        self.segments: tuple[Segment, ...] = ()
+        self.groups: list[SegmentGroup] = []
         self.offset: int | mx.array = 0
         self.rows: mx.array = mx.array(0)
         self.columns: mx.array = mx.array(0)
         self.reach = (0, 0)  # how many rows and columns the buffers need
 
     @property
-    def alone(self) -> Piece | None:
+    def alone(self) -> Segment | None:
         """The only piece of the forward, if there is one: then it is ordinary text."""
-        return self.pieces[0] if len(self.pieces) == 1 else None
+        return self.segments[0] if len(self.segments) == 1 else None
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, segments: Sequence[Segment]) -> None:
         """The next forward feeds these, in this order."""
-        self.pieces = tuple(pieces)
-        self.reach = max(p.row for p in pieces) + 1, max(p.end for p in pieces)
-        if len(pieces) == 1:
-            (alone,) = pieces
+        self.segments = tuple(segments)
+        self.reach = max(p.row for p in segments) + 1, max(p.end for p in segments)
+        if len(segments) == 1:
+            (alone,) = segments
             self.offset = mx.array(alone.positions) if alone.parents else alone.start
             return
-        begins = np.concatenate([[0], np.cumsum([p.count for p in pieces])])[:-1].tolist()
-        short = [(p, b) for p, b in zip(pieces, begins, strict=True) if not p.long]
-        long = [(p, b) for p, b in zip(pieces, begins, strict=True) if p.long]
-        self.groups = [Group(*zip(*part, strict=True)) for part in ([short] if short else []) + [[one] for one in long]]
-        places = np.concatenate([np.arange(p.start, p.end) for p in pieces]).astype(np.int32)
+        begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
+        short = [(p, b) for p, b in zip(segments, begins, strict=True) if not p.long]
+        long = [(p, b) for p, b in zip(segments, begins, strict=True) if p.long]
+        self.groups = [
+            SegmentGroup(*zip(*part, strict=True)) for part in ([short] if short else []) + [[one] for one in long]
+        ]
+        places = np.concatenate([np.arange(p.start, p.end) for p in segments]).astype(np.int32)
         self.offset = self.columns = mx.array(places)
-        if any(p.parents for p in pieces):
-            self.offset = mx.array(np.concatenate([p.positions for p in pieces]))
-        self.rows = mx.array(np.repeat([p.row for p in pieces], [p.count for p in pieces]).astype(np.int32))
+        if any(p.parents for p in segments):
+            self.offset = mx.array(np.concatenate([p.positions for p in segments]))
+        self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
 
 class FlatCache:
     """One attention layer's buffer [rows, H, columns, D], written in place, standing in for a `KVCache`."""
 
-    def __init__(self, frame: Frame, window: int | None = None, early: int = 0) -> None:
+    def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
         """`window`: how much the layer sees where it asks for no window itself. `early`: see `with_room`."""
         self._frame, self._window, self._early = frame, window, early
         self.keys: mx.array | None = None
@@ -202,9 +204,9 @@ class FlatCache:
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         alone, window = self._frame.alone, window_size or self._window
         if alone is None:
-            return Mask(window)
+            return WindowMask(window)
         if alone.whole or alone.parents:
-            return Group([alone], [0]).mask(window)
+            return SegmentGroup([alone], [0]).mask(window)
         window = narrowed(window, alone.end)
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
 
@@ -241,9 +243,9 @@ class FlatCache:
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         frame = self._frame
         buffer = with_room(buffer, *frame.reach, new, self._early)
-        if len(frame.pieces) == 1:
-            piece = frame.pieces[0]
-            buffer[piece.row : piece.row + 1, :, piece.start : piece.end] = new
+        if len(frame.segments) == 1:
+            segment = frame.segments[0]
+            buffer[segment.row : segment.row + 1, :, segment.start : segment.end] = new
         else:
             buffer[frame.rows, :, frame.columns] = new[0].swapaxes(0, 1)
         return buffer
@@ -264,7 +266,7 @@ class FlatCache:
 
     def saved(self, row: int, length: int, start: int = 0) -> tuple[mx.array, mx.array]:
         """Copies of a row's columns from `start` to `length`, lazy."""
-        return first_columns(self.keys, length, row, start), first_columns(self.values, length, row, start)
+        return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
 
     def adopt(self, row: int, keys: mx.array, values: mx.array, start: int = 0) -> None:
         """These become a row's columns from `start` on."""
@@ -286,7 +288,7 @@ class FlatCache:
 
 
 def install(model: nn.Module) -> None:
-    """Lets the attention of `model` ask a cache that gave a `Mask`; with any other it is mlx-lm's own."""
+    """Lets the attention of `model` ask a cache that gave a `WindowMask`; with any other it is mlx-lm's own."""
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules.get(name)
         if getattr(namespace, _PATCHED, None) is scaled_dot_product_attention:
@@ -296,9 +298,9 @@ def install(model: nn.Module) -> None:
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
-    """mlx-lm's function of this name; a cache that gave a `Mask` of ours answers itself."""
+    """mlx-lm's function of this name; a cache that gave a `WindowMask` of ours answers itself."""
     found: mx.array
-    if isinstance(mask, Mask):
+    if isinstance(mask, WindowMask):
         found = cache.attend(queries, scale, mask.window, sinks)
         return found
     found = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
@@ -308,7 +310,7 @@ def attention(
 Layers = tuple[tuple[mx.array, mx.array], ...]
 
 
-class FlatText:
+class FlatSequence:
     """A row of the flat buffers."""
 
     exact = True
@@ -340,48 +342,48 @@ class FlatRows:
 
     def __init__(self, model: nn.Module) -> None:
         install(model)
-        self._frame = Frame()
+        self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
             FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
         ]
-        self._texts: list[FlatText] = []
+        self._sequences: list[FlatSequence] = []
         self.is_lazy = True
 
-    def open(self) -> FlatText:
-        self._texts.append(FlatText(len(self._texts), self._caches, self))
-        return self._texts[-1]
+    def open(self) -> FlatSequence:
+        self._sequences.append(FlatSequence(len(self._sequences), self._caches, self))
+        return self._sequences[-1]
 
-    def close(self, text: FlatText) -> None:
+    def close(self, sequence: FlatSequence) -> None:
         """The last row moves into the gap; buffers that nobody uses are given back."""
-        last = self._texts.pop()
-        if last is not text:
+        last = self._sequences.pop()
+        if last is not sequence:
             for cache in self._caches:
-                cache.move(last.row, text.row, last.length)
-            last.row = text.row
-            self._texts[text.row] = last
-        if not self._texts:
+                cache.move(last.row, sequence.row, last.length)
+            last.row = sequence.row
+            self._sequences[sequence.row] = last
+        if not self._sequences:
             for cache in self._caches:
                 cache.clear()
 
-    def save(self, text: FlatText, length: int) -> Saved:
-        saved = Saved(length, tuple(cache.saved(text.row, length) for cache in self._caches))
+    def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
+        saved = SavedPrefix(length, tuple(cache.saved(sequence.row, length) for cache in self._caches))
         mx.eval(saved.layers)
         return saved
 
-    def adopt(self, text: FlatText, start: Start) -> None:
-        self.extend(text, tuple(start.saved.columns(start.length)), start.length)
+    def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
+        self.extend(sequence, tuple(start.saved.columns(start.length)), start.length)
 
-    def extend(self, text: FlatText, layers: Layers, count: int) -> None:
+    def extend(self, sequence: FlatSequence, layers: Layers, count: int) -> None:
         """A text goes on with what another has read of it: keys and values [1, H, count, D] of each layer."""
         for cache, (keys, values) in zip(self._caches, layers, strict=True):
-            cache.adopt(text.row, keys, values, text.length)
-        text.length += count
+            cache.adopt(sequence.row, keys, values, sequence.length)
+        sequence.length += count
         mx.eval(self.state())
 
-    def piece(self, text: FlatText, start: int, end: int) -> Layers:
+    def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
         """Copies of what is remembered of a text's tokens from `start` to `end`, as `extend` takes them; evaluated."""
-        layers = tuple(cache.saved(text.row, end, start) for cache in self._caches)
+        layers = tuple(cache.saved(sequence.row, end, start) for cache in self._caches)
         mx.eval(layers)
         return layers
 

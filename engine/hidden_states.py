@@ -1,10 +1,10 @@
 """Parts of unmodified mlx-lm models: their layers and what these put out, forwards that end early, logits only where
 they are read.
 
-`Taps`: hidden rows off an unmodified mlx-lm model: what chosen layers put out, and what goes into and comes out of its
-norm. Layers are counted from 0 and meant by their output. `Taps` lets the chosen layers and the final norm of a model
-tell what passes them; they tell nobody unless a forward asks, and nothing is kept behind one. Knows rows of tokens;
-nothing of texts, chains or who reads them.
+`HiddenStates`: hidden rows off an unmodified mlx-lm model: what chosen layers put out, and what goes into and comes out
+of its norm. Layers are counted from 0 and meant by their output. `HiddenStates` lets the chosen layers and the final
+norm of a model tell what passes them; they tell nobody unless a forward asks, and nothing is kept behind one. Knows
+rows of tokens; nothing of texts, chains or who reads them.
 
 `listen`: modules of an unmodified model that tell what goes in and what comes out. They stay what they were in all
 else.
@@ -13,12 +13,12 @@ else.
 there. So embedding, positions and masks are the model's own, and of the caches those of the layers before are written.
 Knows layers; nothing of texts, or of what is made of their rows.
 
-`Readers`: several readers of one model's hidden rows: what they read is tapped once, and each gets its own of it.
-Knows rows of tokens; nothing of what readers make of them.
+`HiddenStateReaders`: several readers of one model's hidden rows: what they read is tapped once, and each gets its own
+of it. Knows rows of tokens; nothing of what readers make of them.
 
 `backbone_of`: where in an unmodified mlx-lm model its layers, its final norm, its embedding and its output layer are.
 
-`Head`: logits only where somebody reads them: a prompt's tokens pass the model's last, widest layer by; and an output
+`LMHead`: logits only where somebody reads them: a prompt's tokens pass the model's last, widest layer by; and an output
 layer that makes those of a draft's own vocabulary alone. Wraps the output layer of a model (`lm_head`, or the
 embedding where both are one). It acts on the rows that were named for the forward under way; with none named every row
 gets its logits, as in mlx-lm. Knows one layer, nothing of texts.
@@ -44,23 +44,23 @@ Tell = Callable[[Any, Any], None]
 def listen(module: nn.Module, who: object, tell: Tell) -> None:
     """`tell` hears of each call of `module` from now on, in place of what `who` had hear before."""
     kind = type(module)
-    if not issubclass(kind, _Heard):
-        module.__class__ = type(kind.__name__, (_Heard, kind), {"__module__": kind.__module__})
-        module._ears = _Ears()
+    if not issubclass(kind, _Observed):
+        module.__class__ = type(kind.__name__, (_Observed, kind), {"__module__": kind.__module__})
+        module._ears = _Listeners()
     module._ears.by[who] = tell
 
 
-class _Ears:
+class _Listeners:
     """Who hears of a module. (A plain dict would become part of the module.)"""
 
     def __init__(self) -> None:
         self.by: dict[object, Tell] = {}
 
 
-class _Heard:
+class _Observed:
     """Put before a module's own class."""
 
-    _ears: _Ears
+    _ears: _Listeners
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         out = super().__call__(*args, **others)  # type: ignore[misc]
@@ -112,7 +112,7 @@ Takes = Callable[[mx.array], None]
 
 
 @dataclass(frozen=True, slots=True)
-class TapPoints:
+class HiddenStatePoints:
     """Where rows are tapped; they stand side by side in this order: layers' outputs, before the norm, after it."""
 
     layers: tuple[int, ...] = ()
@@ -129,10 +129,12 @@ class TapPoints:
         return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
 
 
-class Taps:
+class HiddenStates:
     """The taps of one model. `fuse` makes what readers get, [N, W], of the tapped rows [N, points * D]."""
 
-    def __init__(self, model: nn.Module, points: TapPoints, fuse: Callable[[mx.array], mx.array] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, points: HiddenStatePoints, fuse: Callable[[mx.array], mx.array] | None = None
+    ) -> None:
         """Raises ModelError: the model has no such layer, no norm behind them, or its layers give no row a token."""
         self._points, self._fuse = points, fuse
         self._seen: dict[object, mx.array] | None = None
@@ -140,9 +142,9 @@ class Taps:
         for number in points.layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number}: the model has {len(layers)}, counted from 0")
-            listen(layers[number], "taps", partial(self._note_layer, number))
+            listen(layers[number], "taps", partial(self._record_layer, number))
         if points.before_norm or points.after_norm:
-            listen(final_norm(backbone), "taps", self._note_norm)
+            listen(final_norm(backbone), "taps", self._record_norm)
         self._try(model)
 
     def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
@@ -170,25 +172,25 @@ class Taps:
         finally:
             self._seen = None
 
-    def hears(self, key: object) -> bool:
+    def wants(self, key: object) -> bool:
         """Whether a forward that is not the model's own is to tell what passes there."""
         return self._seen is not None and key in self._points.keys
 
-    def told(self, key: object, rows: Floats) -> None:
+    def on_hidden_states(self, key: object, rows: Floats) -> None:
         """Such a forward tells rows [T, D] of its tokens."""
         if self._seen is not None and key in self._points.keys:
             self._seen[key] = mx.array(rows)[None]
 
-    def _note(self, key: object, out: Any) -> None:
+    def _record(self, key: object, out: Any) -> None:
         if self._seen is not None:
             self._seen[key] = out[0] if isinstance(out, tuple) else out
 
-    def _note_layer(self, number: int, _: Any, out: Any) -> None:
-        self._note(number, out)
+    def _record_layer(self, number: int, _: Any, out: Any) -> None:
+        self._record(number, out)
 
-    def _note_norm(self, x: Any, out: Any) -> None:
-        self._note(BEFORE_NORM, x)
-        self._note(AFTER_NORM, out)
+    def _record_norm(self, x: Any, out: Any) -> None:
+        self._record(BEFORE_NORM, x)
+        self._record(AFTER_NORM, out)
 
     def _try(self, model: nn.Module) -> None:
         """Builds a forward and evaluates none of it: only the shapes are looked at."""
@@ -244,22 +246,22 @@ class _End(Exception):  # no error: the layer has been reached
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class HiddenStateReader:
     """`fuse` makes what it reads, [N, W], of the rows that are tapped for it, [N, points * D]."""
 
-    points: TapPoints
+    points: HiddenStatePoints
     fuse: Callable[[mx.array], mx.array]
 
 
-class Readers:
-    """`points` and `fuse` are for the `Taps` of them all; `apart` tells whose is what."""
+class HiddenStateReaders:
+    """`points` and `fuse` are for the `HiddenStates` of them all; `apart` tells whose is what."""
 
-    def __init__(self, readers: Sequence[Reader]) -> None:
+    def __init__(self, readers: Sequence[HiddenStateReader]) -> None:
         """At least one."""
         self._readers = tuple(readers)
         self._parts: list[tuple[int, mx.Dtype]] = []
         points = [reader.points for reader in readers]
-        self.points = TapPoints(
+        self.points = HiddenStatePoints(
             tuple(sorted({layer for one in points for layer in one.layers})),
             any(one.before_norm for one in points),
             any(one.after_norm for one in points),
@@ -286,7 +288,7 @@ class Readers:
         return found
 
 
-class Wanted:
+class LogitsIndices:
     """The rows of the next forward that need logits, int [R]; None: all. `passed` tells whether a head has seen it."""
 
     def __init__(self) -> None:
@@ -301,7 +303,7 @@ class Wanted:
         return mx.take(hidden, self.rows, axis=1)
 
 
-class ReducedHead(nn.Module):  # type: ignore[misc]
+class ReducedLMHead(nn.Module):  # type: ignore[misc]
     """An output layer for some of the vocabulary's tokens, as FR-Spec's and EAGLE-3's: the others' logits are -inf.
 
     `rows` is the layer, [hidden] -> [tokens it can say]; `tokens` are their ids, ascending.
@@ -324,10 +326,10 @@ class ReducedHead(nn.Module):  # type: ignore[misc]
         return whole
 
 
-class Head(nn.Module):  # type: ignore[misc]
+class LMHead(nn.Module):  # type: ignore[misc]
     """An output layer that leaves out what is not wanted."""
 
-    def __init__(self, inner: nn.Module, wanted: Wanted) -> None:
+    def __init__(self, inner: nn.Module, wanted: LogitsIndices) -> None:
         super().__init__()
         self.inner = inner
         self._wanted = _Held(wanted)
@@ -340,7 +342,7 @@ class Head(nn.Module):  # type: ignore[misc]
         return getattr(inner, name)
 
     def __call__(self, x: mx.array) -> mx.array:
-        is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear | ReducedHead)
+        is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear | ReducedLMHead)
         found: mx.array = self.inner(self._wanted.of(x) if is_output else x)
         return found
 
@@ -353,23 +355,25 @@ class Head(nn.Module):  # type: ignore[misc]
 class _Held:
     """Keeps a plain object in a module without making it one of its parameters."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: LogitsIndices) -> None:
         self.of = wanted.of
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:
     """The model's own layer, whether it was wrapped or not."""
-    return layer.inner if isinstance(layer, Head) else layer
+    return layer.inner if isinstance(layer, LMHead) else layer
 
 
-def install(model: nn.Module) -> Wanted:
+def install(model: nn.Module) -> LogitsIndices:
     """Wraps the output layer of `model`, once; what it returns tells the layer which rows are wanted."""
-    wanted = Wanted()
+    wanted = LogitsIndices()
     for parent in model.modules():
         for name in ("lm_head", "embed_tokens", "wte", "tok_embeddings"):
             inner = parent.get(name) if isinstance(parent, dict) else None
-            if isinstance(inner, Head):
+            if isinstance(inner, LMHead):
                 inner._wanted = _Held(wanted)
-            elif isinstance(inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedHead):
-                parent[name] = Head(inner, wanted)
+            elif isinstance(
+                inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedLMHead
+            ):
+                parent[name] = LMHead(inner, wanted)
     return wanted

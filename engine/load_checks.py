@@ -1,21 +1,21 @@
 """The form in which a model's texts and trees are held: the quickest one that passes the checks at load.
 
-`Own`: does a tree over this model say what the model says? A small branched tree against plain forwards, once at load.
-Catches models whose attention ignores the mask, the positions or the columns it is given. Knows trees only by feeding,
-committing and reading them.
+`ReferenceLogits`: does a tree over this model say what the model says? A small branched tree against plain forwards,
+once at load. Catches models whose attention ignores the mask, the positions or the columns it is given. Knows trees
+only by feeding, committing and reading them.
 
 `batch_agrees`: do texts that share a forward get the logits each gets alone? A ragged few against plain forwards, once
 at load. Catches models whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
 way.
 
 `drafts_agree`: does a tree of drafts that a target verifies get the logits of each of its branches? Once, at load.
-Forked at the text and further down, alone, then in company behind a branch that was not the first. Catches models
-whose attention ignores the mask or the positions that it is given.
+Forked at the text and further down, alone, then with other requests behind a branch that was not the first. Catches
+models whose attention ignores the mask or the positions that it is given.
 
 `fault`: ways of computing with a model, tried at load: what a way that fails has put into the model is taken out
 again.
 
-`open_texts`: the way in which a model's texts are held: together, and with trees, where self-checks show that all
+`open_kv_cache`: the way in which a model's texts are held: together, and with trees, where self-checks show that all
 stays right.
 
 A token tree for any model: `open_tree` chooses the columns that reproduce the model's logits, or refuses.
@@ -35,20 +35,21 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache as MlxKVCache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from outrider.engine.abilities import abilities
-from outrider.engine.columns import Columns, JointRow, OneRow
-from outrider.engine.handover import PromptReader, ReadColumns
 from outrider.engine.hidden_states import backbone_of, final_norm
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows
+from outrider.engine.kv_transfer import PrefilledKVRows, PromptReader
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtFlat, OrtRow
+from outrider.engine.ort.flat import OrtFlat, OrtKVRows
 from outrider.engine.ort.forward import alone
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
-from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import Feed, FlatTexts, SeparateTexts, Texts
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
@@ -88,11 +89,11 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
 
 def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float:
     """The largest difference between the tree's and the model's logits, in units of what is allowed."""
-    own = Own(model)
+    own = ReferenceLogits(model)
     return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
 
 
-class Own:
+class ReferenceLogits:
     """The model's own logits, of each text once: several ways of holding texts are tried with the same ones."""
 
     def __init__(self, model: LoadedModel) -> None:
@@ -100,7 +101,7 @@ class Own:
         self._known: dict[tuple[int, ...], mx.array] = {}
 
     def distance(self, text: Sequence[int], found: mx.array) -> float:
-        """How far logits [V] lie from the model's own after `text`, in units of what rounding explains. Waits."""
+        """How far logits [V] lie from the model's own after `sequence`, in units of what rounding explains. Waits."""
         key = tuple(text)
         if key not in self._known:
             self._known[key] = self._of(text)
@@ -121,7 +122,7 @@ class Own:
         return own
 
 
-def agrees_in_company(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
+def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
     """True if trees of unlike lengths that share a forward have the model's own logits, up to rounding."""
     texts = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_PROMPT + 5 * n)] for n in range(2)]
     trees = [open_tree(text) for text in texts]
@@ -137,26 +138,26 @@ def agrees_in_company(model: LoadedModel, open_tree: Callable[[Sequence[int]], T
 _BATCH_LENGTHS = (9, 3, 6)
 
 
-def batch_agrees(model: LoadedModel, own: Own, cpu: OrtFlat | None = None) -> bool:
+def batch_agrees(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
     """True if a prompt's piece, ragged chains, a rollback and a place given back leave every text its logits."""
-    texts = FlatTexts(model.model, cpu=cpu)
+    kv_cache = FlatKVCache(model.model, cpu=cpu)
     tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_BATCH_LENGTHS[n] + 4)] for n in range(3)]
-    places = [texts.open() for _ in tokens]
+    places = [kv_cache.open() for _ in tokens]
 
     def feed(*parts: tuple[int, int, bool]) -> bool:
         """Feeds text n up to `end`; whether all logits asked for are the model's own."""
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
-        logits = texts.forward(feeds)
+        logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
         return all(own.distance(tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
     found = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
     places[1].roll_back(4)
-    texts.close(places[0])
+    kv_cache.close(places[0])
     found = found and feed((1, 5, False), (2, 9, False))
-    texts.close(places[1])
-    texts.close(places[2])
+    kv_cache.close(places[1])
+    kv_cache.close(places[2])
     return found
 
 
@@ -165,43 +166,43 @@ _PATH = (0, 3)
 _LENGTHS = (9, 4)
 
 
-def drafts_agree(model: LoadedModel, own: Own, cpu: OrtFlat | None = None) -> bool:
+def drafts_agree(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
     """True if every node's logits are the model's own behind its branch, before and after one was followed."""
-    texts = FlatTexts(model.model, cpu=cpu)
-    tried = [_Tried.of(model, texts, number) for number in range(len(_LENGTHS))]
+    kv_cache = FlatKVCache(model.model, cpu=cpu)
+    tried = [_Tried.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
     first = tried[0]
-    found = _drafts_agree(own, texts, [first])
+    found = _drafts_agree(own, kv_cache, [first])
     first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
     first.text += [first.nodes[node] for node in _PATH]
-    found = found and _drafts_agree(own, texts, tried)
+    found = found and _drafts_agree(own, kv_cache, tried)
     for one in tried:
-        texts.close(one.place)
+        kv_cache.close(one.place)
     return found
 
 
 @dataclass(slots=True)
 class _Tried:
-    """A text that was fed all of `text`, and the tokens of a tree behind it."""
+    """A text that was fed all of `sequence`, and the tokens of a tree behind it."""
 
     place: Any
     text: list[int]
     nodes: tuple[int, ...] = field(default=())
 
     @classmethod
-    def of(cls, model: LoadedModel, texts: FlatTexts, number: int) -> _Tried:
+    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _Tried:
         def made_up(count: int, step: int) -> list[int]:
             return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
 
-        tried = cls(texts.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
-        texts.forward([Feed(tried.place, tried.text, 0, True)])
-        mx.eval(texts.state())
+        tried = cls(kv_cache.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
+        kv_cache.forward([Feed(tried.place, tried.text, 0, True)])
+        mx.eval(kv_cache.state())
         return tried
 
 
-def _drafts_agree(own: Own, texts: FlatTexts, tried: list[_Tried]) -> bool:
+def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, tried: list[_Tried]) -> bool:
     """Feeds each its tree; whether all logits are the model's own. Its columns stay, for a path to be followed."""
     count = len(_PARENTS)
-    logits = texts.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in tried])
+    logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in tried])
     branches = [[*one.text, *down] for one in tried for down in lines(one.nodes, _PARENTS)]
     return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
 
@@ -265,14 +266,14 @@ class _Way:
 _known: WeakKeyDictionary[LoadedModel, _Way] = WeakKeyDictionary()
 
 
-def open_texts(model: LoadedModel) -> Texts:
+def open_kv_cache(model: LoadedModel) -> KVCache:
     """No texts yet, for a target that serves several. Their way is found the first time, then remembered."""
     if model not in _known:
         _known[model] = _find_texts(model)
     way = _known[model]
     if way.together:
-        return FlatTexts(model.model, way.trees, way.cpu)
-    return SeparateTexts(model.model, way.own_caches)
+        return FlatKVCache(model.model, way.trees, way.cpu)
+    return SeparateKVCache(model.model, way.own_caches)
 
 
 def _find_texts(model: LoadedModel) -> _Way:
@@ -280,9 +281,11 @@ def _find_texts(model: LoadedModel) -> _Way:
         return _on_cpu(model, OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0])))
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
-    if not plain or not all(isinstance(cache, KVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)):
+    if not plain or not all(
+        isinstance(cache, MlxKVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)
+    ):
         return _Way(own_caches=able.own_caches)
-    own = Own(model)
+    own = ReferenceLogits(model)
     if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
         return _Way()
     return _Way(True, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
@@ -290,26 +293,26 @@ def _find_texts(model: LoadedModel) -> _Way:
 
 def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _Way:
     """Its check at load has fed texts together already; where logits are rounded no side branch is a chain's equal."""
-    own = Own(model)
+    own = ReferenceLogits(model)
     trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
     return _Way(True, trees, cpu)
 
 
-def text_cost(texts: Texts) -> KvCost:
+def sequence_cost(kv_cache: KVCache) -> KvCost:
     """What a text takes in memory. State that can't be cut may grow with the text, too: that is tried."""
-    text = texts.open()
-    texts.forward([Feed(text, [0], 0, True)])
-    short = texts.save(text, 1)
+    sequence = kv_cache.open()
+    kv_cache.forward([Feed(sequence, [0], 0, True)])
+    short = kv_cache.save(sequence, 1)
     cost = short.cost
     if short.states:
-        texts.forward([Feed(text, [0] * _LONGER, 0, True)])
-        grown = texts.save(text, 1 + _LONGER).nbytes - short.nbytes
+        kv_cache.forward([Feed(sequence, [0] * _LONGER, 0, True)])
+        grown = kv_cache.save(sequence, 1 + _LONGER).nbytes - short.nbytes
         cost = KvCost(max(short.nbytes - grown // _LONGER, 0), grown // _LONGER)
-    texts.close(text)
+    kv_cache.close(sequence)
     return cost
 
 
-Form = type[OrtRow] | type[JointRow] | type[OneRow] | type[Rows]
+Form = type[OrtKVRows] | type[JointKVRows] | type[DenseKVRows] | type[RecurrentKVRows]
 
 _columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
 
@@ -351,9 +354,9 @@ def tree_form(model: LoadedModel) -> Form:
         CannotDraft: no form reproduces this model's logits.
     """
     if model not in _columns_of:
-        forms: list[Form] = [JointRow, OneRow, Rows] if model.attention_only else [Rows]
+        forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
         if model.cpu is not None:
-            forms.insert(0, OrtRow)
+            forms.insert(0, OrtKVRows)
         _columns_of[model] = _first_that_agrees(model, forms)
     return _columns_of[model]
 
@@ -363,16 +366,16 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
     return _open_columns(model, form, SamplingParams(), None, tokens)
 
 
-def open_columns(model: LoadedModel, reader: PromptReader | None = None) -> Columns:
+def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
-    return _columns(model, tree_form(model), reader)
+    return _kv_rows(model, tree_form(model), reader)
 
 
 def tree_cost(model: LoadedModel) -> KvCost:
     """What a tree of this model takes in memory. Raises ModelError as `tree_form` does."""
-    columns = open_columns(model)
-    columns.prefill([0], None, 1)
-    return columns.save(1).cost
+    kv_rows = open_kv_rows(model)
+    kv_rows.prefill([0], None, 1)
+    return kv_rows.save(1).cost
 
 
 def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
@@ -386,7 +389,7 @@ def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
 
 
 def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
-    return tree_agrees(model, opened) and agrees_in_company(model, opened)
+    return tree_agrees(model, opened) and agrees_batched(model, opened)
 
 
 def _open_columns(
@@ -401,11 +404,11 @@ def _open_columns(
     constraint: Constraint | None = None,
 ) -> Tree:
     sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
-    return Tree(_columns(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
+    return Tree(_kv_rows(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
-def _columns(model: LoadedModel, form: Form, reader: PromptReader | None) -> Columns:
-    columns = form(model)
-    if reader is None or isinstance(columns, Rows):  # a recurrent state comes from the model alone
-        return columns
-    return ReadColumns(columns, reader)
+def _kv_rows(model: LoadedModel, form: Form, reader: PromptReader | None) -> KVRows:
+    kv_rows = form(model)
+    if reader is None or isinstance(kv_rows, RecurrentKVRows):  # a recurrent state comes from the model alone
+        return kv_rows
+    return PrefilledKVRows(kv_rows, reader)

@@ -30,9 +30,9 @@ from mlx_lm.utils import dequantize_model, get_total_parameters, load_config, lo
 
 from outrider.engine import memory, positions
 from outrider.engine.cache import is_attention, leaves_of
-from outrider.engine.hidden_states import ReducedHead
+from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
-from outrider.engine.ort.forward import Forward
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ranks import Ranks
 from outrider.protocol.errors import ModelError, first_line, named_errors
 
@@ -96,7 +96,7 @@ class LoadedModel:
     weight_bytes: int
     attention_only: bool
     folder: Path | None = None
-    cpu: Forward | None = None
+    cpu: OrtForward | None = None
 
     @property
     def number_format(self) -> str:
@@ -262,7 +262,7 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     class Reduced(llama.Model):  # type: ignore[misc]
         def __init__(self, args: llama.ModelArgs) -> None:
             super().__init__(args)
-            self.lm_head = ReducedHead(args.hidden_size, count, size)
+            self.lm_head = ReducedLMHead(args.hidden_size, count, size)
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             weights = super().sanitize(weights)
@@ -278,7 +278,7 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return Reduced, llama.ModelArgs
 
 
-def _served(path: Path, model: nn.Module, model_type: str, trees: bool) -> Forward | None:
+def _served(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtForward | None:
     """What makes its forwards in MLX's place. Its weights then stay in their files until MLX is asked for them."""
     model.set_dtype(mx.float32)
     quantised = any(hasattr(module, "scales") for module in model.modules())

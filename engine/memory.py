@@ -34,7 +34,7 @@ def give_back() -> None:
         trim(0)
 
 
-class Held:
+class PeakMemory:
     """The most memory that this process has held, weights included.
 
     On a GPU: what MLX has held since `restart`. On a CPU: the process's own peak since it started, for ONNX Runtime and
@@ -62,19 +62,19 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MemoryLimits:
     """Bytes."""
 
     wired: int
     cache: int
 
 
-def plan_limits(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> Limits:
+def plan_limits(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits:
     """Weights, room for KV caches and a margin, never past what the device recommends for all processes together."""
-    return Limits(min(weight_bytes + kv_bytes + _MARGIN, recommended), _CACHE)
+    return MemoryLimits(min(weight_bytes + kv_bytes + _MARGIN, recommended), _CACHE)
 
 
-def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> Limits | None:
+def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits | None:
     """Sets this process's limits; None where there is no Metal."""
     if not mx.metal.is_available():
         return None

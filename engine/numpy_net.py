@@ -20,9 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.blocks import Dense, Floats, Norm, host
-from outrider.engine.flat import Bools, FlatCache, Piece
-from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, ReducedHead, unwrapped
+from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
+from outrider.engine.flat import Bools, FlatCache, Segment
+from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, ReducedLMHead, unwrapped
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import Ints, RopeTable
 from outrider.protocol.errors import ModelError
@@ -37,20 +37,20 @@ _MASKED = np.float32(-1e30)
 _FARTHEST = np.float32(-60)
 
 
-class Ear(Protocol):
+class Listener(Protocol):
     """Who listens to what passes places of a model (`engine.hidden_states`)."""
 
-    def hears(self, key: object) -> bool:
+    def wants(self, key: object) -> bool:
         """Whether rows of this place are wanted."""
         ...
 
-    def told(self, key: object, rows: Floats) -> None:
+    def on_hidden_states(self, key: object, rows: Floats) -> None:
         """What passes there, [T, H]; what is not wanted is dropped."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class NumpySegment:
     """One text in one layer: its `rows` of the forward become these columns, its `place`, of `keys` and `values`.
 
     It has `end` columns then. `hidden`: what is added to the scores, [R, end]: 0 or very negative.
@@ -76,22 +76,22 @@ def exponentials(scores: Floats) -> Floats:
     return np.exp(scores, out=scores)
 
 
-class Layer:
+class NumpyLayer:
     """One transformer block: attention over columns 0..end, then a gated MLP."""
 
     def __init__(self, block: nn.Module) -> None:
         attention, mlp = block.self_attn, block.mlp
         self.before, self._between = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
-        self._in = Dense([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._out = Dense([attention.o_proj])
-        self._up, self._down = Dense([mlp.gate_proj, mlp.up_proj]), Dense([mlp.down_proj])
+        self._in = BlockedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = BlockedLinear([attention.o_proj])
+        self._up, self._down = BlockedLinear([mlp.gate_proj, mlp.up_proj]), BlockedLinear([mlp.down_proj])
         self.heads, self.kv_heads = int(attention.n_heads), int(attention.n_kv_heads)
         self.width = attention.o_proj.weight.shape[1] // self.heads
         self._scale = np.float32(attention.scale)
         self._q_norm = Norm(attention.q_norm) if "q_norm" in attention else None
         self._k_norm = Norm(attention.k_norm) if "k_norm" in attention else None
 
-    def __call__(self, x: Floats, angles: Floats, spans: Sequence[Span]) -> Floats:
+    def __call__(self, x: Floats, angles: Floats, spans: Sequence[NumpySegment]) -> Floats:
         """Feeds x [R, H], the tokens of one text after the other; each attends to its own text.
 
         Args:
@@ -99,7 +99,7 @@ class Layer:
         """
         return self.behind(x, self.before(x), angles, spans)
 
-    def behind(self, x: Floats, seen: Floats, angles: Floats, spans: Sequence[Span]) -> Floats:
+    def behind(self, x: Floats, seen: Floats, angles: Floats, spans: Sequence[NumpySegment]) -> Floats:
         """The same where attention reads what is `seen` [R, any], and not the normed x."""
         rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
         read = self._in(seen).reshape(rows, heads + 2 * kv_heads, width)
@@ -112,7 +112,7 @@ class Layer:
         x += self._down(_gated(self._up(self._between(x))))
         return x
 
-    def _attend(self, turned: Floats, fresh: Floats, span: Span) -> Floats:
+    def _attend(self, turned: Floats, fresh: Floats, span: NumpySegment) -> Floats:
         """What one text's queries find, [R, heads x D]; its keys and values are remembered first.
 
         Args:
@@ -151,8 +151,8 @@ class Ends:
     def __init__(self, model: nn.Module) -> None:
         self.embedding = host(unwrapped(model.model.embed_tokens).weight)
         layer = unwrapped(model.lm_head if "lm_head" in model else model.model.embed_tokens)
-        self._reduced = layer if isinstance(layer, ReducedHead) else None
-        self.head = Dense([layer.rows if self._reduced is not None else layer])
+        self._reduced = layer if isinstance(layer, ReducedLMHead) else None
+        self.head = BlockedLinear([layer.rows if self._reduced is not None else layer])
 
     def logits_of(self, normed: Floats) -> mx.array:
         """[T, V] of rows behind the final norm."""
@@ -166,11 +166,13 @@ class Net(Ends):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         body = model.model
-        self.layers = [Layer(block) for block in body.layers]
+        self.layers = [NumpyLayer(block) for block in body.layers]
         self.norm = Norm(body.norm)
         self.rope = rope_of(body.layers[0])
 
-    def rows(self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[Span]], ear: Ear | None = None) -> Floats:
+    def rows(
+        self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[NumpySegment]], listener: Listener | None = None
+    ) -> Floats:
         """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text.
 
         `ear` hears what each layer puts out, by its number, and what goes into and comes out of the norm behind them.
@@ -180,12 +182,12 @@ class Net(Ends):
         with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
             for number, (layer, own) in enumerate(zip(self.layers, spans, strict=True)):
                 x = layer(x, angles, own)
-                if ear is not None:
-                    ear.told(number, x)
-        if ear is not None:
-            ear.told(BEFORE_NORM, x)
-            if ear.hears(AFTER_NORM):
-                ear.told(AFTER_NORM, self.norm(x))
+                if listener is not None:
+                    listener.on_hidden_states(number, x)
+        if listener is not None:
+            listener.on_hidden_states(BEFORE_NORM, x)
+            if listener.wants(AFTER_NORM):
+                listener.on_hidden_states(AFTER_NORM, self.norm(x))
         return x
 
     def logits(self, rows: Floats) -> mx.array:
@@ -252,23 +254,25 @@ def _gated(both: Floats) -> Floats:
 MOST_ROWS = 256  # beyond, MLX is as quick
 
 
-def spans(layers: Sequence[Layer], pieces: Sequence[Piece], caches: Sequence[FlatCache]) -> Iterator[list[Span]]:
+def spans(
+    layers: Sequence[NumpyLayer], segments: Sequence[Segment], caches: Sequence[FlatCache]
+) -> Iterator[list[NumpySegment]]:
     """Where each layer's attention finds its texts."""
-    ends = np.cumsum([piece.count for piece in pieces]).tolist()
-    reach = max(piece.row for piece in pieces) + 1, max(piece.end for piece in pieces)
-    masks = [hidden(piece.seen(piece.end, None)) for piece in pieces]
+    ends = np.cumsum([segment.count for segment in segments]).tolist()
+    reach = max(segment.row for segment in segments) + 1, max(segment.end for segment in segments)
+    masks = [hidden(segment.seen(segment.end, None)) for segment in segments]
     for layer, own in zip(layers, caches, strict=True):
         keys, values = own.on_host(*reach, _like(layer.kv_heads, layer.width))
         yield [
-            Span(
-                slice(end - piece.count, end),
-                keys[piece.row],
-                values[piece.row],
-                slice(piece.start, piece.end),
-                piece.end,
+            NumpySegment(
+                slice(end - segment.count, end),
+                keys[segment.row],
+                values[segment.row],
+                slice(segment.start, segment.end),
+                segment.end,
                 mask,
             )
-            for piece, end, mask in zip(pieces, ends, masks, strict=True)
+            for segment, end, mask in zip(segments, ends, masks, strict=True)
         ]
 
 

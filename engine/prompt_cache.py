@@ -23,7 +23,7 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedPrefix:
     """A copy of what a model remembers of a text's first `length` tokens.
 
     `layers`: keys and values of each attention layer, [.., length, head_dim]. `states`: what else there is, each an
@@ -55,21 +55,21 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class CachedPrefix:
     """What a text need not read: its first `length` tokens, as `saved` has them."""
 
-    saved: Saved
+    saved: SavedPrefix
     length: int
 
 
-class Source(Protocol):
+class PrefixSource(Protocol):
     """A running text."""
 
     def lendable(self) -> Sequence[int]:
         """Its first tokens, as far as what is remembered of them can be copied now."""
         ...
 
-    def save(self, length: int) -> Saved:
+    def save(self, length: int) -> SavedPrefix:
         """A copy of what is remembered of the first `length` of these."""
         ...
 
@@ -77,7 +77,7 @@ class Source(Protocol):
 @dataclass(eq=False, slots=True)
 class _Entry:
     tokens: Ints
-    saved: Saved
+    saved: SavedPrefix
 
 
 class PromptCache:
@@ -89,7 +89,7 @@ class PromptCache:
         self._limit = limit
         self._entries: list[_Entry] = []  # the least recently used first
         self._held = 0
-        self._running: WeakKeyDictionary[Source, int] = WeakKeyDictionary()
+        self._running: WeakKeyDictionary[PrefixSource, int] = WeakKeyDictionary()
         self._lookups = self._hits = self._tokens_saved = 0
 
     @property
@@ -105,16 +105,16 @@ class PromptCache:
         self._limit = limit
         self._make_room()
 
-    def enter(self, source: Source, most: int) -> None:
+    def enter(self, source: PrefixSource, most: int) -> None:
         """A text runs, which will grow to `most` tokens: entries make room for it."""
         self._running[source] = self.cost.of(most)
         self._make_room()
 
-    def leave(self, source: Source) -> None:
+    def leave(self, source: PrefixSource) -> None:
         """It has ended; its bytes are free."""
         self._running.pop(source, None)
 
-    def find(self, tokens: Sequence[int]) -> Start | None:
+    def find(self, tokens: Sequence[int]) -> CachedPrefix | None:
         """The most that is remembered of the beginning of these tokens, the last of them left out: it is to be fed."""
         if not self._limit:
             return None
@@ -128,12 +128,12 @@ class PromptCache:
         self._hits += 1
         self._tokens_saved += max(length, lent)
         if lender is not None and lent > length:
-            return Start(lender.save(lent), lent)
+            return CachedPrefix(lender.save(lent), lent)
         if entry is None:
             return None
         self._entries.remove(entry)
         self._entries.append(entry)
-        return Start(entry.saved, length)
+        return CachedPrefix(entry.saved, length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
         """Whether an entry of a text with these tokens would be kept, so that it is worth a copy."""
@@ -142,7 +142,7 @@ class PromptCache:
         known = np.array(tokens, np.int32)
         return all(entry.saved.serves(common(entry.tokens, known)) < len(known) for entry in self._entries)
 
-    def keep(self, tokens: Sequence[int], saved: Saved) -> None:
+    def keep(self, tokens: Sequence[int], saved: SavedPrefix) -> None:
         """Makes an entry of a text that begins with these tokens, unless another has it all already."""
         known = np.array(tokens[: saved.length], np.int32)
         if not self.wants(tokens[: saved.length]) or saved.nbytes > self._limit:
@@ -154,7 +154,7 @@ class PromptCache:
         self._held += saved.nbytes
         self._make_room()
 
-    def _lender(self, wanted: Ints) -> tuple[Source | None, int]:
+    def _lender(self, wanted: Ints) -> tuple[PrefixSource | None, int]:
         lengths = {source: common(np.array(source.lendable(), np.int32), wanted) for source in self._running}
         lender = max(lengths, key=lengths.__getitem__, default=None)
         return lender, lengths[lender] if lender is not None else 0

@@ -34,7 +34,7 @@ class Ranks:
         """What rank 0 has in an array of this shape; the others give zeros. Lazy."""
         return mx.distributed.all_sum(array, group=self.group)
 
-    def told(self, words: bytes) -> bytes:
+    def broadcast(self, words: bytes) -> bytes:
         """What rank 0 tells through the collective; the others say nothing. Waits for all."""
         padded = mx.array(list(words.ljust(_ROOM, b"\0")), mx.int32)
         heard = self.from_first(padded if self.rank == 0 else mx.zeros_like(padded))

@@ -31,7 +31,7 @@ import numpy as np
 
 from outrider.engine.noise import Purpose, exponential_numpy, gumbel_at, gumbel_numpy, stream
 from outrider.engine.sampling import History, Sampler
-from outrider.engine.steps import Asked, Step, score
+from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -136,7 +136,7 @@ class Draws:
     def of(cls, params: SamplingParams, cached: int) -> Draws:
         return cls(params.seed or 0, params.q_width, params.saguaro, cached)
 
-    def score(self, asked: Asked, logits: mx.array, forks: Sequence[int]) -> Step:
+    def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
         """As `engine.steps.score` for one text; the step's best tokens are draws."""
         seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
         return score([asked], logits, partial(DrawnStep, self, Keys(seeds, asked.positions)))

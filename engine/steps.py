@@ -118,7 +118,7 @@ Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SamplingMetadata:
     """Whose tokens some rows of logits choose: those at `positions`, by this sampler, after `histories` if it looks."""
 
     sampler: Sampler
@@ -126,7 +126,7 @@ class Asked:
     histories: Sequence[History] | None = None
 
 
-def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step, *, at_once: bool = False) -> Step:
+def score(asked: Sequence[SamplingMetadata], logits: mx.array, make: Make = Step, *, at_once: bool = False) -> Step:
     """The step of these logits [R, V], as `make` makes it: the rows of one after the other. Lazy.
 
     The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are there, so nothing is gained by laziness.
@@ -143,7 +143,7 @@ def score(asked: Sequence[Asked], logits: mx.array, make: Make = Step, *, at_onc
     return make(scores, None)
 
 
-def _finish(asked: Sequence[Asked], penalised: Floats) -> Floats:
+def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
     """Scores of penalised logits, at a temperature, by numpy."""
     sampler, end = asked[0].sampler, 0
     scores: Floats

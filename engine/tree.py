@@ -1,12 +1,12 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
 Nodes and what is known of them are here; where their columns are is `engine.tree`'s matter, the model's side is
-`engine.columns`', choices are `engine.steps`'. Satisfies `drafting.drafter.TokenTree`, whose docstrings are the
+`engine.kv_rows`', choices are `engine.steps`'. Satisfies `drafters.drafter.TokenTree`, whose docstrings are the
 contract.
 
-`Layout`: which token stands in which column of a tree's row, where in the text it is, and what it may see. Pure numpy.
-Columns below `prefix` hold committed text, column i the token at position i, and every token sees them. Behind them is
-the window: tokens in feeding order, each seeing the prefix, its ancestors and itself.
+`TreeLayout`: which token stands in which column of a tree's row, where in the text it is, and what it may see. Pure
+numpy. Columns below `prefix` hold committed text, column i the token at position i, and every token sees them. Behind
+them is the window: tokens in feeding order, each seeing the prefix, its ancestors and itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.columns import Bools, Columns, Ints, NewColumns
-from outrider.engine.prompt_cache import PromptCache, Saved
+from outrider.engine.kv_rows import Bools, Ints, KVRows, NewRows
+from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler
-from outrider.engine.steps import Asked, Step, score
+from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
@@ -31,7 +31,7 @@ from outrider.protocol.trees import SparseQ
 _ROOM = 256  # columns in the window, to begin with
 
 
-class Layout:
+class TreeLayout:
     """Columns 0..`end`-1; those below `prefix` are compact."""
 
     def __init__(self, prefix: int) -> None:
@@ -114,13 +114,13 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class TreeInput:
     """Tokens on their way into a tree: what the columns are fed, how they are scored, and where their chains fork."""
 
     parents: Sequence[int]
     ids: Sequence[int | None]
-    new: NewColumns
-    asked: Asked
+    new: NewRows
+    asked: SamplingMetadata
     forks: Sequence[int]
 
 
@@ -129,7 +129,7 @@ class Tree:
 
     def __init__(
         self,
-        columns: Columns,
+        kv_rows: KVRows,
         sampler: Sampler,
         context_length: int,
         tokens: Sequence[int],
@@ -141,11 +141,11 @@ class Tree:
 
         With `draws` a node's own continuation is drawn, not its best. What `cache` has of the tokens is not read.
         """
-        self.columns, self._sampler, self._context_length = columns, sampler, context_length
+        self.kv_rows, self._sampler, self._context_length = kv_rows, sampler, context_length
         self._draws = draws
         self._origin = 0  # the position of the first column's token; those before have none
         self._committed: list[int] = []
-        self._layout = Layout(0)
+        self._layout = TreeLayout(0)
         self._column_tokens: list[int] = []
         self._recent: list[int] = []  # committed columns that still stand in the window
         self._nodes: dict[int, _Node] = {}
@@ -154,7 +154,7 @@ class Tree:
         start = self._cache.find(tokens)
         self.cached = start.length if start is not None else 0
         if start is not None:
-            columns.restore(start)
+            kv_rows.restore(start)
             self._committed, self._column_tokens = list(tokens[: start.length]), list(tokens[: start.length])
         with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
             self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
@@ -228,23 +228,23 @@ class Tree:
 
     def lendable(self) -> list[int]:
         """See `prompt_cache.Source`: the committed tokens whose columns stand in the prefix."""
-        return [] if self.columns.whole else self._column_tokens[: self._layout.prefix]
+        return [] if self.kv_rows.whole else self._column_tokens[: self._layout.prefix]
 
-    def save(self, length: int) -> Saved:
+    def save(self, length: int) -> SavedPrefix:
         """See `prompt_cache.Source`."""
-        return self.columns.save(length)
+        return self.kv_rows.save(length)
 
     def close(self, spoilt: bool = False) -> None:
         self._cache.leave(self)
         if not spoilt and self._cache.wants(self._committed):
             self._compact()
-            self._cache.keep(self._committed, self.columns.save(len(self._committed)))
+            self._cache.keep(self._committed, self.kv_rows.save(len(self._committed)))
         self._nodes.clear()
 
     def _compact(self) -> None:
         """Only the committed columns stay."""
         if self._layout.end > self._layout.prefix:
-            self.columns.keep(self._layout.prefix, self._layout.compact(self._recent, []))
+            self.kv_rows.keep(self._layout.prefix, self._layout.compact(self._recent, []))
         self._recent = []
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
@@ -253,8 +253,8 @@ class Tree:
         self._committed += plain
         self._column_tokens += plain
         self._recent, self._nodes = [], {}
-        self.columns.prefill(self._committed, progress, start + len(tokens), start)
-        self._layout = Layout(len(self._committed))
+        self.kv_rows.prefill(self._committed, progress, start + len(tokens), start)
+        self._layout = TreeLayout(len(self._committed))
         if not more:
             (root,) = feed_together([self], [TreeFeed([NOWHERE], tokens[-1:])])[0]
             self._settle(root)
@@ -275,7 +275,7 @@ class Tree:
             node.token = self._best(self._nodes[node.parent])
         return node.token
 
-    def begin(self, feed: TreeFeed) -> Growth:
+    def begin(self, feed: TreeFeed) -> TreeInput:
         """Gives each token a column; what the forward and its scores need of this tree."""
         first, start = self._next, self._layout.end
         if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
@@ -290,10 +290,12 @@ class Tree:
         places = (positions[start:] + self._origin).tolist()
         told = zip(feed.parents, feed.tokens, places, strict=True)
         forks = [self._nodes[parent].fork if token is None else place for parent, token, place in told]
-        new = NewColumns(tokens, start, positions, self._layout.seen(start), above)
-        return Growth(feed.parents, ids, new, Asked(self._sampler, [place + 1 for place in places], histories), forks)
+        new = NewRows(tokens, start, positions, self._layout.seen(start), above)
+        return TreeInput(
+            feed.parents, ids, new, SamplingMetadata(self._sampler, [place + 1 for place in places], histories), forks
+        )
 
-    def give_up(self, growth: Growth) -> None:
+    def give_up(self, growth: TreeInput) -> None:
         """Takes back the columns of a forward that failed."""
         self._layout.end = growth.new.start
 
@@ -302,13 +304,13 @@ class Tree:
         """Trees of the same kind are scored together; one whose continuations are drawn is its own."""
         return self._sampler.kind if self._draws is None else id(self)
 
-    def scored(self, begun: Sequence[Growth], logits: mx.array) -> Step:
+    def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
         """The step of these logits [R, V], those of trees of this kind."""
         if self._draws is None:
-            return score([growth.asked for growth in begun], logits, at_once=not self.columns.lazy)
+            return score([growth.asked for growth in begun], logits, at_once=not self.kv_rows.lazy)
         return self._draws.score(begun[0].asked, logits, begun[0].forks)
 
-    def end(self, growth: Growth, step: Step, first_row: int) -> list[int]:
+    def end(self, growth: TreeInput, step: Step, first_row: int) -> list[int]:
         """The new nodes, whose scores are the rows of `step` from `first_row` on."""
         first = self._next
         for index, (parent, token) in enumerate(zip(growth.parents, growth.ids, strict=True)):
@@ -330,7 +332,7 @@ class Tree:
         if token is not None:
             return token
         node = self._node(parent)
-        return self._best(node) if node.step.is_read or not self.columns.lazy else None
+        return self._best(node) if node.step.is_read or not self.kv_rows.lazy else None
 
     def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
         """The tokens to feed, [R]: those not yet read stay on the device."""
@@ -393,7 +395,7 @@ class Tree:
         if dead <= _SLACK:
             return
         prefix = self._layout.prefix
-        self.columns.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
+        self.kv_rows.keep(prefix, self._layout.compact(self._recent, [node.column for node in pending]))
         self._nodes[self._root].column = prefix + len(self._recent) - 1
         for column, survivor in enumerate(pending, prefix + len(self._recent)):
             survivor.column = column
@@ -405,12 +407,12 @@ def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list
 
     A call that fails leaves every tree as it was.
     """
-    begun: list[Growth] = []
+    begun: list[TreeInput] = []
     try:
         for tree, feed in zip(trees, feeds, strict=True):
             begun.append(tree.begin(feed))
-        columns = [tree.columns for tree in trees]
-        logits = type(columns[0]).forward(columns, [growth.new for growth in begun])
+        kv_rows = [tree.kv_rows for tree in trees]
+        logits = type(kv_rows[0]).forward(kv_rows, [growth.new for growth in begun])
         steps = _scored(trees, begun, logits)
     except Exception:
         for tree, growth in zip(trees, begun, strict=False):
@@ -419,7 +421,7 @@ def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list
     return [tree.end(growth, *own) for tree, growth, own in zip(trees, begun, steps, strict=True)]
 
 
-def _scored(trees: Sequence[Tree], begun: Sequence[Growth], logits: mx.array) -> list[tuple[Step, int]]:
+def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
     """Each tree's step, and the first of its rows there. Trees that differ in nothing but their noise share one."""
     ends = np.cumsum([len(growth.ids) for growth in begun]).tolist()
     begins = [0, *ends[:-1]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TreeFeed:
-    """One token behind each parent, as `drafting.drafter.TokenTree.feed` takes them.
+    """One token behind each parent, as `drafters.drafter.TokenTree.feed` takes them.
 
     `wanted`: so many tokens are to be asked for behind each, by what can draft several at once; (): nobody says.
     """

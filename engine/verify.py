@@ -1,8 +1,8 @@
 """One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
-`begin` puts it under way on the device, `Forward.verdicts` waits for it. Where all take plain steps the next may begin
-before this one was read, its tokens still on the device. A token is chosen by the same scores whichever way it came, so
-a coupled text does not depend on it, nor on who shares a forward. A chain that comes with a q is ruled on by
+`begin` puts it under way on the device, `BatchForward.verdicts` waits for it. Where all take plain steps the next may
+begin before this one was read, its tokens still on the device. A token is chosen by the same scores whichever way it
+came, so a coupled text does not depend on it, nor on who shares a forward. A chain that comes with a q is ruled on by
 `engine.residual`.
 """
 
@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.hidden_states import Takes
+from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
 from outrider.engine.sampling import History, RowLogprobs, Sampler, joint_noise, joint_words
-from outrider.engine.texts import Feed, Slot, Texts
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
 from outrider.protocol.schema import Logprobs
 from outrider.protocol.trees import SparseQ, depths, fault, lines, walk
@@ -27,7 +27,7 @@ _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again 
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyOutput:
     """`accepted` tokens of a chain or a tree hold; `bonus` is the target's own token after them.
 
     `logprobs` are theirs, if the slot's request asked for them. `path`: the nodes that hold; None: the first ones.
@@ -45,33 +45,33 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class VerifyInput:
     """What one slot verifies: a chain (an empty one is a plain step), and what it was drawn from, if it was.
 
     With `parents` its tokens are a tree (`protocol.trees`).
     """
 
-    slot: Slot
+    slot: CacheSlot
     chain: tuple[int, ...] = ()
     q: SparseQ | None = None
     parents: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillChunk:
     """The next `count` tokens of a slot's prompt."""
 
-    slot: Slot
+    slot: CacheSlot
     count: int
 
 
-class Forward:
-    """One forward under way over some of `texts`. `rows`: tokens it feeds, all texts together."""
+class BatchForward:
+    """One forward under way over some of `kv_cache`. `rows`: tokens it feeds, all texts together."""
 
     def __init__(
         self,
-        texts: Texts,
-        asks: Sequence[Ask],
+        kv_cache: KVCache,
+        asks: Sequence[VerifyInput],
         logits: mx.array,
         positions: Sequence[int],
         rows: int,
@@ -81,7 +81,7 @@ class Forward:
 
         `hidden[i]`: what ask i's listener is to hear of all it feeds; those of readings follow.
         """
-        self._texts, self.asks, self.rows = texts, tuple(asks), rows
+        self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
         self._begins = [0]
         for ask in asks:
@@ -95,12 +95,12 @@ class Forward:
         """Whether every text takes a plain step, so that the next forward can begin before this one is read."""
         return bool(self.asks) and not any(ask.chain for ask in self.asks)
 
-    def token_of(self, slot: Slot) -> mx.array:
+    def token_of(self, slot: CacheSlot) -> mx.array:
         """What a slot's plain step chooses, int [1], maybe unread."""
         index = self._index_of[id(slot)]
         return cast(mx.array, self.chosen)[index : index + 1]
 
-    def read_token_of(self, slot: Slot) -> int:
+    def read_token_of(self, slot: CacheSlot) -> int:
         """The same, read: waits for this forward, not for one that was begun behind it."""
         return self._read()[self._index_of[id(slot)]]
 
@@ -108,15 +108,15 @@ class Forward:
         # The whole array and no piece of it: making one would stand in line behind the next forward.
         return cast(list[int], cast(mx.array, self.chosen).tolist())
 
-    def verdicts(self) -> list[Verdict | OutriderError]:
+    def verdicts(self) -> list[VerifyOutput | OutriderError]:
         """Waits; commits what holds to each slot and forgets the rest. One that fails says why in its own place."""
         if self.chosen is None:
-            mx.eval(self._texts.state(), self._heard)
+            mx.eval(self._kv_cache.state(), self._notify_listeners)
             return []
         choices = self._read()
         return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
 
-    def choose(self, after: Forward | None) -> None:
+    def choose(self, after: BatchForward | None) -> None:
         """Puts the choice of every row under way; slots that ask for the same are scored together.
 
         Args:
@@ -126,14 +126,14 @@ class Forward:
             mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile what is allowed is found out
         self.chosen = self._choices(after)
         wanted = [array for rows in self._logprobs.values() for array in rows.pending]
-        mx.async_eval(self.chosen, wanted, self._heard)  # type: ignore[no-untyped-call]
+        mx.async_eval(self.chosen, wanted, self._notify_listeners)  # type: ignore[no-untyped-call]
 
     @property
-    def _heard(self) -> list[mx.array]:
+    def _notify_listeners(self) -> list[mx.array]:
         """Hidden rows to evaluate with the forward."""
         return [rows for rows in self._hidden if rows is not None]
 
-    def _choices(self, after: Forward | None) -> mx.array:
+    def _choices(self, after: BatchForward | None) -> mx.array:
         groups: dict[object, list[int]] = {}
         for index, ask in enumerate(self.asks):
             groups.setdefault(ask.slot.sampler.kind, []).append(index)
@@ -147,7 +147,7 @@ class Forward:
     def _rows(self, index: int) -> range:
         return range(self._begins[index], self._begins[index + 1])
 
-    def _scored(self, members: Sequence[int], after: Forward | None) -> mx.array:
+    def _scored(self, members: Sequence[int], after: BatchForward | None) -> mx.array:
         rows = [row for index in members for row in self._rows(index)]
         whole = len(rows) == self._begins[-1]
         logits = self._logits if whole else mx.take(self._logits, mx.array(rows, mx.int32), axis=0)
@@ -158,7 +158,7 @@ class Forward:
             histories, words = [h for _, own in each for h in own], joint_words(each)
         logits = sampler.penalise(logits, histories, words)
         self._note(members, logits)
-        if not self._texts.is_lazy and logits.dtype == mx.float32:
+        if not self._kv_cache.is_lazy and logits.dtype == mx.float32:
             chosen = self._chosen_on_host(members, logits)
             if chosen is not None:
                 return mx.array(chosen, mx.int32)
@@ -195,7 +195,7 @@ class Forward:
             return [first, *(first + 1 + depth for depth in depths(ask.parents))]
         return list(range(first, first + len(ask.chain) + 1))
 
-    def _settled(self, index: int, ask: Ask, choices: Sequence[int]) -> Verdict | OutriderError:
+    def _settled(self, index: int, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput | OutriderError:
         slot, chain = ask.slot, list(ask.chain)
         rows = self._rows(index)
         try:
@@ -210,12 +210,12 @@ class Forward:
                 slot.sampler.constraint.check([*slot.tokens, *new[:-1]])
             if index in self._logprobs:
                 verdict = replace(verdict, logprobs=self._logprobs[index].of(new, own))
-            trunk = slot.text.length - len(chain)
+            trunk = slot.sequence.length - len(chain)
             slot.tokens += new
             if verdict.path is not None:
-                slot.text.keep(trunk, [trunk + node for node in verdict.path])
+                slot.sequence.keep(trunk, [trunk + node for node in verdict.path])
             elif verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
-                slot.text.roll_back(len(slot.tokens) - 1)
+                slot.sequence.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
                 # What was fed again stands before them. A piece of an array would wait for the next forward.
@@ -227,7 +227,9 @@ class Forward:
             return error
         return verdict
 
-    def _by_residual(self, sampler: ResidualSampler, ask: Ask, rows: range, places: Sequence[int]) -> Verdict:
+    def _by_residual(
+        self, sampler: ResidualSampler, ask: VerifyInput, rows: range, places: Sequence[int]
+    ) -> VerifyOutput:
         if ask.parents:
             raise InvalidRequest("a tree comes for a request that samples residual; expected a chain")
         if ask.q is None:
@@ -238,10 +240,12 @@ class Forward:
             raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
         k = sampler.accepted(log_p[:-1], places[:-1], ask.chain, ask.q)
         rejected = ask.q.part(k, k + 1) if k < len(ask.chain) else None
-        return Verdict(k, sampler.instead(log_p[k], places[k], rejected))
+        return VerifyOutput(k, sampler.instead(log_p[k], places[k], rejected))
 
 
-def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward | None = None) -> Forward:
+def begin(
+    asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
+) -> BatchForward:
     """Puts one forward under way over all these slots of the same texts.
 
     Args:
@@ -255,7 +259,7 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
         if len(slot.unfed) > _MAX_REPLAY:
             slot.feed_all_but(1)
         if ask.chain or after is not None:
-            slot.text.mark()
+            slot.sequence.mark()
         # A drafter may know tokens that the target does not; such a one can't hold, nor can what stands after it.
         if ask.parents:
             _check_tree(ask)
@@ -263,27 +267,27 @@ def begin(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward 
         behind = after.token_of(slot) if after is not None else None
         tokens = slot.unfed + known if behind is None else behind
         takes = _taken(hidden, len(feeds), slot)
-        feeds.append(Feed(slot.text, tokens, len(ask.chain) + 1, False, takes, ask.parents))
+        feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
         slot, start = reading.slot, reading.slot.fed
         new = slot.tokens[start : start + reading.count]
-        feeds.append(Feed(slot.text, new, 0, True, _taken(hidden, len(feeds), slot)))
+        feeds.append(Feed(slot.sequence, new, 0, True, _taken(hidden, len(feeds), slot)))
     starts = [reading.slot.fed for reading in readings]
-    texts = (asks[0].slot if asks else readings[0].slot).texts
-    logits = texts.forward(feeds)
-    forward = Forward(texts, asks, logits, positions, sum(feed.count for feed in feeds), hidden)
+    kv_cache = (asks[0].slot if asks else readings[0].slot).kv_cache
+    logits = kv_cache.forward(feeds)
+    forward = BatchForward(kv_cache, asks, logits, positions, sum(feed.count for feed in feeds), hidden)
     for reading, start, rows in zip(readings, starts, hidden[len(asks) :], strict=True):
         if reading.slot.listener is not None and rows is not None:
             reading.slot.listener(start, rows)
     if asks:
         forward.choose(after)
     else:
-        mx.async_eval(texts.state(), forward._heard)  # type: ignore[no-untyped-call]
+        mx.async_eval(kv_cache.state(), forward._notify_listeners)  # type: ignore[no-untyped-call]
     return forward
 
 
-def _taken(hidden: list[mx.array | None], place: int, slot: Slot) -> Takes | None:
+def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes | None:
     """Puts the hidden rows of a slot that somebody listens to in their place."""
 
     def takes(rows: mx.array) -> None:
@@ -292,15 +296,17 @@ def _taken(hidden: list[mx.array | None], place: int, slot: Slot) -> Takes | Non
     return takes if slot.listener is not None else None
 
 
-def _check_tree(ask: Ask) -> None:
+def _check_tree(ask: VerifyInput) -> None:
     """Raises InvalidRequest: it is none, or the target verifies chains alone."""
-    if not ask.slot.texts.trees:
+    if not ask.slot.kv_cache.trees:
         raise InvalidRequest("a tree of drafts comes to a target that verifies chains alone; expected a chain")
     if why := fault(ask.chain, ask.parents):
         raise InvalidRequest(why)
 
 
-def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None, parents: Sequence[int] = ()) -> Verdict:
+def verify(
+    slot: CacheSlot, chain: Sequence[int] = (), q: SparseQ | None = None, parents: Sequence[int] = ()
+) -> VerifyOutput:
     """One forward over one slot's last committed token and a chain; accepts while the target's token is the chain's.
 
     The slot commits the accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
@@ -313,13 +319,13 @@ def verify(slot: Slot, chain: Sequence[int] = (), q: SparseQ | None = None, pare
         ModelFault: the model's logits are not numbers.
         InvalidRequest: the chain's kind is not what the slot samples by, or the tree is none.
     """
-    (verdict,) = begin([Ask(slot, tuple(chain), q, tuple(parents))]).verdicts()
+    (verdict,) = begin([VerifyInput(slot, tuple(chain), q, tuple(parents))]).verdicts()
     if isinstance(verdict, OutriderError):
         raise verdict
     return verdict
 
 
-def _by_equality(sampler: Sampler, ask: Ask, choices: Sequence[int]) -> Verdict:
+def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
     if ask.q is not None and ask.chain and sampler.params.temp > 0:
         raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
     if min(choices) < 0:
@@ -327,11 +333,11 @@ def _by_equality(sampler: Sampler, ask: Ask, choices: Sequence[int]) -> Verdict:
     if ask.parents:
         path = walk(ask.chain, ask.parents, choices)
         bonus = choices[path[-1] + 1 if path else 0]
-        return Verdict(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
+        return VerifyOutput(len(path), bonus, path=None if path == tuple(range(len(path))) else path)
     accepted = 0
     while accepted < len(ask.chain) and choices[accepted] == ask.chain[accepted]:
         accepted += 1
-    return Verdict(accepted, choices[accepted])
+    return VerifyOutput(accepted, choices[accepted])
 
 
 def _choices(scores: mx.array) -> mx.array:
@@ -341,7 +347,7 @@ def _choices(scores: mx.array) -> mx.array:
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
-def _histories(ask: Ask, after: Forward | None) -> list[History]:
+def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
     """What penalties and grammar look at, a row each: the committed text and the chain before the row's own choice."""
     reach = ask.slot.sampler.reach
     if ask.parents:

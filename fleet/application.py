@@ -19,8 +19,8 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
 from outrider.fleet.engine import AttachedEngine, PlacedEngine
-from outrider.fleet.gate import Gate
-from outrider.fleet.plan import Placed, Plan
+from outrider.fleet.ingress import Ingress
+from outrider.fleet.plan import FleetPlan, Placed
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
@@ -43,7 +43,7 @@ HEALTH_SECONDS = 2.0
 ROUTING = RequestRouterConfig(request_router_class=SessionRouter)
 
 
-def application(plan: Plan) -> serve.Application:
+def application(plan: FleetPlan) -> serve.Application:
     """All of the fleet, the gate before the others."""
     engines: list[serve.Application] = []
     many: list[int] = []
@@ -57,7 +57,7 @@ def application(plan: Plan) -> serve.Application:
         options = {**_engine_options(), "num_replicas": len(plan.attached), "ray_actor_options": _at_head()}
         engines.append(attached.options(**options).bind(plan.attached, plan.engine.keys))
         many.append(len(plan.attached))
-    gate: Any = serve.deployment(Gate, name="gate")
+    gate: Any = serve.deployment(Ingress, name="gate")
     where: dict[str, Any] = {"ray_actor_options": _at_head()}
     if plan.gate.count > 1:  # a host each, for they have one port
         where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
@@ -71,7 +71,7 @@ def app(arguments: dict[str, str]) -> serve.Application:
     return application(read_plan(Path(arguments["plan"])))
 
 
-def run(plan: Plan, name: str = "outrider") -> None:
+def run(plan: FleetPlan, name: str = "outrider") -> None:
     """Has the fleet run on the Ray that this process is connected to; returns when Ray Serve has been told."""
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(application(plan), name=name, route_prefix=None)
@@ -106,7 +106,7 @@ def _placing(placed: Placed) -> dict[str, Any]:
     }
 
 
-def _number(plan: Plan) -> dict[str, Any]:
+def _number(plan: FleetPlan) -> dict[str, Any]:
     if plan.scale is None:
         return {"num_replicas": plan.placed.replicas if plan.placed is not None else 0}
     scale = plan.scale

@@ -8,9 +8,9 @@ Drafters that Ray puts where it suits them: an actor that runs a draft worker, a
 
 Drafts don't pass through it: the worker joins the engine's server by ZeroMQ, with a key that it was given room for.
 
-`Watch`: whether a server that somebody else keeps up is there, and the moment when it is not any more. ZeroMQ asks the
-other end below our messages, so one that hangs or whose machine is gone is missed within a second, and one that ends
-at once. Owns a connection; knows nothing of Ray.
+`ServerWatch`: whether a server that somebody else keeps up is there, and the moment when it is not any more. ZeroMQ
+asks the other end below our messages, so one that hangs or whose machine is gone is missed within a second, and one
+that ends at once. Owns a connection; knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.fleet.place import Doors, Place, Visitor
+from outrider.fleet.engine_address import ActorKeys, EngineAddress, Visitor
 from outrider.fleet.plan import Placed
 from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -58,11 +58,11 @@ OWN = (
 log = logging.getLogger(__name__)
 
 
-class Drafter:
+class DrafterActor:
     """A draft worker on this host, which ends with this actor."""
 
     def __init__(self) -> None:
-        self._doors = Doors()
+        self._doors = ActorKeys()
 
     def key(self) -> str:
         """The public key that it comes with."""
@@ -83,10 +83,10 @@ class Drafter:
             os.close(lifeline)
 
 
-class Drafting(threading.Thread):
+class DrafterKeeper(threading.Thread):
     """Sees to it that an engine has a drafter: another one, when its own is gone, as soon as a host has room."""
 
-    def __init__(self, settings: ServeSettings, endpoint: str, doors: Doors) -> None:
+    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeys) -> None:
         super().__init__(daemon=True, name="drafting")
         self._settings = ServeSettings(**{name: getattr(settings, name) for name in OWN})
         self._endpoint, self._doors = endpoint, doors
@@ -112,7 +112,7 @@ def _placed() -> Any:
     """Where the engine's placement group has it."""
     group = get_current_placement_group()
     there = PlacementGroupSchedulingStrategy(group, BUNDLE)
-    return ray.remote(Drafter).options(num_cpus=0, scheduling_strategy=there)
+    return ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there)
 
 
 ASK_MS, SILENT_MS = 300, 900
@@ -120,7 +120,7 @@ LOOK_SECONDS = 0.5
 COMES, GOES = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
-class Watch:
+class ServerWatch:
     """Of the server at `endpoint`, which lets in the key in the folder `keys`.
 
     Raises:
@@ -172,9 +172,9 @@ def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) 
     """Raises ModelError where the server at `endpoint` has others than one of those before it, as far as they answer:
     its texts would be another model's, and none could go on with it.
     """
-    ours = Watch(endpoint, keys).weights()
+    ours = ServerWatch(endpoint, keys).weights()
     for other in before:
-        theirs = Watch(other, keys).weights()
+        theirs = ServerWatch(other, keys).weights()
         if ours and theirs and ours != theirs:
             raise ModelError(
                 f"the engine at {endpoint} has other weights, or another number format, than the one at {other};"
@@ -188,27 +188,27 @@ GONE = 3
 """What the actor ends with when its engine has."""
 
 
-class Engine:
+class EngineActor:
     """What all engines do once they know their `place`."""
 
-    def __init__(self, place: Place, keys: Path | None = None) -> None:
+    def __init__(self, place: EngineAddress, keys: Path | None = None) -> None:
         self._place = place
         self._client = AsyncClient(place.own or place.endpoint, OWN_SECONDS, keys=keys)
         self._gone = defaultdict[Visitor, asyncio.Event](asyncio.Event)
 
-    async def lease(self, visitor: Visitor) -> AsyncIterator[Place]:
+    async def lease(self, visitor: Visitor) -> AsyncIterator[EngineAddress]:
         """Where to ask; then nothing, until `visitor` has enough."""
         gone = self._welcome(visitor)
         yield self._place
         await gone.wait()
 
-    async def place(self, visitor: Visitor | None = None) -> Place:
+    async def place(self, visitor: Visitor | None = None) -> EngineAddress:
         """The same once, for whoever only looks."""
         if visitor is not None:
             self._welcome(visitor)
         return self._place
 
-    async def report(self) -> tuple[Place, Stats]:
+    async def report(self) -> tuple[EngineAddress, Stats]:
         """Where it is and what it does now, for whoever looks at the whole fleet."""
         return self._place, await self._client.stats()
 
@@ -217,26 +217,26 @@ class Engine:
         for visitor in list(self._gone):
             if not await asyncio.to_thread(visitor.is_there):
                 self._gone.pop(visitor).set()
-                self.let_out(visitor.key)
+                self.revoke(visitor.key)
 
     def _welcome(self, visitor: Visitor) -> asyncio.Event:
         """What is set when that gate is gone."""
         if visitor not in self._gone:
-            self.let_in(visitor.key)
+            self.allow(visitor.key)
         return self._gone[visitor]
 
-    def let_in(self, key: str) -> None:
+    def allow(self, key: str) -> None:
         """Where keys are asked for, this one opens from now on."""
 
-    def let_out(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         """It does so no more."""
 
 
-class PlacedEngine(Engine):
+class PlacedEngine(EngineActor):
     """A cluster on this host, which ends with this actor, and with which this actor ends."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        self._doors = Doors()
+        self._doors = ActorKeys()
         ours = ray.util.get_node_ip_address()
         elsewhere = placed.drafter.on == "other-host"
         reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._doors.folder, pin_cores=False)
@@ -245,19 +245,19 @@ class PlacedEngine(Engine):
         self._cluster = LocalCluster(**keywords(reached))
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
-            Drafting(settings, self._cluster.joining_endpoint, self._doors).start()
+            DrafterKeeper(settings, self._cluster.joining_endpoint, self._doors).start()
         host = ray.get_runtime_context().get_node_id()
-        super().__init__(Place(self._cluster.endpoint, self._doors.key, self._cluster.own_endpoint, host))
+        super().__init__(EngineAddress(self._cluster.endpoint, self._doors.key, self._cluster.own_endpoint, host))
 
     async def check_health(self) -> None:
         """Raises EndpointError when the server hangs."""
         await self._client.stats()
         await super().check_health()
 
-    def let_in(self, key: str) -> None:
+    def allow(self, key: str) -> None:
         self._doors.open(CLIENT, key)
 
-    def let_out(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         self._doors.shut(key)
 
     def _end_with_it(self) -> None:
@@ -266,19 +266,19 @@ class PlacedEngine(Engine):
         os._exit(GONE)
 
 
-class AttachedEngine(Engine):
+class AttachedEngine(EngineActor):
     """A server that somebody else keeps up: it is waited for, and with its loss this actor ends."""
 
     def __init__(self, endpoints: tuple[str, ...], keys: Path | None) -> None:
         own = serve.get_replica_context().rank.rank % len(endpoints)
         endpoint = endpoints[own]
-        watch = Watch(endpoint, keys)
+        watch = ServerWatch(endpoint, keys)
         watch.wait_until_there()
         check_same_weights(endpoint, endpoints[:own], keys)
         threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
-        super().__init__(Place(endpoint), keys)
+        super().__init__(EngineAddress(endpoint), keys)
 
-    def _end_with_it(self, watch: Watch, endpoint: str) -> None:
+    def _end_with_it(self, watch: ServerWatch, endpoint: str) -> None:
         watch.wait_until_gone()
         log.error("the engine at %s is gone; it is waited for", endpoint)
         os._exit(GONE)

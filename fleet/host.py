@@ -110,7 +110,7 @@ LABEL = "outrider"
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class HostProcess:
     """What this host runs: as `head` or not, for the fleet at `address`, by this process, which began then."""
 
     head: bool
@@ -127,7 +127,7 @@ class Running:
         return None
 
 
-class Host:
+class FleetHost:
     """This host's part in a fleet, as it is written down in `folder`."""
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +136,7 @@ class Host:
         self._file = folder / "running.json"
         self._storage = folder / "gcs"
 
-    def running(self) -> Running | None:
+    def running(self) -> HostProcess | None:
         """What runs here now."""
         found = self._written_down()
         return found if found is not None and found.process() is not None else None
@@ -146,9 +146,9 @@ class Host:
         found = self._written_down()
         return found is not None and found.head and found.address == address and self._storage.is_dir()
 
-    def _written_down(self) -> Running | None:
+    def _written_down(self) -> HostProcess | None:
         try:
-            return Running(**json.loads(self._file.read_text(encoding="utf-8")))
+            return HostProcess(**json.loads(self._file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -173,7 +173,7 @@ class Host:
         }
         return {**child_environment(), **ours}
 
-    def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> Running:
+    def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> HostProcess:
         """Starts Ray as the head of the fleet that it was the head of, or of one that knows nothing yet.
 
         Raises:
@@ -187,12 +187,12 @@ class Host:
         dashboard = WITHOUT_DASHBOARD if again else "--dashboard-host=127.0.0.1"
         return self._start(True, f"{ip}:{port}", [*where, dashboard], offers, token)
 
-    def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> Running:
+    def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> HostProcess:
         """Starts Ray as a host of the fleet at `address`. Raises as `start_head`."""
         where = [f"--address={address}", *([f"--node-ip-address={ip}"] if ip is not None else [])]
         return self._start(False, address, where, offers, token)
 
-    def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> Running:
+    def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> HostProcess:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
         line += [f"--resources={json.dumps(to_declare(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
         with self.log.open("wb") as log:
@@ -204,7 +204,7 @@ class Host:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        running = Running(head, address, process.pid, psutil.Process(process.pid).create_time())
+        running = HostProcess(head, address, process.pid, psutil.Process(process.pid).create_time())
         try:
             self._wait_until_started(process)
         except BaseException:
@@ -213,7 +213,7 @@ class Host:
         self.keep(running)
         return running
 
-    def keep(self, running: Running) -> None:
+    def keep(self, running: HostProcess) -> None:
         """Writes down what runs."""
         self._file.write_text(json.dumps(asdict(running)), encoding="utf-8")
 
@@ -241,7 +241,7 @@ class Host:
         shutil.rmtree(self._storage, ignore_errors=True)
 
 
-def end(running: Running, told: Callable[[str], None] = lambda _: None) -> None:
+def end(running: HostProcess, told: Callable[[str], None] = lambda _: None) -> None:
     """Ends a process that was started here, with all its own; nobody else's."""
     process = running.process()
     if process is None:

@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatusOverview
 
 from outrider.fleet import application
-from outrider.fleet.membership import Head
-from outrider.fleet.plan import Plan, check_fits
+from outrider.fleet.membership import FleetHead
+from outrider.fleet.plan import FleetPlan, check_fits
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import Listener
-from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol import errors
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 
@@ -30,7 +30,7 @@ ANSWER_SECONDS = 10.0
 @contextmanager
 def connected(address: str) -> Iterator[None]:
     """This process is one that Ray knows. Raises OutriderError: the head does not answer, or not to it."""
-    Head(address)
+    FleetHead(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, RuntimeError) as error:
@@ -43,7 +43,7 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def launch(plan: Plan, address: str, told: Callable[[str], None], wait: float) -> list[str]:
+def launch(plan: FleetPlan, address: str, told: Callable[[str], None], wait: float) -> list[str]:
     """Has the plan run; where its gates are, when all are there.
 
     Raises:
@@ -52,13 +52,13 @@ def launch(plan: Plan, address: str, told: Callable[[str], None], wait: float) -
     told("asking the head")
     if plan.model is not None:
         find_model(plan.model, weights=False)  # the gate reads texts with it, and begins on this host
-    head = Head(address)
+    head = FleetHead(address)
     if plan.placed is not None:
         check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
     head.tell_models([name for name in (plan.model, plan.draft_model) if name and plan.placed])
     with connected(address):
         if NAME not in serve.status().applications:
-            _check_gate(plan.gate.http)
+            _check_ingress(plan.gate.http)
         told("telling Ray what is to run")
         application.run(plan, NAME)
         _wait_until_there(told, wait)
@@ -129,7 +129,7 @@ def first_line(said: str) -> str:
     return next((line.strip() for line in said.splitlines() if line.strip()), "it says nothing")[:300]
 
 
-def _check_gate(http: HttpSettings) -> None:
+def _check_ingress(http: HttpSettings) -> None:
     """Raises EndpointError where the gate of a new fleet could not serve: it begins on this host."""
     try:
         Listener(http).close()

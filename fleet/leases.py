@@ -18,9 +18,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from outrider.fleet.place import Doors, Place, visitor
-from outrider.fleet.turns import Turns
-from outrider.orchestrator.client.asker import Grown
+from outrider.fleet.engine_address import ActorKeys, EngineAddress, visitor
+from outrider.fleet.engine_selector import EngineSelector
+from outrider.orchestrator.client.base_client import Grown
 from outrider.orchestrator.client.client import AsyncClient, AsyncMoving
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.protocol.errors import EndpointError, ServerStopped
@@ -34,7 +34,7 @@ NOBODY = "no engine of the fleet answers; try again later (`outrider fleet statu
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EngineKind:
     """Engines of one deployment of Ray Serve; about so `many`."""
 
     handle: DeploymentHandle[Any]
@@ -61,17 +61,17 @@ class Lease:
             await asyncio.wait((task,))
 
 
-class Engines:
+class EngineLeases:
     """All of a fleet's. `keys`: the folder of keys for those that are attached."""
 
-    def __init__(self, kinds: Sequence[Kind], keys: Path | None) -> None:
+    def __init__(self, kinds: Sequence[EngineKind], keys: Path | None) -> None:
         self._kinds = kinds
         self._keys = keys
-        self._doors = Doors()
+        self._doors = ActorKeys()
         self.visitor = visitor(self._doors.key)
         self._host = ray.get_runtime_context().get_node_id()
-        self._clients: dict[Place, AsyncClient] = {}
-        self._turns = Turns([kind.many for kind in kinds])
+        self._clients: dict[EngineAddress, AsyncClient] = {}
+        self._turns = EngineSelector([kind.many for kind in kinds])
 
     @asynccontextmanager
     async def lease(self, session: str) -> AsyncIterator[Lease]:
@@ -97,21 +97,21 @@ class Engines:
             if gone is not None:
                 gone.cancel()
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Has Serve say which engines there are, which else the first request would wait for."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
                 kind.handle.broadcast("place", self.visitor).results(timeout_s=WAIT_SECONDS)
 
-    async def places(self) -> list[Place]:
+    async def places(self) -> list[EngineAddress]:
         """Where all are that are there."""
-        found: list[Place] = []
+        found: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
                 found += await kind.handle.broadcast("place", self.visitor).results_async(timeout_s=WAIT_SECONDS)
         return found
 
-    def client(self, place: Place) -> AsyncClient:
+    def client(self, place: EngineAddress) -> AsyncClient:
         """Who asks there."""
         if place not in self._clients:
             if len(self._clients) >= MOST_KNOWN:
@@ -121,10 +121,10 @@ class Engines:
             self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
         return self._clients[place]
 
-    async def _told(self, response: Any, kind: int) -> Place:
+    async def _told(self, response: Any, kind: int) -> EngineAddress:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
-                place: Place = await anext(response)
+                place: EngineAddress = await anext(response)
                 return place
         except TimeoutError:
             self._turns.silent(kind)
@@ -140,7 +140,7 @@ class Leased(AsyncMoving):
     would be chosen again and again.
     """
 
-    def __init__(self, engines: Engines, session: str, sources: int) -> None:
+    def __init__(self, engines: EngineLeases, session: str, sources: int) -> None:
         super().__init__()
         self.sources = sources
         self._engines = engines

@@ -18,7 +18,7 @@ from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError, RpcError
 
 from outrider.fleet.host import LABEL
-from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol.errors import EndpointError, KeyFault, ModelError, VersionMismatch
 from outrider.protocol.version import PACKAGE_VERSION
 
@@ -41,7 +41,7 @@ class Versions:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RayNode:
     """A host as Ray knows it."""
 
     name: str
@@ -50,7 +50,7 @@ class Node:
     labels: Mapping[str, str]
 
 
-class Head:
+class FleetHead:
     """The head at `address`, HOST:PORT.
 
     Raises:
@@ -76,10 +76,12 @@ class Head:
         ours = next((node.labels[LABEL] for node in self.nodes() if node.alive and LABEL in node.labels), "")
         return Versions(told.get("ray_version", ""), told.get("python_version", ""), ours)
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[RayNode]:
         """All hosts that are, or were, in the fleet."""
         found = self._gcs.get_all_node_info().values()
-        return [Node(one.node_name, one.state == ALIVE, dict(one.resources_total), dict(one.labels)) for one in found]
+        return [
+            RayNode(one.node_name, one.state == ALIVE, dict(one.resources_total), dict(one.labels)) for one in found
+        ]
 
     def models(self) -> list[str]:
         """What hosts need the files of; empty while no fleet runs, or it runs the embedded pair."""

@@ -10,10 +10,10 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatusOverview
 
+from outrider.fleet.engine_address import EngineAddress
 from outrider.fleet.host import LABEL, RAY, Resources
 from outrider.fleet.launching import ANSWER_SECONDS, NAME, connected, first_line, gate_urls, sentence_in
-from outrider.fleet.membership import Head, Node
-from outrider.fleet.place import Place
+from outrider.fleet.membership import FleetHead, RayNode
 from outrider.protocol.messages import Stats
 
 KINDS = ("placed", "attached")
@@ -67,7 +67,7 @@ class Overview:
 
 def look(address: str) -> Overview:
     """What the fleet at this head is now. Raises OutriderError where the head can't be asked."""
-    hosts = tuple(sorted(map(_host, Head(address).nodes()), key=lambda row: row.name))
+    hosts = tuple(sorted(map(_host, FleetHead(address).nodes()), key=lambda row: row.name))
     with connected(address):
         found = serve.status().applications.get(NAME)
         if found is None:
@@ -79,7 +79,7 @@ def look(address: str) -> Overview:
         return Overview(hosts, str(found.status.value), engines, _parts(found), tuple(gates))
 
 
-def _host(node: Node) -> HostRow:
+def _host(node: RayNode) -> HostRow:
     metal, ane, cuda, cpu, memory = (node.resources.get(name, 0) for name in RAY.values())
     offers = Resources(metal, ane, cuda, cpu, int(memory))
     return HostRow(node.name, "there" if node.alive else "gone", str(offers), node.labels.get(LABEL, ""))
@@ -94,7 +94,7 @@ def _engines(kind: str) -> list[EngineRow]:
     return [_engine(kind, place, stats) for place, stats in told]
 
 
-def _engine(kind: str, place: Place, stats: Stats) -> EngineRow:
+def _engine(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:
     drafters = [f"{worker.name} {worker.state}" for worker in stats.workers if worker.role == "draft"]
     return EngineRow(
         kind,

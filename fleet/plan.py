@@ -28,12 +28,12 @@ A_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class DrafterPlan:
     """Who drafts for each placed engine. `on`: a worker of the engine's own, on its host; one on another host, which
     has to offer `needs`; or none, so that only texts themselves are copied from.
 
     Raises:
-        InvalidRequest: see `Plan`.
+        InvalidRequest: see `FleetPlan`.
     """
 
     on: str = "same-host"
@@ -53,7 +53,7 @@ class Scale:
     when it has not for `downscale_delay_s`.
 
     Raises:
-        InvalidRequest: see `Plan`.
+        InvalidRequest: see `FleetPlan`.
     """
 
     min: int = 1
@@ -77,12 +77,12 @@ class Placed:
     """Engines that Ray starts: `replicas` of them, each on a host that offers `needs`, and their drafters.
 
     Raises:
-        InvalidRequest: see `Plan`.
+        InvalidRequest: see `FleetPlan`.
     """
 
     replicas: int = 1
     needs: Resources = field(default_factory=Resources)
-    drafter: Drafter = field(default_factory=Drafter)
+    drafter: DrafterPlan = field(default_factory=DrafterPlan)
 
     def __post_init__(self) -> None:
         values.whole("replicas", self.replicas, 1, MOST_ENGINES)
@@ -105,14 +105,14 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class IngressPlan:
     """What users talk to: `count` processes that serve HTTP as `http` says (one port for all of them).
 
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: how many engines a text is asked
     of until it is given up.
 
     Raises:
-        InvalidRequest: see `Plan`.
+        InvalidRequest: see `FleetPlan`.
     """
 
     count: int = 1
@@ -127,7 +127,7 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """A fleet: engines that Ray places, engines that are attached (`outrider serve --endpoint`, kept up by somebody
     else), and the gate before them.
 
@@ -141,7 +141,7 @@ class Plan:
     engine: ServeSettings = field(default_factory=ServeSettings)
     placed: Placed | None = None
     attached: tuple[str, ...] = ()
-    gate: Gate = field(default_factory=Gate)
+    gate: IngressPlan = field(default_factory=IngressPlan)
     scale: Scale | None = None
 
     def __post_init__(self) -> None:

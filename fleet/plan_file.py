@@ -1,4 +1,4 @@
-"""fleet.yaml read into a `Plan`: what is misspelt or out of range is one sentence that names the key and the file.
+"""fleet.yaml read into a `FleetPlan`: what is misspelt or out of range is one sentence that names the key and the file.
 
 YAML as version 1.2 has it: `on`, `off`, `yes` and `no` are words and not true or false, and no key comes twice.
 """
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import yaml
 
 from outrider.fleet.host import Resources
-from outrider.fleet.plan import GATE_PORT, Drafter, Gate, Placed, Plan, Scale, without_drafter
+from outrider.fleet.plan import GATE_PORT, DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, without_drafter
 from outrider.orchestrator.cli.flags import keys_in, keys_in_environment
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
@@ -32,7 +32,7 @@ LISTS = ("api_keys", "cors_origins", "model_names")
 Record = TypeVar("Record")
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> FleetPlan:
     """The fleet that the file describes.
 
     Raises:
@@ -52,13 +52,13 @@ def read_plan(path: Path) -> Plan:
         raise InvalidRequest(f"{path}: {error}") from None
 
 
-def plan_of(found: object) -> Plan:
+def plan_of(found: object) -> FleetPlan:
     """The fleet that these keys and values describe. Raises InvalidRequest."""
     given = _section("the fleet", found, TOP)
     placed = _placed(given["placed"]) if "placed" in given else None
     scale = _scale(given["scale"], given.get("placed")) if "scale" in given else None
     attached = _attached(given.get("attached"))
-    return Plan(_engine(given, placed), placed, attached, _gate(given.get("gate")), scale)
+    return FleetPlan(_engine(given, placed), placed, attached, _gate(given.get("gate")), scale)
 
 
 def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
@@ -83,14 +83,14 @@ def _placed(found: object) -> Placed:
     return _record("placed", Placed, given)
 
 
-def _drafter(found: object) -> Drafter:
+def _drafter(found: object) -> DrafterPlan:
     """A drafter's place alone, or with what it needs."""
     if isinstance(found, str):
         found = {"on": found}
     given = _section("placed.drafter", found, ("on", "needs"))
     if "needs" in given:
         given["needs"] = _needs("placed.drafter.needs", given["needs"])
-    return _record("placed.drafter", Drafter, given)
+    return _record("placed.drafter", DrafterPlan, given)
 
 
 def _scale(found: object, placed: object) -> Scale:
@@ -111,7 +111,7 @@ def _attached(found: object) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _gate(found: object) -> Gate:
+def _gate(found: object) -> IngressPlan:
     given = _section("gate", found, GATE)
     http = {"port": GATE_PORT, **{name: given.pop(name) for name in HTTP if name in given}}
     for name in LISTS:
@@ -121,7 +121,7 @@ def _gate(found: object) -> Gate:
     from_file = keys_in(Path(file).expanduser() if file is not None else None)
     http["api_keys"] = (*http.get("api_keys", ()), *from_file, *keys_in_environment())
     try:
-        return _record("gate", Gate, {**given, "http": _record("gate", HttpSettings, http)})
+        return _record("gate", IngressPlan, {**given, "http": _record("gate", HttpSettings, http)})
     except InvalidRequest as error:
         if http["api_keys"] or "API key" not in str(error):
             raise

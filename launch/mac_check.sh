@@ -72,12 +72,12 @@ cd "$root" || exit 1
 printf '# Outrider on a Mac\n\n%s, %s, draft `%s`, target `%s`\n' "$(date -u +%Y-%m-%dT%H:%MZ)" \
     "$(git rev-parse --short HEAD 2>/dev/null || printf 'no commit')" "$draft" "$target" >>"$report"
 
-step "This machine, and what each placement costs" "$python" -P -m outrider.drafting.coreml.doctor --model "$draft" --probe
+step "This machine, and what each placement costs" "$python" -P -m outrider.drafters.coreml.doctor --model "$draft" --probe
 step "From which length on prompts are read by Core ML for a draft on MLX" \
-    "$python" -P -m outrider.drafting.coreml.prompts --model "$draft"
+    "$python" -P -m outrider.drafters.coreml.prompts --model "$draft"
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
 step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU beside it" \
-    "$python" -P -m outrider.drafting.coreml.survey --model "$draft" --target "$target" --predictions "$predictions"
+    "$python" -P -m outrider.drafters.coreml.survey --model "$draft" --target "$target" --predictions "$predictions"
 keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P launch/overlap_timing.py --model "$target" \
     --draft-model "$draft"
 keep_stderr=yes step "Overlap timing, CoreML drafter" "$python" -P launch/overlap_timing.py --model "$target" \

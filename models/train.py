@@ -87,7 +87,7 @@ def _make(options: argparse.Namespace) -> None:
 
 def _make_draft(options: argparse.Namespace, out: Path) -> None:
     from models.training.draft import pipeline as drafts
-    from outrider.orchestrator.pair.model_files import find_model
+    from outrider.orchestrator.pairing.model_files import find_model
 
     target = find_model(str(options.target)).folder
     if options.export:

@@ -1,6 +1,6 @@
 """Who a peer is: keys that are let in, and the routing ids by which clients are told apart.
 
-`Gate`: who is let in by key: the allow-list of the server's keyring, read again when it changes, and keys refused
+`CurveAuth`: who is let in by key: the allow-list of the server's keyring, read again when it changes, and keys refused
 since. Asked by ZeroMQ at each handshake, on a thread of its own; what stands here is the answer, and nothing else of a
 server decides it. Knows keys and doors; knows nothing of messages.
 
@@ -20,7 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
+from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
 from outrider.protocol.keys import ServerKeys, from_zmq
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _COME_TO = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
 
 
-class Gate:
+class CurveAuth:
     """Decides for all sockets of `context` that are bound with `keys`, from creation to `close`.
 
     Raises:
@@ -39,10 +39,10 @@ class Gate:
     def __init__(self, context: zmq.Context[Any], keyring: Keyring) -> None:
         self.own = keyring.own()
         self._keyring = keyring
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._seen: tuple[int, ...] | None = None
         self._refused: dict[str, str] = {}
-        self._allowed: tuple[Allowed, ...] = ()
+        self._allowed: tuple[AllowedKey, ...] = ()
         self._read()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
@@ -55,13 +55,13 @@ class Gate:
 
     def refuse(self, key: str, why: str) -> None:
         """Lets this key in no more, as long as this server runs; who is inside stays. From any thread."""
-        with self._guard:
+        with self._lock:
             self._refused[key] = why
         log.warning("the key %s is now refused: %s", key, why)
 
-    def lets_in(self, role: str, key: str) -> bool:
+    def is_allowed(self, role: str, key: str) -> bool:
         """Whether who has `key` is let in as `role` now. From any thread."""
-        with self._guard:
+        with self._lock:
             try:
                 self._read()
             except KeyFault as fault:
@@ -73,7 +73,7 @@ class Gate:
     def callback(self, domain: str, key: bytes) -> bool:
         """The same as ZeroMQ's authentication asks it."""
         shown = from_zmq(key)
-        let_in = any(self.lets_in(role, shown) for role in _COME_TO[domain])
+        let_in = any(self.is_allowed(role, shown) for role in _COME_TO[domain])
         log.info("the key %s is %s as %s", shown, "let in" if let_in else "refused", domain)
         return let_in
 
@@ -95,7 +95,7 @@ class Gate:
         return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
 
 
-def gate_for(settings: ServeSettings, context: zmq.Context[Any]) -> Gate | None:
+def curve_auth_for(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:
     """The gate that a server's endpoints need; None: only this machine reaches them, and nobody wants keys there.
 
     Raises:
@@ -106,7 +106,7 @@ def gate_for(settings: ServeSettings, context: zmq.Context[Any]) -> Gate | None:
     if not served:
         return None
     try:
-        return Gate(context, Keyring(settings.keys))
+        return CurveAuth(context, Keyring(settings.keys))
     except KeyFault as fault:
         raise KeyFault(f"{served[0]} can't be served without keys: {fault}") from None
 

@@ -3,7 +3,7 @@
 The *core* thread owns the workers' socket and the rounds; it deals in tokens. The *front* thread owns the clients'
 socket, tokenizers, text and the queue of waiting requests; it deals in text.
 
-`Lines`: the ways between the orchestrator's threads, as one record, and what the front may look up in the core.
+`ThreadQueues`: the ways between the orchestrator's threads, as one record, and what the front may look up in the core.
 
 `Mailbox`: a queue between two threads of the orchestrator that a ZeroMQ poller can wait on.
 """
@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 import zmq
 
-from outrider.orchestrator.limits import KvRoom
+from outrider.orchestrator.limits import KVBudget
 from outrider.protocol.heads import DRAFT_MODEL, JOINT
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
@@ -36,8 +36,8 @@ class Admit:
     ignored.
 
     `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
-    tell them. `said`: the text's first tokens, which another server has made. `drafter`: the only one to draft, if it
-    is named. `code`: its prompt looks like a program.
+    tell them. `resume_tokens`: the text's first tokens, which another server has made. `drafter`: the only one to
+    draft, if it is named. `code`: its prompt looks like a program.
     """
 
     request: str
@@ -49,7 +49,7 @@ class Admit:
     branches: int | None = None
     origins: bool = False
     rounds: bool = False
-    said: tuple[int, ...] = ()
+    resume_tokens: tuple[int, ...] = ()
     drafter: str = ""
     code: bool = False
 
@@ -68,7 +68,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Speaks:
+class ModelVocabulary:
     """The cluster's `model` means by its tokens what this digest says (`pair.vocabulary`); drafters have to, too."""
 
     model: str
@@ -85,18 +85,19 @@ class Quit:
 
 @dataclass(frozen=True, slots=True)
 class WorkersChanged:
-    """A worker became ready, was lost, or reported a stage of its start. `kv_room`: what texts may take in them all."""
+    """A worker became ready, was lost, or reported a stage of its start. `kv_budget`: what texts may take in them
+    all."""
 
     workers: tuple[WorkerStats, ...]
     ready: bool
     stage: str = ""
     fatal: str = ""
     notes: tuple[str, ...] = ()
-    kv_room: KvRoom | None = None
+    kv_budget: KVBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class RequestBegan:
     """The request runs in `mode`; `notes` give the reason whenever speculation is off."""
 
     request: str
@@ -105,7 +106,7 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillAt:
+class PrefillProgress:
     request: str
     done: int
     total: int
@@ -133,7 +134,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RequestEnded:
     """`reason` is eos, stop, length or cancelled. `until(n)`: the timings of the first n tokens, when no more of them
     count."""
 
@@ -145,7 +146,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
+class RequestFailed:
     """The request ended badly; `kind` names a class of protocol.errors."""
 
     request: str
@@ -153,8 +154,8 @@ class Broke:
     message: str
 
 
-ToCore = Admit | Stop | Speaks | Quit
-ToFront = WorkersChanged | Began | PrefillAt | Committed | Ended | Broke
+ToCore = Admit | Stop | ModelVocabulary | Quit
+ToFront = WorkersChanged | RequestBegan | PrefillProgress | Committed | RequestEnded | RequestFailed
 
 
 def together(events: Iterable[ToFront]) -> list[ToFront]:
@@ -170,7 +171,7 @@ def together(events: Iterable[ToFront]) -> list[ToFront]:
                 if before and isinstance(before[0], Committed):
                     found[at] = before[0].and_then(event)
                     continue
-            case Began() | PrefillAt() | Ended() | Broke():
+            case RequestBegan() | PrefillProgress() | RequestEnded() | RequestFailed():
                 latest.pop(event.request, None)
         found.append(event)
     return found
@@ -216,7 +217,7 @@ class Mailbox(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndServer:
     """Main thread -> front thread: tell everybody and end."""
 
 
@@ -248,12 +249,12 @@ class CoreFacts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class ThreadQueues:
     """The ways between threads: to the core, from the core, and orders from the main thread."""
 
     core: Mailbox[ToCore]
     events: Mailbox[ToFront]
-    orders: Mailbox[Drain | End]
+    orders: Mailbox[Drain | EndServer]
 
     def close(self) -> None:
         for mailbox in (self.core, self.events, self.orders):

@@ -1,15 +1,15 @@
 """Limits: how much a peer may say, how many connections an endpoint serves, and how much memory texts may take.
 
-`Allowance`: how much each peer of a socket may say: so much a second, with some in reserve for what comes at once.
+`RateLimiter`: how much each peer of a socket may say: so much a second, with some in reserve for what comes at once.
 What is beyond that is dropped before it is read, so that whoever floods a socket takes no time from the others. Knows
 peers and sizes; knows nothing of what they say.
 
-`Doorkeeper`: serves an endpoint for so many connections at once: when all places are taken it stops listening until
-one leaves. ZeroMQ would accept until no file is left and then end the process. Who comes to a shut door waits in the
-system's own line and is let in, in turn; at a port, which can't be shut, who is one too many is hung up on, and may
+`ConnectionLimiter`: serves an endpoint for so many connections at once: when all places are taken it stops listening
+until one leaves. ZeroMQ would accept until no file is left and then end the process. Who comes to a shut door waits in
+the system's own line and is let in, in turn; at a port, which can't be shut, who is one too many is hung up on, and may
 try again. Knows connections; knows nothing of messages.
 
-`KvRoom`: how much memory texts may take in all workers together, and what one request needs of it. A request's text
+`KVBudget`: how much memory texts may take in all workers together, and what one request needs of it. A request's text
 lies in the target and in every drafter, so the room counts tokens alike for all: each worker's share is what the same
 tokens take there. Arithmetic only; waiting is the front's matter, evicting the workers'.
 """
@@ -51,7 +51,7 @@ class _Level:
     is_over: bool = False
 
 
-class Allowance:
+class RateLimiter:
     """Of all peers of one socket alike."""
 
     def __init__(self, rate: Rate) -> None:
@@ -59,7 +59,7 @@ class Allowance:
         self._levels: dict[bytes, _Level] = {}
         self._most = MOST_PEERS
 
-    def takes(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
+    def allow(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
         """Whether the peer may say this much now."""
         level = self._level(peer, now_ns)
         cost = 1 + sum(map(len, frames)) / BYTES
@@ -103,7 +103,7 @@ class Allowance:
 CROWDED = 0.875
 
 
-class Door:
+class LimitedEndpoint:
     """An endpoint, and who came in by it: file descriptors, of whose coming and going ZeroMQ tells."""
 
     def __init__(self, bound: Bound, most: int) -> None:
@@ -129,7 +129,7 @@ class Door:
             self.bound.listen()
 
 
-class Doorkeeper:
+class ConnectionLimiter:
     """Binds `socket` to `endpoint`. Whenever something waits on `monitor`, call `watch`.
 
     Raises:
@@ -138,7 +138,7 @@ class Doorkeeper:
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, most: int, keys: ServerKeys | None = None) -> None:
         self._socket = socket
-        self.doors: list[Door] = []
+        self.endpoints: list[LimitedEndpoint] = []
         self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             self.bound = self.open(endpoint, most, keys)
@@ -152,13 +152,13 @@ class Doorkeeper:
         Doors without keys come first; see `bind`.
         """
         bound = bind(self._socket, endpoint, keys)
-        self.doors.append(Door(bound, most))
+        self.endpoints.append(LimitedEndpoint(bound, most))
         return bound
 
     @property
     def crowded(self) -> bool:
         """Nearly all places are taken: time to turn work away while there is still room to say so."""
-        return any(door.crowded for door in self.doors)
+        return any(door.crowded for door in self.endpoints)
 
     def watch(self) -> None:
         """Takes in who came and went, and shuts or opens the doors."""
@@ -167,20 +167,20 @@ class Doorkeeper:
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._at(event["endpoint"].decode()).enter(event["value"])
             else:
-                for door in self.doors:
+                for door in self.endpoints:
                     door.inside.discard(event["value"])
-        for door in self.doors:
+        for door in self.endpoints:
             door.keep()
 
     def close(self, linger_ms: int = 0) -> None:
         """Ends the socket and frees the endpoints."""
         self._end_monitor()
-        for door in self.doors:
+        for door in self.endpoints:
             door.bound.close(linger_ms)
 
-    def _at(self, endpoint: str) -> Door:
+    def _at(self, endpoint: str) -> LimitedEndpoint:
         """The door there; ZeroMQ may spell an address in its own way, of which there is at most one."""
-        return next((door for door in self.doors if door.bound.endpoint == endpoint), self.doors[-1])
+        return next((door for door in self.endpoints if door.bound.endpoint == endpoint), self.endpoints[-1])
 
     def _end_monitor(self) -> None:
         if not self._socket.closed:
@@ -193,7 +193,7 @@ _ENDLESS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class KvRoom:
+class KVBudget:
     """`limit` bytes for texts that take `cost` in all workers together."""
 
     limit: int
@@ -215,7 +215,7 @@ class KvRoom:
         return self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1)
 
 
-def kv_room(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KvRoom:
+def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
     """The room of these workers, those that are there or will be again.
 
     Args:
@@ -224,18 +224,18 @@ def kv_room(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> K
     """
     there = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
     left = max(memory - sum(worker.weight_bytes for worker in there), 0)
-    return KvRoom(left // _PART if limit is None else limit, sum((worker.kv for worker in there), KvCost()))
+    return KVBudget(left // _PART if limit is None else limit, sum((worker.kv for worker in there), KvCost()))
 
 
-def check_holds(room: KvRoom, context: int, name: str) -> None:
+def check_holds(budget: KVBudget, context: int, name: str) -> None:
     """
     Raises:
         InvalidRequest: not even one text as long as the context of model `name` fits.
     """
-    needed = room.cost.of(context)
-    if needed > room.limit:
+    needed = budget.cost.of(context)
+    if needed > budget.limit:
         raise InvalidRequest(
-            f"kv_memory is {in_mb(room.limit)}, and one text of {context} tokens, the context of {name}, takes"
+            f"kv_memory is {in_mb(budget.limit)}, and one text of {context} tokens, the context of {name}, takes"
             f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory for what the machine has"
         )
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import zmq
 
-from outrider.orchestrator.auth import Gate, gate_for
+from outrider.orchestrator.auth import CurveAuth, curve_auth_for
 from outrider.orchestrator.core.loop import Core
-from outrider.orchestrator.events import Drain, End, Lines, Mailbox, Quit, Speaks, ToCore, ToFront
+from outrider.orchestrator.events import Drain, EndServer, Mailbox, ModelVocabulary, Quit, ThreadQueues, ToCore, ToFront
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
@@ -32,8 +32,8 @@ from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.spawn import Sweeper
-from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair, read_pair
-from outrider.orchestrator.pair.tokenizer import fingerprint
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
+from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.directory import PrivateDirectory, private_directory
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
@@ -49,29 +49,29 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Enough:
+class StopSignal:
     """Somebody wants the server to end: a signal, or the end of its parent. `drain`: once its requests have ended."""
 
     drain: bool = False
 
 
-Happening = Announcement | Enough
+Happening = Announcement | StopSignal
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class ServerThreads:
     """What runs; no `http`: nobody asked for it. `orders` reach the front."""
 
     front: Front
     core: Core
-    orders: Mailbox[Drain | End]
+    orders: Mailbox[Drain | EndServer]
     http: HttpProcess | None
     clients: ClientSocket
-    gate: Gate | None
+    auth: CurveAuth | None
 
-    def told(self, ready: Ready) -> Ready:
+    def complete(self, ready: Ready) -> Ready:
         """With all that is known of where the server is reached."""
-        key = self.gate.own.public if self.gate is not None else ""
+        key = self.auth.own.public if self.auth is not None else ""
         return replace(ready, own=self.clients.own, joining=self.core.joining_endpoint, key=key)
 
 
@@ -105,21 +105,21 @@ def run(
             threading.Thread(target=_end_with_parent, args=(parent, happenings), daemon=True, name="parent").start()
         listener = stack.enter_context(closing(Listener(http))) if http is not None else None
         directory = stack.enter_context(private_directory())
-        house = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4, listener))
+        server = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4, listener))
 
         def tick() -> None:
-            if house.http is not None:
-                house.http.check()
+            if server.http is not None:
+                server.http.check()
             if status is not None:
-                status(house.front)
+                status(server.front)
 
         def complete(ready: Ready) -> Ready:
             url = listener.url if listener is not None else ""
-            return replace(house.told(ready), http=url, notes=(*ready.notes, *system.notes()))
+            return replace(server.complete(ready), http=url, notes=(*ready.notes, *system.notes()))
 
         enough = _watch(happenings, tell, tick, complete)
         if enough.drain:
-            _drain(happenings, house, drain_timeout)
+            _drain(happenings, server, drain_timeout)
     return _unfinished(happenings)
 
 
@@ -137,14 +137,14 @@ def _watch(
     tell: Callable[[Announcement], None],
     tick: Callable[[], None],
     complete: Callable[[Ready], Ready],
-) -> Enough:
+) -> StopSignal:
     while True:
         try:
             happening = happenings.get(timeout=STATUS_SECONDS)
         except Empty:
             tick()
             continue
-        if isinstance(happening, Enough):
+        if isinstance(happening, StopSignal):
             return happening
         if isinstance(happening, Failure):
             raise as_error(happening.kind, happening.message)
@@ -153,16 +153,16 @@ def _watch(
         tell(happening)
 
 
-def _drain(happenings: SimpleQueue[Happening], house: House, seconds: int) -> None:
+def _drain(happenings: SimpleQueue[Happening], server: ServerThreads, seconds: int) -> None:
     """Until all requests have ended, the time is over, or somebody wants it to end at once."""
-    if house.http is not None:
-        house.http.drain()
-    house.orders.put(Drain())
+    if server.http is not None:
+        server.http.drain()
+    server.orders.put(Drain())
     until = time.monotonic() + seconds
-    while house.front.busy and (left := until - time.monotonic()) > 0:
+    while server.front.busy and (left := until - time.monotonic()) > 0:
         with suppress(Empty):
             happening = happenings.get(timeout=min(left, DRAIN_LOOK_SECONDS))
-            if isinstance(happening, Enough):
+            if isinstance(happening, StopSignal):
                 return
             if isinstance(happening, Failure):
                 raise as_error(happening.kind, happening.message)
@@ -175,35 +175,35 @@ def _threads(
     happenings: SimpleQueue[Happening],
     connections: int,
     listener: Listener | None,
-) -> Iterator[House]:
+) -> Iterator[ServerThreads]:
     """Both threads and their sockets; the workers load while the tokenizers are read here."""
     settings = pair.settings
     context: zmq.Context[Any] = zmq.Context()
     with ExitStack() as stack:
-        gate = gate_for(settings, context)
-        if gate is not None:
-            stack.callback(gate.close)
-        clients = _clients(context, settings, directory, connections, gate)
+        auth = curve_auth_for(settings, context)
+        if auth is not None:
+            stack.callback(auth.close)
+        clients = _clients(context, settings, directory, connections, auth)
         stack.callback(clients.close)
-        stack.callback(Sweeper(directory.path, clients.bound.claim).dismiss)
+        stack.callback(Sweeper(directory.path, clients.bound.lock).dismiss)
         http = None
         if listener is not None:
             http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
             stack.callback(http.close)
-        lines = Lines(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | End](context))
-        core = Core(settings, context, lines.core, lines.events, directory.path, gate)
+        lines = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | EndServer](context))
+        core = Core(settings, context, lines.core, lines.events, directory.path, auth)
         threads = [_start(core.run, "core")]
         try:
             if settings.advertise:
-                beacon = Beacon(core.joining_endpoint, gate.own.public if gate is not None else "")
+                beacon = Beacon(core.joining_endpoint, auth.own.public if auth is not None else "")
                 stack.enter_context(closing(beacon))
             text = read_pair(pair)
-            lines.core.put(Speaks(pair.target.name, fingerprint(text.codec)))
+            lines.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
             front = Front(pair, Admission(text), clients, lines, core, happenings.put)
             threads.insert(0, _start(front.run, "front"))
-            yield House(front, core, lines.orders, http, clients, gate)
+            yield ServerThreads(front, core, lines.orders, http, clients, auth)
         finally:
-            lines.orders.put(End())
+            lines.orders.put(EndServer())
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
             lines.core.put(Quit())
             threads[-1].join(THREAD_END_SECONDS)
@@ -213,15 +213,19 @@ def _threads(
 
 
 def _clients(
-    context: zmq.Context[Any], settings: ServeSettings, directory: PrivateDirectory, connections: int, gate: Gate | None
+    context: zmq.Context[Any],
+    settings: ServeSettings,
+    directory: PrivateDirectory,
+    connections: int,
+    auth: CurveAuth | None,
 ) -> ClientSocket:
     """Clients' socket. Where keys are asked for the server's own processes have an endpoint of theirs, without."""
     private = directory.endpoint("clients")
-    if gate is None or settings.endpoint is None or not settings.asks_for_keys(settings.endpoint):
+    if auth is None or settings.endpoint is None or not settings.asks_for_keys(settings.endpoint):
         return ClientSocket(context, settings.endpoint or private, connections)
     clients = ClientSocket(context, private, connections // 2)
     try:
-        clients.serve(settings.endpoint, connections // 2, gate.keys(CLIENT))
+        clients.serve(settings.endpoint, connections // 2, auth.keys(CLIENT))
     except EndpointError:
         clients.close()
         raise
@@ -236,14 +240,14 @@ def _start(body: Callable[[], None], name: str) -> threading.Thread:
 
 def _end_with_parent(parent: socket.socket, happenings: SimpleQueue[Happening]) -> None:
     wait_for_end(parent)
-    happenings.put(Enough())
+    happenings.put(StopSignal())
 
 
 @contextmanager
 def _end_on_signals(happenings: SimpleQueue[Happening]) -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         # A SimpleQueue may be put to from a signal handler.
-        happenings.put(Enough(drain=number == signal.SIGTERM))
+        happenings.put(StopSignal(drain=number == signal.SIGTERM))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

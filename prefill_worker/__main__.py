@@ -15,22 +15,22 @@ from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
 
 if TYPE_CHECKING:
-    from outrider.prefill_worker.worker import PrefillWorker, Reader, Tell
+    from outrider.prefill_worker.worker import PrefillReader, PrefillWorker, Tell
 
 
-def _mlx(model: str, tell: Tell) -> Reader:
+def _mlx(model: str, tell: Tell) -> PrefillReader:
     from outrider.prefill_worker.mlx_reader import MlxReader
 
     return MlxReader.load(model, tell)
 
 
-def _coreml(model: str, tell: Tell) -> Reader:
+def _coreml(model: str, tell: Tell) -> PrefillReader:
     from outrider.prefill_worker.package_reader import CoreMLReader
 
     return CoreMLReader.load(model, tell)
 
 
-READERS: dict[str, Callable[[str, Tell], Reader]] = {"coreml": _coreml, "mlx": _mlx}
+READERS: dict[str, Callable[[str, Tell], PrefillReader]] = {"coreml": _coreml, "mlx": _mlx}
 
 
 def main() -> int:

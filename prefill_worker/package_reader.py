@@ -11,13 +11,13 @@ from collections.abc import Generator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.readers import reader_for
-from outrider.engine.columns import Floats
-from outrider.engine.handover import Layout, ReadingFault
+from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.coreml.readers import reader_for
+from outrider.engine.kv_rows import Floats
+from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import outline
 from outrider.engine.prompt_cache import PromptCache
-from outrider.prefill_worker.worker import Piece, Size, Tell
+from outrider.prefill_worker.worker import KVSegment, ReaderInfo, Tell
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.stats import KvCost
 
@@ -25,10 +25,10 @@ from outrider.protocol.stats import KvCost
 class CoreMLReader:
     """A `Reader` over `package`, whose pieces are put in this `layout`."""
 
-    def __init__(self, package: PackageReader, layout: Layout) -> None:
+    def __init__(self, package: PackageReader, layout: KVLayout) -> None:
         made = package.package
         architecture, parameters = made.layout.architecture, made.manifest.parameters
-        self.size = Size(architecture.vocab_size, made.layout.context, parameters, made.weight_bytes)
+        self.size = ReaderInfo(architecture.vocab_size, made.layout.context, parameters, made.weight_bytes)
         self.note = package.note
         self.prompt_cache = PromptCache(KvCost())  # nothing of a text stays here
         self._package, self._layout = package, layout
@@ -39,16 +39,16 @@ class CoreMLReader:
         package = reader_for(model, "coreml", tell)
         if package is None:
             raise CannotDraft("this machine can't run the target's Core ML package; leave the prefill worker out")
-        return cls(package, Layout.of(outline(model).model))
+        return cls(package, KVLayout.of(outline(model).model))
 
-    def read(self, tokens: Sequence[int], start: int) -> Generator[list[Piece]]:
+    def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
         total, done = len(tokens) - 1, 0
-        taken = self._package.takes(total)
+        taken = self._package.readable(total)
         for read in self._package.read(tokens[:taken]):
             first, end = max(start, done), done + read.count
             if first < end:
                 layers = zip(_own(read.keys, first - done), _own(read.values, first - done), strict=True)
-                yield [Piece(first, end - first, self._layout.pack(tuple(layers)))]
+                yield [KVSegment(first, end - first, self._layout.pack(tuple(layers)))]
             else:
                 yield []
             done = end

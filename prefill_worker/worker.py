@@ -2,8 +2,8 @@
 
 Between two forwards it looks for news. Knows nothing of models, rounds or text.
 
-`Reader`: the interface of what reads prompts here: pieces of keys and values, in the target's own layout, as they
-come.
+`PrefillReader`: the interface of what reads prompts here: pieces of keys and values, in the target's own layout, as
+they come.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ReaderInfo:
     """What a reader runs, for a person to see."""
 
     vocab_size: int
@@ -40,19 +40,19 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Keys and values of `count` tokens from `start` on, as `engine.handover.Layout` packs them."""
+class KVSegment:
+    """Keys and values of `count` tokens from `start` on, as `engine.kv_transfer.KVLayout` packs them."""
 
     start: int
     count: int
     data: Bytes
 
 
-class Reader(Protocol):
+class PrefillReader(Protocol):
     """A target's stand-in for prompts."""
 
     @property
-    def size(self) -> Size: ...
+    def size(self) -> ReaderInfo: ...
 
     @property
     def note(self) -> str:
@@ -62,7 +62,7 @@ class Reader(Protocol):
     @property
     def prompt_cache(self) -> PromptCache: ...
 
-    def read(self, tokens: Sequence[int], start: int) -> Generator[list[Piece]]:
+    def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
         """Reads all tokens but the last, one forward at a time; after each the pieces from `start` on that it brought.
 
         Closed early it keeps what it has read. Raises OutriderError when it can't go on.
@@ -80,7 +80,7 @@ def parts(start: int, end: int, bytes_per_token: int) -> Iterator[tuple[int, int
 log = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class PrefillLink(Protocol):
     """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
 
     @property
@@ -92,21 +92,21 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A prompt that is read, or waits for its turn; `pieces` come as `Reader.read` has them."""
+class PrefillJob:
+    """A prompt that is read, or waits for its turn; `pieces` come as `PrefillReader.read` has them."""
 
     asked: Prefill
-    pieces: Generator[list[Piece]]
+    pieces: Generator[list[KVSegment]]
 
 
 class PrefillWorker:
     """Reads prompts from `link` with `reader` until told to shut down."""
 
-    def __init__(self, link: Link, reader: Reader) -> None:
+    def __init__(self, link: PrefillLink, reader: PrefillReader) -> None:
         self._link = link
         self._reader = reader
-        self._readings: dict[str, Reading] = {}
-        self._told_use = CacheUse()
+        self._jobs: dict[str, PrefillJob] = {}
+        self._reported_use = CacheUse()
 
     def run(self) -> None:
         while self.turn():
@@ -114,14 +114,14 @@ class PrefillWorker:
 
     def turn(self) -> bool:
         """Handles one message if there is one, else makes one forward of the first prompt; False: shut down."""
-        message = self._link.receive(wait=not self._readings)
+        message = self._link.receive(wait=not self._jobs)
         match message:
             case None:
-                self._read_on(next(iter(self._readings.values())))
+                self._read_on(next(iter(self._jobs.values())))
             case Prefill():
                 self._drop(message.request)
                 pieces = self._reader.read(message.tokens.tolist(), message.start)
-                self._readings[message.request] = Reading(message, pieces)
+                self._jobs[message.request] = PrefillJob(message, pieces)
             case Close():
                 self._drop(message.request)
             case KvMemory():
@@ -134,10 +134,10 @@ class PrefillWorker:
 
     def forget(self) -> None:
         """Nobody waits for any of its prompts any more; what was read of them stays in the prompt cache."""
-        for request in list(self._readings):
+        for request in list(self._jobs):
             self._drop(request)
 
-    def _read_on(self, reading: Reading) -> None:
+    def _read_on(self, reading: PrefillJob) -> None:
         asked = reading.asked
         try:
             pieces = next(reading.pieces, None)
@@ -152,10 +152,10 @@ class PrefillWorker:
             self._drop(asked.request)
 
     def _drop(self, request: str) -> None:
-        reading = self._readings.pop(request, None)
+        reading = self._jobs.pop(request, None)
         if reading is None:
             return
         reading.pieces.close()
-        if self._reader.prompt_cache.use != self._told_use:
-            self._told_use = self._reader.prompt_cache.use
-            self._link.send(CacheReport(self._told_use))
+        if self._reader.prompt_cache.use != self._reported_use:
+            self._reported_use = self._reader.prompt_cache.use
+            self._link.send(CacheReport(self._reported_use))

@@ -8,7 +8,7 @@ from outrider.protocol.schema import Name, Text
 
 
 @dataclass(frozen=True, slots=True)
-class OwnDrafter:
+class InProcessDrafter:
     """A drafter in the target's process, by the name that Verify calls it by.
 
     `model`: its files. `is_head`: it reads the target. `agreement`: in what share of the tokens of a trial text it said
@@ -38,5 +38,5 @@ class Abilities:
     takes_kv: bool = False
     why: Text = ""
     trees: bool = False
-    drafters: tuple[OwnDrafter, ...] = ()
+    drafters: tuple[InProcessDrafter, ...] = ()
     left_out: tuple[Text, ...] = ()

@@ -9,7 +9,7 @@ ask each other whether they are there, below our messages, and give a connection
 that connects tries again, a few times a second: so a link that is healed is back within that time, and not when TCP
 next repeats itself, which is as much later as the cut was long.
 
-`knock`: tries an endpoint's door, so that who finds nobody, or is not let in, hears why instead of waiting.
+`probe`: tries an endpoint's door, so that who finds nobody, or is not let in, hears why instead of waiting.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any, TypeAlias
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.protocol.claim import PathClaim
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
 from outrider.protocol.keys import ClientKeys, ServerKeys, raw
 from outrider.protocol.schema import MAX_FRAME
+from outrider.protocol.socket_lock import SocketLock
 
 Socket: TypeAlias = zmq.Socket[Any]
 
@@ -166,9 +166,9 @@ class Bound:
     The listening socket is ours and lent to ZeroMQ, which would remove whatever lies at the path in the end.
     """
 
-    def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, claim: PathClaim | None) -> None:
+    def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, lock: SocketLock | None) -> None:
         self.endpoint = str(where)
-        self.claim = claim
+        self.lock = lock
         self._socket = socket
         self._listener = listener
         socket.use_fd = os.dup(listener.fileno())
@@ -177,26 +177,26 @@ class Bound:
 
     def listen(self) -> None:
         """Lets connections in, as it does from the start. Again does nothing."""
-        if self.claim is not None:
-            self.claim.open()
+        if self.lock is not None:
+            self.lock.open()
 
     def stop_listening(self) -> None:
         """Whoever connects waits until `listen`. Only at a path: ZeroMQ would leave a port with all who are inside."""
-        if self.claim is not None:
-            self.claim.shut()
+        if self.lock is not None:
+            self.lock.shut()
 
     def hang_up(self, descriptor: int) -> None:
         """Ends a connection that came in by this port. Its number may be another's by now, whose it is not to end."""
         with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as one:
-            if self.claim is None and one.getsockname()[1:2] == self._listener.getsockname()[1:2]:
+            if self.lock is None and one.getsockname()[1:2] == self._listener.getsockname()[1:2]:
                 one.shutdown(sockets.SHUT_RDWR)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket (messages not yet sent get `linger_ms`), then frees the endpoint. Again does nothing."""
         self._socket.close(linger=linger_ms)
         self._listener.close()
-        if self.claim is not None:
-            self.claim.release()
+        if self.lock is not None:
+            self.lock.release()
 
     def __enter__(self) -> Bound:
         return self
@@ -227,9 +227,9 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
     if keys is not None:
         _ask_for_keys(socket, keys)
     with ExitStack() as undone:
-        claim = PathClaim(where.path) if isinstance(where, Ipc) else None
-        if claim is not None:
-            undone.callback(claim.release)
+        lock = SocketLock(where.path) if isinstance(where, Ipc) else None
+        if lock is not None:
+            undone.callback(lock.release)
         _prepare(socket, where)
         try:
             made = _at_port(where) if isinstance(where, Tcp) else sockets.socket(sockets.AF_UNIX)
@@ -237,10 +237,10 @@ def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound
             listener.setblocking(False)
             if isinstance(where, Tcp):
                 where = Tcp(where.host, listener.getsockname()[1])
-            if claim is not None:
-                claim.bind(listener)
+            if lock is not None:
+                lock.bind(listener)
                 listener.listen(BACKLOG)
-            bound = Bound(socket, where, listener, claim)
+            bound = Bound(socket, where, listener, lock)
         except (OSError, zmq.ZMQError) as error:
             raise _refused(where, error) from None
         undone.pop_all()
@@ -315,7 +315,7 @@ def require_server(endpoint: str) -> None:
     where = parse(endpoint)
     if isinstance(where, Tcp):
         _find(where.host)
-    family, address = _knockable(where)
+    family, address = _can_probe(where)
     if address is None:
         return
     with sockets.socket(family) as probe:
@@ -335,7 +335,7 @@ def _find(host: str) -> None:
         raise EndpointError(f"the host {host} can't be found ({error}); check the name, or use its address") from None
 
 
-def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
+def _can_probe(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str, int] | None]:
     match where:
         case Ipc(path=path):
             return sockets.AF_UNIX, path
@@ -346,7 +346,7 @@ def _knockable(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str,
     return sockets.AF_INET, None
 
 
-def knock(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
+def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
     """Returns when a server at `endpoint` lets in who comes with `keys`.
 
     Raises:

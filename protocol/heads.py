@@ -1,6 +1,6 @@
 """Heads that read the target: their kinds, and by which words of its config.json a checkpoint is known for one.
 
-Knows names only; what a head computes is `drafting.heads`'.
+Knows names only; what a head computes is `drafters.heads`'.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
     return "mtp" if any(counts) and all(own.get(key) == its.get(key) for key in _SAME) else None
 
 
-def own_head(config: Mapping[str, Any]) -> tuple[str, ...]:
+def in_process_head(config: Mapping[str, Any]) -> tuple[str, ...]:
     """What the names of a model's own head's tensors begin with in its original repository, by its config.json.
 
     DeepSeek's and GLM's heads are a layer behind the last one.

@@ -22,7 +22,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class AllowedKey:
     """Whoever has the secret of `key` may ask (client), draft (drafter) or read prompts for the target (prefill)."""
 
     role: str
@@ -34,7 +34,7 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class KnownServer:
     """The server at `place` (HOST, HOST:PORT, or a name) has this `key`."""
 
     place: str
@@ -87,17 +87,17 @@ class Keyring:
         except KeyFault:  # whose words would tell the line
             raise KeyFault(f"{self._secret} holds no key; expected one that `outrider keys make` wrote") from None
 
-    def allowed(self) -> tuple[Allowed, ...]:
+    def allowed(self) -> tuple[AllowedKey, ...]:
         """Who is let in, in the order in which they were allowed."""
         found = []
         for line in self._lines(self.allowed_file):
             role, key, name = (*line.split(None, 2), "", "")[:3]
             if role not in ROLES or not key:
                 raise KeyFault(f"{self.allowed_file} has the line {line[:60]!r}; expected ROLE KEY NAME")
-            found.append(Allowed(role, parse_key(key), name))
+            found.append(AllowedKey(role, parse_key(key), name))
         return tuple(found)
 
-    def allow(self, one: Allowed) -> None:
+    def allow(self, one: AllowedKey) -> None:
         """Lets `one` in, by this name from now on."""
         others = [other for other in self.allowed() if (other.role, other.key) != (one.role, one.key)]
         taken = next((other for other in others if other.name == one.name and other.key != one.key), None)
@@ -105,7 +105,7 @@ class Keyring:
             raise KeyFault(f"the name {one.name} is that of the {taken.role} {taken.key}; choose another, or revoke it")
         self._write(self.allowed_file, [*map(str, others), str(one)])
 
-    def revoke(self, key_or_name: str) -> list[Allowed]:
+    def revoke(self, key_or_name: str) -> list[AllowedKey]:
         """Lets a key, or whoever has the name, in no more; what was taken away."""
         allowed = self.allowed()
         gone = [one for one in allowed if key_or_name in (one.key, one.name)]
@@ -114,15 +114,15 @@ class Keyring:
         self._write(self.allowed_file, [str(one) for one in allowed if one not in gone])
         return gone
 
-    def servers(self) -> tuple[Server, ...]:
+    def servers(self) -> tuple[KnownServer, ...]:
         """The servers whose keys are known."""
         found = []
         for line in self._lines(self._servers):
             place, _, key = line.partition(" ")
-            found.append(Server(place, parse_key(key)))
+            found.append(KnownServer(place, parse_key(key)))
         return tuple(found)
 
-    def trust(self, server: Server) -> None:
+    def trust(self, server: KnownServer) -> None:
         """Takes whoever has this key for the server at that place from now on."""
         others = [str(other) for other in self.servers() if other.place != server.place]
         self._write(self._servers, [*others, str(server)])

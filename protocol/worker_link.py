@@ -5,8 +5,8 @@ pipe. The worker's one busy thread owns the hot socket. The heartbeat thread ans
 thread moves, so that "alive" means "moving". A process is known by its incarnation; what it is called the orchestrator
 says. Knows nothing of models.
 
-`Served`: what all worker processes have in common: their flags, their keys, and how they serve one orchestrator after
-another. Knows the link; knows nothing of what a worker does.
+`WorkerLoop`: what all worker processes have in common: their flags, their keys, and how they serve one orchestrator
+after another. Knows the link; knows nothing of what a worker does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import zmq
 
 from outrider.protocol import clock, endpoints, logs
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.endpoints import Tcp, connect, knock, parse
+from outrider.protocol.endpoints import Tcp, connect, parse, probe
 from outrider.protocol.errors import (
     CannotDraft,
     EndpointError,
@@ -148,7 +148,7 @@ class WorkerLink:
         """Where keys are asked for: that this one's is still good. KeyFault when it is not."""
         if self._keys is not None and self._entered:
             with suppress(EndpointError):  # it may come yet
-                knock(self._endpoint, self._keys)
+                probe(self._endpoint, self._keys)
 
     def _let_in(self, name: str) -> None:
         self.name, self._waits = name, 0
@@ -301,7 +301,7 @@ CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
 KERNELS = ("auto", "mlx")
 
 
-class Served(Protocol):
+class WorkerLoop(Protocol):
     """A worker's loop."""
 
     def run(self) -> None:
@@ -329,7 +329,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 
-def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, Served]]) -> int:
+def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop]]) -> int:
     """Enters with its keys, loads and serves. The code to exit with, where an error is said to the orchestrator."""
     try:
         keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
@@ -344,7 +344,7 @@ def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, S
         return _serve(link, hello, worker)
 
 
-def _serve(link: WorkerLink, hello: Hello, worker: Served) -> int:
+def _serve(link: WorkerLink, hello: Hello, worker: WorkerLoop) -> int:
     """Says HELLO and runs until the end; where the orchestrator goes, for the next one. The code to exit with."""
     while True:
         try:

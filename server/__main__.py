@@ -17,8 +17,8 @@ from fastapi import FastAPI
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing_wanted
 from outrider.protocol import logs
 from outrider.server.app import application
+from outrider.server.auth_middleware import Callers
 from outrider.server.connection import Connection, Server
-from outrider.server.door import Callers
 from outrider.server.model.served import load_served
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def main() -> None:
 
     def end_with_parent() -> None:
         while sys.stdin.readline():  # the one word there is: no new requests
-            app.state.desk.draining = True
+            app.state.context.draining = True
         server.end()
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()

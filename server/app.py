@@ -15,15 +15,15 @@ from starlette.responses import Response
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.desk import Desk, ReaderGone
-from outrider.server.door import Answering, Door, is_anthropic
+from outrider.server.access_log import CLOSED_BY_READER, VERSION, AccessLog
+from outrider.server.auth_middleware import AuthMiddleware, CompletionBackend, is_anthropic
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.described import describe
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import problem_of
+from outrider.server.server_context import ReaderGone, ServerContext
 from outrider.server.shapes.chat import ChatChunk
-from outrider.server.witness import CLOSED_BY_READER, VERSION, Witness
 
 if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
     from outrider.server.tracing import Tracing
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def application(
-    model: ServedModel, behind: Answering, settings: HttpSettings, tracing: Tracing | None = None
+    model: ServedModel, behind: CompletionBackend, settings: HttpSettings, tracing: Tracing | None = None
 ) -> FastAPI:
     """Everything, ready to be served: `model`, whose texts are completed by who stands `behind`."""
     # Pages that show a description would load their scripts from elsewhere; any viewer reads /openapi.json.
@@ -47,7 +47,7 @@ def application(
         separate_input_output_schemas=False,
     )
     metrics = Metrics(model.id, model.context_length)
-    app.state.desk = Desk(model, behind, metrics, settings)
+    app.state.context = ServerContext(model, behind, metrics, settings)
     for part in (chat.router, completions.router, responses.router, status.models_router):
         app.include_router(part, prefix=VERSION)
         app.include_router(part, include_in_schema=False)  # for base URLs that end before it
@@ -60,8 +60,8 @@ def application(
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ReaderGone, _gone)
     app.add_middleware(GZipMiddleware, minimum_size=LARGE, compresslevel=5)
-    app.add_middleware(Door, settings=settings)
-    app.add_middleware(Witness, metrics=metrics, tracing=tracing)
+    app.add_middleware(AuthMiddleware, settings=settings)
+    app.add_middleware(AccessLog, metrics=metrics, tracing=tracing)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

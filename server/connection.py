@@ -10,8 +10,8 @@ The system tells both alike until something is written that nobody takes. So a c
 answer's beginning is sent a `100 Continue`, which means nothing to it, and what becomes of that is looked at; once an
 answer has begun, its own words do the same.
 
-`Pieces`: the pieces of a streamed answer, written straight to its connection. In ASGI each of them would pass every
-layer of the application, and h11, though all of these only look at how an answer begins and ends. Knows uvicorn's
+`ChunkWriter`: the pieces of a streamed answer, written straight to its connection. In ASGI each of them would pass
+every layer of the application, and h11, though all of these only look at how an answer begins and ends. Knows uvicorn's
 connections, and how HTTP/1.1 marks a piece.
 
 `Server`: uvicorn's server, which sleeps while nobody asks. Its own looks ten times a second whether it is to end; in a
@@ -33,9 +33,9 @@ import uvicorn
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from outrider.server.door import is_anthropic
+from outrider.server.access_log import fresh_id
+from outrider.server.auth_middleware import is_anthropic
 from outrider.server.problems import Problem
-from outrider.server.witness import fresh_id
 
 LOOK_SECONDS = 0.02
 
@@ -69,7 +69,7 @@ def go_on(connection: h11.Connection) -> bytes:
 _NAME = "outrider.pieces"
 
 
-class Pieces:
+class ChunkWriter:
     """Of an answer that has begun by `send`, and is to end by it, written as any answer is."""
 
     def __init__(self, send: Send) -> None:
@@ -81,7 +81,7 @@ class Pieces:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-class Straight(Pieces):
+class DirectChunkWriter(ChunkWriter):
     """Written to the connection itself."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -105,15 +105,15 @@ class Straight(Pieces):
 
 
 def offer(cycle: RequestResponseCycle) -> None:
-    """Has `pieces` find the way to this answer's connection; not in HTTP/1.0, where pieces have no marks."""
+    """Has `chunk_writer` find the way to this answer's connection; not in HTTP/1.0, where pieces have no marks."""
     if cycle.scope["http_version"] == "1.1":
         extensions: dict[str, object] = cycle.scope.setdefault("extensions", {})  # type: ignore[assignment]
-        extensions[_NAME] = Straight(cycle)
+        extensions[_NAME] = DirectChunkWriter(cycle)
 
 
-def pieces(scope: Scope, send: Send) -> Pieces:
+def chunk_writer(scope: Scope, send: Send) -> ChunkWriter:
     """Of the answer in this scope: straight ones where its connection offers that."""
-    found: Pieces = scope.get("extensions", {}).get(_NAME) or Pieces(send)
+    found: ChunkWriter = scope.get("extensions", {}).get(_NAME) or ChunkWriter(send)
     return found
 
 

@@ -2,10 +2,10 @@
 
 Names and buckets follow vLLM's, with `outrider:` before the names; times that are shorter here have buckets below its.
 
-`Totals`: the orchestrator's own counts for Prometheus: all requests', those of other clients too, in the names of
-vLLM. Reads `Stats` and nothing else.
+`OrchestratorMetrics`: the orchestrator's own counts for Prometheus: all requests', those of other clients too, in the
+names of vLLM. Reads `Stats` and nothing else.
 
-`Processes`: what the processes of this server take of the machine: HTTP's own, the orchestrator's and those of its
+`ProcessMetrics`: what the processes of this server take of the machine: HTTP's own, the orchestrator's and those of its
 workers. A worker that joined from elsewhere is none of them: of the processes that workers name, only those are looked
 at that the orchestrator started.
 """
@@ -40,7 +40,7 @@ _PREFIX = "outrider:"
 Values = Iterable[tuple[tuple[str, ...], float]]
 
 
-class Totals(Collector):
+class OrchestratorMetrics(Collector):
     """What `stats` says of the model called `model`; None: the orchestrator does not answer."""
 
     def __init__(self, model: str) -> None:
@@ -162,7 +162,7 @@ def durations(model: str, name: str, told: str, seen: Durations) -> Metric:
     return family
 
 
-class Processes(Collector):
+class ProcessMetrics(Collector):
     """Looked at when asked; `stats` names the workers. This process is a child of the orchestrator's."""
 
     def __init__(self) -> None:
@@ -218,8 +218,8 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call] # when each began is nothing that anybody asks
         self.registry = CollectorRegistry()
         self._model = model
-        self._totals = Totals(model)
-        self._processes = Processes()
+        self._totals = OrchestratorMetrics(model)
+        self._processes = ProcessMetrics()
         self.registry.register(self._totals)
         self.registry.register(self._processes)
         self._answers = Counter(
@@ -229,7 +229,7 @@ class Metrics:
             "outrider:http_choices_running", "Choices in progress", ("model_name",), registry=self.registry
         ).labels(model)
         self.first = self._times("time_to_first_token", "Time to first token of a choice", _SECONDS)
-        self.gaps = Gaps(model)
+        self.gaps = TokenGaps(model)
         self.registry.register(self.gaps)
         self.whole = self._times("e2e_request_latency", "Duration of a choice", _WHOLE)
         self.queue = self._times("request_queue_time", "Time in the queue", _WHOLE)
@@ -243,9 +243,9 @@ class Metrics:
         """`path` as the application has it, not as it was asked for."""
         self._answers.labels(path, str(status)).inc()
 
-    def watch(self, span: ChoiceSpan | None = None) -> Watch:
+    def watch(self, span: ChoiceSpan | None = None) -> ChoiceTimer:
         """For one choice that begins now; `span` is told the same."""
-        return Watch(self, span)
+        return ChoiceTimer(self, span)
 
     def text(self, stats: Stats | None) -> bytes:
         """All of it, with the orchestrator's `stats` if it answered."""
@@ -260,7 +260,7 @@ class Metrics:
         return Histogram(f"outrider:{name}", told, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
 
-class Gaps(Collector):
+class TokenGaps(Collector):
     """The time between tokens, those that come together evenly: a histogram that takes several at once."""
 
     def __init__(self, model: str) -> None:
@@ -280,7 +280,7 @@ class Gaps(Collector):
         )
 
 
-class Watch:
+class ChoiceTimer:
     """Times one choice; of those that end well, all of it is counted."""
 
     def __init__(self, metrics: Metrics, span: ChoiceSpan | None) -> None:

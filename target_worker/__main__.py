@@ -19,7 +19,7 @@ from outrider.protocol import logs, worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
-from outrider.protocol.messages import Hello, Loading, Remark
+from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_local import RANK, LocalRanks
@@ -74,15 +74,15 @@ def _serve(options: argparse.Namespace, rank_zero: RankZero | None) -> int:
 def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerLink) -> tuple[Hello, TargetWorker]:
     link.send(Loading("target", "importing MLX"))
     models_only()
-    from outrider.drafting.heads import load as heads
-    from outrider.drafting.heads.pairing import step_cost
+    from outrider.drafters.heads import load as heads
+    from outrider.drafters.heads.pairing import step_cost
     from outrider.engine import memory
     from outrider.engine.abilities import abilities
     from outrider.engine.loading import load
     from outrider.engine.pace import Pace
-    from outrider.target_worker import own_drafters
-    from outrider.target_worker.own_drafters import OwnDrafters
-    from outrider.target_worker.telling import Teller
+    from outrider.target_worker import in_process_drafters
+    from outrider.target_worker.feature_publisher import FeaturePublisher
+    from outrider.target_worker.in_process_drafters import InProcessDrafters
     from outrider.target_worker.worker import TargetWorker
 
     profile = Profile.read(options.simulate) if options.simulate else None
@@ -93,25 +93,25 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
     tell("testing the model")
     able = abilities(model)
-    texts = rank_zero.texts(options.model, model) if rank_zero is not None else None
+    kv_cache = rank_zero.texts(options.model, model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
-    wanted = [own_drafters.Wanted(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
+    wanted = [in_process_drafters.DrafterSpec(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
     cost = step_cost if profile is None else None
-    loaded = own_drafters.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
-    able = replace(able, drafters=loaded.told, left_out=loaded.left_out)
-    own, teller, untold = OwnDrafters(loaded.drafters), None, ""
+    loaded = in_process_drafters.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
+    able = replace(able, drafters=loaded.infos, left_out=loaded.left_out)
+    own, publisher, untold = InProcessDrafters(loaded.drafters), None, ""
     memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone
     if options.tell:
         kind, folder = options.tell
         try:
-            teller = Teller.of(heads.load(kind, folder, model, tell, rank_zero is None), folder, model)
+            publisher = FeaturePublisher.of(heads.load(kind, folder, model, tell, rank_zero is None), folder, model)
         except CannotDraft as error:
             untold = str(error)
-    pace = Pace(profile.target, complain=lambda why: link.send(Remark(link.name, why))) if profile else None
+    pace = Pace(profile.target, complain=lambda why: link.send(WorkerNote(link.name, why))) if profile else None
     leader = rank_zero.leader if rank_zero is not None else None
-    worker = TargetWorker(link, model, pace, own, texts, leader, teller)
-    drafts = [f"drafting in this process with {one.model}" for one in loaded.told]
-    doubts = [*loaded.doubts, teller.note if teller is not None else untold]
+    worker = TargetWorker(link, model, pace, own, kv_cache, leader, publisher)
+    drafts = [f"drafting in this process with {one.model}" for one in loaded.infos]
+    doubts = [*loaded.doubts, publisher.note if publisher is not None else untold]
     of_ranks = rank_zero.note if rank_zero is not None else ""
     simulating = [f"simulating {profile.name}"] if profile else []
     chains = "" if worker.verifies_trees or not able.chains else "drafts are verified as chains, not as trees"
@@ -132,7 +132,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
         kv=worker.kv,
         files=digest(model.folder) if model.folder is not None else "",
         number_format=model.number_format,
-        features=teller.features if teller is not None else "",
+        features=publisher.features if publisher is not None else "",
     )
     return hello, worker
 

@@ -24,10 +24,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.load_checks import open_texts
+from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import SeparateTexts, Slot
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest, OutriderError
@@ -128,8 +128,8 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
             "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
         )
     constraint = Compiler(model.folder).asked(claim.sampling, claim.ends, len(claim.tokens))
-    texts = SeparateTexts(model.model) if model.cpu is None else open_texts(model)  # by the kernels that chose
-    slot = Slot(model, texts, claim.tokens, claim.sampling, constraint)
+    kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # by the kernels that chose
+    slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
     slot.feed_all_but(1)

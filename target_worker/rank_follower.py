@@ -17,16 +17,16 @@ import mlx.core as mx
 
 from outrider.engine import memory
 from outrider.engine.abilities import abilities
-from outrider.engine.load_checks import open_texts
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find, load
-from outrider.engine.mirror import Follower
+from outrider.engine.mirrored_kv_cache import RankFollower
 from outrider.engine.ranks import Ranks
-from outrider.engine.texts import Texts
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, KvMemory, Ping, Pong, RankHello, Shutdown, TextChange, TextForward
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.target_worker.rank_link import Member
+from outrider.target_worker.rank_link import RankMember
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +37,16 @@ def follow(ranks: Ranks, model: str) -> int:
     """Serves rank 0 until that one ends; the code to exit with."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, in a collective too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends in order, and this one with it
-    member = Member(ranks)
+    member = RankMember(ranks)
     try:
         folder = find(model, log.info)
         member.enter(rank_hello(ranks, folder))
         loaded = load(folder, ranks=ranks)
-        texts = open_texts(loaded)
-        member.say(rank_found(ranks, model, loaded, texts))
+        kv_cache = open_kv_cache(loaded)
+        member.send(rank_found(ranks, model, loaded, kv_cache))
     except OutriderError as error:
         return member.failed(error)
-    _serve(member, loaded, texts)
+    _serve(member, loaded, kv_cache)
     member.close()
     return 0
 
@@ -57,7 +57,7 @@ def rank_hello(ranks: Ranks, folder: Path) -> RankHello:
     return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, digest(folder))
 
 
-def rank_found(ranks: Ranks, name: str, model: LoadedModel, texts: Texts) -> Hello:
+def rank_found(ranks: Ranks, name: str, model: LoadedModel, kv_cache: KVCache) -> Hello:
     """What this rank holds, and what it found the model able to do; in the note, how texts are held."""
     return Hello(
         "target",
@@ -70,15 +70,15 @@ def rank_found(ranks: Ranks, name: str, model: LoadedModel, texts: Texts) -> Hel
         model.context_length,
         model.parameters,
         model.weight_bytes,
-        "texts share a forward" if texts.together else "texts one after the other",
+        "texts share a forward" if kv_cache.together else "texts one after the other",
         abilities(model),
     )
 
 
-def _serve(member: Member, model: LoadedModel, texts: Texts) -> None:
-    follower, forwards = Follower(texts, member.ranks), 0
+def _serve(member: RankMember, model: LoadedModel, kv_cache: KVCache) -> None:
+    follower, forwards = RankFollower(kv_cache, member.ranks), 0
     while True:
-        for message in member.hear():
+        for message in member.receive():
             match message:
                 case TextForward():
                     follower.forward(message)
@@ -90,8 +90,8 @@ def _serve(member: Member, model: LoadedModel, texts: Texts) -> None:
                 case KvMemory(limit=limit):
                     memory.set_limits(model.weight_bytes, limit)
                 case Ping(serial=serial):
-                    mx.eval(texts.state())
-                    member.say(Pong("rank", serial, forwards))
+                    mx.eval(kv_cache.state())
+                    member.send(Pong("rank", serial, forwards))
                 case Shutdown():
                     return
                 case _:

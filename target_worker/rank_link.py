@@ -4,9 +4,9 @@ Rank 0 tells where it listens through the collective, so that whatever started t
 they speak by ZeroMQ. A rank that waits in a collective hears nothing, not even that another has died: a second thread
 watches a connection between the two, and ends the process with it. Knows nothing of texts.
 
-`Leader`: rank 0's end of the line: who is let in, what all are told, and whether all have done it.
+`RankLeader`: rank 0's end of the line: who is let in, what all are told, and whether all have done it.
 
-`Member`: another rank's end of the line: what it hears of rank 0, and what it says to it.
+`RankMember`: another rank's end of the line: what it hears of rank 0, and what it says to it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def own_address() -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
-class Line:
+class RankLink:
     """A rank's end of what is between ranks: a socket for words, and a connection whose end is another rank's.
 
     `when_lost` is done before this process ends with another rank.
@@ -103,7 +103,7 @@ ANSWER_MS = 10_000
 STRANGER_SECONDS = 5.0
 
 
-class Leader(Line):
+class RankLeader(RankLink):
     """Rank 0's end."""
 
     def __init__(self, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
@@ -122,7 +122,7 @@ class Leader(Line):
         threading.Thread(target=self._let_in, daemon=True, name="ranks").start()
         # Nobody else is told the key and the secret, so nobody else gets in.
         told = [address, port, self._door.getsockname()[1], self._key, self._secret.hex()]
-        ranks.told(json.dumps(told).encode())
+        ranks.broadcast(json.dumps(told).encode())
         self.here = 1
 
     def _let_in(self) -> None:
@@ -161,7 +161,7 @@ class Leader(Line):
                 raise WorkerError(why)
             hosts.append(message.host)
         self.here = hosts.count(own.host)
-        self.tell(Welcome("rank"))
+        self.broadcast(Welcome("rank"))
 
     def agree(self, own: Hello) -> None:
         """Waits until all have loaded and tried the model. Raises ModelError when one has found something else."""
@@ -172,7 +172,7 @@ class Leader(Line):
                     " machines of one kind"
                 )
 
-    def tell(self, *messages: Message) -> None:
+    def broadcast(self, *messages: Message) -> None:
         """All ranks hear these, in this order."""
         frames = encode_all(messages)
         for rank in range(1, self.ranks.size):
@@ -183,7 +183,7 @@ class Leader(Line):
 
         What fails on rank 0 may have failed for the death of another, and must then not be called a request's fault.
         """
-        self.tell(Ping(0))
+        self.broadcast(Ping(0))
         left = self.ranks.size - 1
         while left:
             if not self._socket.poll(ANSWER_MS):
@@ -194,7 +194,7 @@ class Leader(Line):
         """Ends the others in order, who have a while to answer."""
         self.end()
         with suppress(zmq.ZMQError):
-            self.tell(Shutdown())
+            self.broadcast(Shutdown())
             left = self.ranks.size - 1
             while left and self._socket.poll(FAREWELL_MS):
                 left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Shutdown)
@@ -227,13 +227,13 @@ def what_it_is(hello: Hello) -> tuple[object, ...]:
     return hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.abilities, hello.note
 
 
-class Member(Line):
+class RankMember(RankLink):
     """Another rank's end."""
 
     def __init__(self, ranks: Ranks) -> None:
         """Waits until all ranks have come so far."""
         super().__init__(zmq.DEALER, ranks)
-        address, port, door, key, secret = json.loads(ranks.told(b""))
+        address, port, door, key, secret = json.loads(ranks.broadcast(b""))
         self._socket.setsockopt(zmq.IDENTITY, name_of(ranks.rank))
         self._socket.curve_serverkey = key.encode()
         self._socket.connect(f"tcp://{address}:{port}")
@@ -246,14 +246,14 @@ class Member(Line):
 
     def enter(self, own: RankHello) -> None:
         """Returns when all ranks may load; where rank 0 finds that they don't go together this process ends."""
-        self.say(own)
-        if not isinstance(self.hear()[0], Welcome):
+        self.send(own)
+        if not isinstance(self.receive()[0], Welcome):
             raise SystemExit(0)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._socket.send_multipart(encode_all([message]))
 
-    def hear(self) -> list[Message]:
+    def receive(self) -> list[Message]:
         """What rank 0 tells next; waits."""
         return decode_all(self._socket.recv_multipart())
 
@@ -261,14 +261,14 @@ class Member(Line):
         """Ends as rank 0 has told."""
         self.end()
         if not self._socket.closed:
-            self.say(Shutdown())
+            self.send(Shutdown())
         super().close()
 
     def failed(self, error: OutriderError) -> int:
         """Rank 0 hears why this one can't go on, and has a while to tell; the code to exit with."""
         log.error("%s", error)
         self.end()
-        self.say(Fault(name_of(self.ranks.rank).decode(), None, str(error)))
+        self.send(Fault(name_of(self.ranks.rank).decode(), None, str(error)))
         self._socket.poll(FAREWELL_MS)
         self.close()
         return error.exit_code

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.engine.load_checks import open_texts
+from outrider.engine.kv_cache import KVCache
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find, load
-from outrider.engine.mirror import MirroredTexts
+from outrider.engine.mirrored_kv_cache import MirroredKVCache
 from outrider.engine.ranks import Ranks
-from outrider.engine.texts import Texts
 from outrider.target_worker.rank_follower import rank_found, rank_hello
-from outrider.target_worker.rank_link import Leader
+from outrider.target_worker.rank_link import RankLeader
 from outrider.target_worker.rank_local import LocalRanks
 
 
@@ -20,7 +20,7 @@ class RankZero:
     def __init__(self, ranks: Ranks, local: LocalRanks | None) -> None:
         """Raises WorkerError where the others can't be told where rank 0 listens."""
         self.ranks = ranks
-        self.leader = Leader(ranks, local.kill if local is not None else lambda: None)
+        self.leader = RankLeader(ranks, local.kill if local is not None else lambda: None)
         self._local = local
         if local is not None:
             local.met()
@@ -36,11 +36,11 @@ class RankZero:
         self.leader.admit(rank_hello(self.ranks, folder))
         return load(folder, progress=tell, ranks=self.ranks)
 
-    def texts(self, name: str, model: LoadedModel) -> Texts:
+    def texts(self, name: str, model: LoadedModel) -> KVCache:
         """Texts that all ranks remember. Raises ModelError when they found different things in the model."""
-        own = open_texts(model)
+        own = open_kv_cache(model)
         self.leader.agree(rank_found(self.ranks, name, model, own))
-        return MirroredTexts(own, self.ranks, self.leader.tell, self.leader.here)
+        return MirroredKVCache(own, self.ranks, self.leader.broadcast, self.leader.here)
 
     def close(self) -> None:
         """Ends the others in order."""

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from outrider.engine import memory
-from outrider.engine.load_checks import open_texts, text_cost
+from outrider.engine.kv_cache import PREFILL, CacheSlot, KVCache
+from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel
 from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.texts import PREFILL, Slot, Texts
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -34,19 +34,19 @@ from outrider.protocol.messages import (
     Prefilled,
     Prepare,
     PromptKv,
-    Remark,
     Resync,
     Shutdown,
     Verify,
+    WorkerNote,
 )
 from outrider.protocol.stats import CacheUse, KvCost
 from outrider.protocol.worker_link import WorkerLink
-from outrider.target_worker.batch import Batch, Settled, now
-from outrider.target_worker.own_drafters import OwnDrafters
-from outrider.target_worker.prompts import Handover, Prompts
-from outrider.target_worker.rank_link import Leader
-from outrider.target_worker.running import Running, opening
-from outrider.target_worker.telling import Teller
+from outrider.target_worker.feature_publisher import FeaturePublisher
+from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.model_runner import ModelRunner, VerifyResult, now
+from outrider.target_worker.prefix_reuse import KVImport, PrefixReuse
+from outrider.target_worker.rank_link import RankLeader
+from outrider.target_worker.target_request import TargetRequest, opening
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ CLEAR_EVERY = 256  # forwards
 class TargetWorker:
     """Serves requests from `link` with `model` until told to shut down.
 
-    `pace` holds its forwards to a profile; `own` draft in this process, `teller` feeds a head in another. Of a model
-    that several ranks share `leader` leads the others and `texts` are theirs, too.
+    `pace` holds its forwards to a profile; `own` draft in this process, `publisher` feeds a head in another. Of a model
+    that several ranks share `leader` leads the others and `kv_cache` are theirs, too.
     """
 
     def __init__(
@@ -67,25 +67,25 @@ class TargetWorker:
         link: WorkerLink,
         model: LoadedModel,
         pace: Pace | None = None,
-        own: OwnDrafters | None = None,
-        texts: Texts | None = None,
-        leader: Leader | None = None,
-        teller: Teller | None = None,
+        own: InProcessDrafters | None = None,
+        kv_cache: KVCache | None = None,
+        leader: RankLeader | None = None,
+        publisher: FeaturePublisher | None = None,
     ) -> None:
         self._link = link
         self._model = model
         self._leader = leader
-        self._texts = texts or open_texts(model)
-        self._batch = Batch(pace)
-        self._own = own or OwnDrafters({})
-        self._teller = teller
-        self._own.read(model, self._texts, teller.reader if teller is not None else None)
-        self._handover = Handover(model, self._texts)
-        self._prompts = Prompts(PromptCache(text_cost(self._texts)), model.context_length)
-        self._told_use = CacheUse()
+        self._texts = kv_cache or open_kv_cache(model)
+        self._batch = ModelRunner(pace)
+        self._own = own or InProcessDrafters({})
+        self._teller = publisher
+        self._own.read(model, self._texts, publisher.reader if publisher is not None else None)
+        self._handover = KVImport(model, self._texts)
+        self._prompts = PrefixReuse(PromptCache(sequence_cost(self._texts)), model.context_length)
+        self._reported_use = CacheUse()
         self._compiler = Compiler(model.folder)
-        self._held = memory.Held()
-        self._running: dict[str, Running] = {}
+        self._held = memory.PeakMemory()
+        self._running: dict[str, TargetRequest] = {}
         self._stale = 0
         self._forwards = 0
         self._ending = False
@@ -136,7 +136,7 @@ class TargetWorker:
         """Nobody wants any of its requests any more; what was read of them stays in the prompt cache."""
         for request in list(self._running):
             self._close(request)
-        self._told_use = CacheUse()
+        self._reported_use = CacheUse()
 
     @property
     def _has_work(self) -> bool:
@@ -203,19 +203,19 @@ class TargetWorker:
         if not self._running:
             self._held.restart()
         tokens = message.tokens.tolist()
-        slot = Slot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
-        ear = None
+        slot = CacheSlot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
+        listener = None
         if self._teller is not None and message.features:
-            ear = self._teller.ear(message.request, message.epoch)
-        parts = self._own.parts_of(
+            listener = self._teller.listener(message.request, message.epoch)
+        parts = self._own.sessions_of(
             slot,
             message.sampling,
             lambda done, total: self._listen(wait=False),  # while a drafter reads a long text
             lambda: self._constraint(message),
-            ear.hear if ear is not None else None,
+            listener.on_features if listener is not None else None,
         )
-        running = Running(slot, message, parts, opened_ns=clock.now(), ear=ear)
-        running.told(opening(message))
+        running = TargetRequest(slot, message, parts, opened_ns=clock.now(), listener=listener)
+        running.on_verify(opening(message))
         others = tuple(self._running.values())
         self._running[message.request] = running
         self._prompts.open(running, others)
@@ -269,7 +269,7 @@ class TargetWorker:
         """So much memory for all texts, from now on; own drafters have their shares, by what a text takes there."""
         memory.set_limits(self._model.weight_bytes + self._own.weight_bytes, message.limit)
         if self._leader is not None:
-            self._leader.tell(message)
+            self._leader.broadcast(message)
         limit = message.limit if message.prompt_cache else 0
         self._prompts.cache.allow(self._own.allow(limit, self._model.context_length, self.kv))
         self._report()
@@ -286,11 +286,11 @@ class TargetWorker:
 
     def _report(self) -> None:
         use = self._prompts.cache.use
-        if use != self._told_use:
-            self._told_use = use
+        if use != self._reported_use:
+            self._reported_use = use
             self._link.send(CacheReport(use))
 
-    def _say_cached(self, running: Running) -> None:
+    def _say_cached(self, running: TargetRequest) -> None:
         if running.cached or running.offered:
             total = len(running.slot.tokens)
             self._link.send(Prefilled(running.request, running.epoch, running.cached, total, running.cached))
@@ -309,7 +309,7 @@ class TargetWorker:
             self._is_stale("verify", message)
             return
         running.offered = False  # asked again: nobody is waited for any more
-        if not running.answers or (running.has_next and not running.going_on):
+        if not running.answers or (running.has_next and not running.autonomous):
             return  # said twice, or under way
         if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:
             running.halt()
@@ -317,22 +317,22 @@ class TargetWorker:
             return
         if self._batch.makes(running):
             return  # its round is under way already: its outcome tells
-        running.told(message)
+        running.on_verify(message)
         running.ready = now()
 
-    def _features(self, heard: Iterable[Running]) -> list[Message]:
+    def _features(self, heard: Iterable[TargetRequest]) -> list[Message]:
         """What drafters elsewhere are to be told of what these have fed."""
         told: list[Message] = []
         for running in heard:
-            if running.ear is None or running.over:
+            if running.listener is None or running.over:
                 continue
-            told += running.ear.told()
-            if running.ear.fault:
-                told.append(Remark(self._link.name, running.ear.fault))
-                running.ear = None
+            told += running.listener.take()
+            if running.listener.fault:
+                told.append(WorkerNote(self._link.name, running.listener.fault))
+                running.listener = None
         return told
 
-    def _answer(self, settled: Settled) -> Message | None:
+    def _answer(self, settled: VerifyResult) -> Message | None:
         running = settled.running
         if running.over:
             return None
@@ -345,7 +345,7 @@ class TargetWorker:
         return running.settled(settled.verdict, settled.work, settled.rows, self._held.bytes())
 
 
-def _how_far(readers: Iterable[Running]) -> list[Message]:
+def _how_far(readers: Iterable[TargetRequest]) -> list[Message]:
     """How far long prompts have been read."""
     return [
         Prefilled(request=reader.request, epoch=reader.epoch, done=reader.slot.fed, total=len(reader.slot.tokens))

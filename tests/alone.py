@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from outrider.drafting.continuation import Continuation
-from outrider.drafting.growth import Ready
-from outrider.drafting.replay import ReplayDrafter, Script
-from outrider.drafting.together import Together
-from outrider.drafting.work_ahead import WorkAhead
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.draft_batcher import DraftBatcher
+from outrider.drafters.growth import ReadyBranches
+from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.drafters.work_ahead import WorkAhead
 from outrider.protocol.errors import OutriderError
 
 # Trees are fed one by one whatever the drafter, where there is one.
-_ALONE = Together(ReplayDrafter(Script((), (1.0,), (), 64)))
+_ALONE = DraftBatcher(ReplayDrafter(Script((), (1.0,), (), 64)))
 
 
-def advanced(work: WorkAhead) -> Ready | None:
+def advanced(work: WorkAhead) -> ReadyBranches | None:
     (found,) = _ALONE.advance([work])
     if isinstance(found, OutriderError):
         raise found

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from outrider.orchestrator.client.asker import Stream
+from outrider.orchestrator.client.base_client import Stream
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.dialogue import Chunk
 

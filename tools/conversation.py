@@ -16,13 +16,13 @@ from statistics import median
 
 import mlx.core as mx
 
-from outrider.drafting.mlx import MlxDrafter
-from outrider.engine.load_checks import open_texts, text_cost
+from outrider.drafters.mlx import MlxDrafter
+from outrider.engine.kv_cache import CacheSlot
+from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import load
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.texts import Slot
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.embedded import words
 
@@ -52,12 +52,12 @@ def drafts(path: str) -> Turn:
 def targets(path: str) -> Turn:
     """The same on the target."""
     model = load(path)
-    texts = open_texts(model)
-    cache = PromptCache(text_cost(texts), ROOM)
+    kv_cache = open_kv_cache(model)
+    cache = PromptCache(sequence_cost(kv_cache), ROOM)
 
     def turn(tokens: Sequence[int]) -> float:
         begun = time.perf_counter()
-        slot, start = Slot(model, texts, tokens, SAMPLING), cache.find(tokens)
+        slot, start = CacheSlot(model, kv_cache, tokens, SAMPLING), cache.find(tokens)
         if start is not None:
             slot.begin(start)
         slot.feed_all_but(1)

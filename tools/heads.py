@@ -24,7 +24,7 @@ from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.embedded import embedded_codec
@@ -34,7 +34,7 @@ _BEGINNING = 600  # characters of a held-out file
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class HeadResult:
     """What one drafter did at one temperature, prompt by prompt."""
 
     name: str
@@ -58,7 +58,7 @@ def _summed(counts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(places) for places in zip_longest(*counts, fillvalue=0)]
 
 
-def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> list[Drafted]:
+def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> list[HeadResult]:
     """By temperature. None: the embedded draft model."""
     name = DRAFT if head is None else head.name
     found = []
@@ -79,7 +79,7 @@ def measure(head: Path | None, prompts: Sequence[Sequence[int]], options: argpar
                 sampling = SamplingParams(max_tokens=options.tokens, temp=temp, ignore_eos=True, seed=number)
                 result = client.generate(prompt, sampling, mode="sd", num_draft_tokens=options.depth)
                 rounds.append(result.timings)
-            found.append(Drafted(name, temp, tuple(rounds)))
+            found.append(HeadResult(name, temp, tuple(rounds)))
     return found
 
 
@@ -94,7 +94,7 @@ def held_out(head: Path, count: int) -> list[str]:
     return [text[:_BEGINNING] for text in texts if len(text) > _BEGINNING][:count]
 
 
-def told(drafted: Sequence[Drafted]) -> list[str]:
+def told(drafted: Sequence[HeadResult]) -> list[str]:
     lines = ["T     drafter          tokens per verify, 95 % by prompts   accepted by position"]
     for one in sorted(drafted, key=lambda one: one.temp):
         shares = "  ".join(f"{share:.3f}" for share in one.by_position)
@@ -102,7 +102,7 @@ def told(drafted: Sequence[Drafted]) -> list[str]:
     return lines
 
 
-def draw(drafted: Sequence[Drafted], path: Path) -> None:
+def draw(drafted: Sequence[HeadResult], path: Path) -> None:
     """A panel a temperature: how far chains are accepted."""
     temps = sorted({one.temp for one in drafted})
     figure = picture.figure(4.2 * len(temps), 3.4)

@@ -23,7 +23,7 @@ import numpy as np
 from outrider.bench.contest.contest import bootstrap
 from outrider.bench.helper import Helper
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.pairing.model_files import PACKAGE
 from outrider.protocol import values
 from tools.versions import require_checkout
 

@@ -18,10 +18,10 @@ import zmq
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import Listener
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.protocol import messages
 from outrider.protocol.codec import decode, encode
-from tools.web.reading import Reader
+from tools.web.reading import EventReader
 
 PROMPT = list(range(100, 160))
 ASKED = {"prompt": PROMPT, "max_tokens": 128, "ignore_eos": True, "speculation": {"mode": "ssd"}}
@@ -43,7 +43,7 @@ def played(socket: zmq.Socket[bytes], pace: dict[str, float]) -> None:
         say(messages.Started(name, len(PROMPT), "ssd", 1, "m", "d"))
         for _ in range(int(pace["chunks"])):
             time.sleep(pace["gap_ms"] / 1000)
-            say(messages.Chunk(name, WORD * tokens, (300,) * tokens))
+            say(messages.TextChunk(name, WORD * tokens, (300,) * tokens))
         say(messages.Done(name, "length", messages.Timings(turnaround_ms=(1.0,) * int(pace["chunks"]))))
 
 
@@ -60,7 +60,7 @@ def main() -> None:
         socket.bind(endpoint := f"ipc://{folder}/clients")
         Thread(target=played, args=(socket, pace), daemon=True).start()
         process = listener.serve(endpoint, find_model(str(EMBEDDED_TARGET)), Path(folder), "warning")
-        reader, clock = Reader(listener.url), clock_of(process.pid)
+        reader, clock = EventReader(listener.url), clock_of(process.pid)
         told: dict[str, Any] = {"ready": True}
         print(json.dumps(told), flush=True)
         for line in sys.stdin:

@@ -25,12 +25,12 @@ from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.embedded import mixed_tokens
-from tools.web.reading import Heard, Reader
+from tools.web.reading import EventReader, Heard
 from tools.web.site import Site, site
 
 ALONE_ASKED, AT_ONCE_ASKED, FIRST_MS_ASKED, CPU_MS_ASKED = 0.92, 0.95, 5.0, 0.5
@@ -97,7 +97,7 @@ def by_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams)
     return Heard(reply.sent, reply.arrivals[0].at, reply.ended, len(reply.arrivals), len(reply.token_ids), reply.text)
 
 
-def by_http(reader: Reader, mode: str, prompt: Text, sampling: SamplingParams) -> Heard:
+def by_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingParams) -> Heard:
     return reader.ask({
         "prompt": list(prompt),
         "max_tokens": sampling.max_tokens,
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> int:
         start = LocalCluster(progress=screen.show, max_active=places, prompt_cache=False, memory=False)
         cluster = stack.enter_context(start)
         where = stack.enter_context(site(cluster, find_model(str(EMBEDDED_TARGET))))
-        readers, client = [Reader(where.url) for _ in range(places)], cluster.client()
+        readers, client = [EventReader(where.url) for _ in range(places)], cluster.client()
         threads = stack.enter_context(ThreadPoolExecutor(places))
         for mode in modes:
             ways = [

@@ -25,12 +25,12 @@ from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
-from tools.web.generator import Answer, generate, poisson, require_locust
-from tools.web.latency import Row, draw, row, table, timed
+from tools.web.generator import TimedAnswer, generate, poisson, require_locust
+from tools.web.latency import LatencyRow, draw, row, table, timed
 from tools.web.peer import as_float32, mlx_lm_server
 from tools.web.site import site
 
@@ -55,7 +55,7 @@ class Way:
     body: dict[str, Any]
     mark: int
 
-    def run(self, block: Block, _sampling: SamplingParams) -> list[Answer]:
+    def run(self, block: Block, _sampling: SamplingParams) -> list[TimedAnswer]:
         return generate(self.url, block.times, self.bodies(block.begin, len(block.times)))
 
     def bodies(self, begin: int, count: int) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     each = values.whole("each", options.each, 2, count)
     length = values.whole("tokens", options.tokens, 2, 600)
     modes, shares = modes_of(options.modes), numbers("shares", options.shares, float)
-    screen, rows = Screen(), list[Row]()
+    screen, rows = Screen(), list[LatencyRow]()
     body = {"max_tokens": length, "temperature": options.temp}
     with ways(modes, not options.no_peers, body, screen.show) as field:
         ours = [way for way in field if way.name in modes]

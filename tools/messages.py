@@ -21,7 +21,7 @@ from outrider.orchestrator.cli import run_as_program
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
-    "outrider", "protocol", "grammar", "engine", "drafting", "target_worker", "draft_worker", "prefill_worker",
+    "outrider", "protocol", "grammar", "engine", "drafters", "target_worker", "draft_worker", "prefill_worker",
     "orchestrator", "server", "fleet", "bench",
 )  # fmt: skip
 KINDS = ("errors", "help", "log", "other")

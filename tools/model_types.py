@@ -30,9 +30,9 @@ from mlx_lm.generate import generate_step
 
 from outrider.engine.abilities import abilities
 from outrider.engine.cache import KVState
-from outrider.engine.load_checks import open_form, open_texts, tree_agrees, tree_form
+from outrider.engine.kv_cache import open_slots
+from outrider.engine.load_checks import open_form, open_kv_cache, tree_agrees, tree_form
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -43,13 +43,13 @@ from tests.harness.tiny_models import write_model, write_tokenizer
 
 SPECULATES, COPIES, DECODES, REFUSED = "speculates", "speculates, by copies", "decodes only", "refused"
 NOT_BUILT, WRONG, FAILED = "not tried", "WRONG TEXT", "FAILED"
-FORMS = {"NumpyRow": "tree", "JointRow": "tree", "OneRow": "tree", "Rows": "rows"}
+FORMS = {"NumpyRow": "tree", "JointKVRows": "tree", "DenseKVRows": "tree", "RecurrentKVRows": "rows"}
 _PROMPT, _LENGTH, _CHAIN = 2 * WINDOW, 3 * WINDOW, 5
 _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModelTypeRow:
     """A type as `target` and as `draft`; `why` it is not all it could be. `tied`: its embeddings; None: either way."""
 
     name: str
@@ -64,29 +64,29 @@ class Row:
         return f"| `{self.name}` | {embeddings} | {self.target} | {self.draft} | {self.why} |"
 
 
-def examine(name: str, tied: bool) -> Row:
+def examine(name: str, tied: bool) -> ModelTypeRow:
     """Tries one type in this process; whatever it does, this is a row."""
     try:
         with named_errors("the trial"):
             return _examine(name, tied)
     except OutriderError as error:
-        return Row(name, tied, FAILED, why=_short(error))
+        return ModelTypeRow(name, tied, FAILED, why=_short(error))
 
 
-def _examine(name: str, tied: bool) -> Row:
+def _examine(name: str, tied: bool) -> ModelTypeRow:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with named_errors("building"):
                 path = write_model(Path(folder), config_of(name, tied))
         except SystemExit:
-            return Row(name, tied, NOT_BUILT, why="mlx-lm needs a library for it that is not installed")
+            return ModelTypeRow(name, tied, NOT_BUILT, why="mlx-lm needs a library for it that is not installed")
         except OutriderError as error:
-            return Row(name, tied, NOT_BUILT, why=_short(error))
+            return ModelTypeRow(name, tied, NOT_BUILT, why=_short(error))
         try:
             model = load(path, progress=lambda _: None)
             able = abilities(model)
         except OutriderError as error:
-            return Row(name, tied, REFUSED, why=_short(error))
+            return ModelTypeRow(name, tied, REFUSED, why=_short(error))
         how = SPECULATES if KVState(model.model, able.own_caches).marks_freely else COPIES
         target, why = how if able.chains else DECODES, [_reason(able.why)]
         if not _writes_as_mlx_lm(model, able.chains):
@@ -99,7 +99,7 @@ def _examine(name: str, tied: bool) -> Row:
                     draft = f"{draft}, inexact past a window"
         except OutriderError as error:
             draft, why = "no", [*why, "draft: " + _reason(str(error))]
-        return Row(name, tied, target, draft, "; ".join(filter(None, why)))
+        return ModelTypeRow(name, tied, target, draft, "; ".join(filter(None, why)))
 
 
 def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
@@ -107,11 +107,11 @@ def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
     prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT)]
     truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_LENGTH)]
     params = SamplingParams(max_tokens=_LENGTH)
-    held = open_texts(model)
-    slot = open_slots(model, [prompt], [params], texts=held)[0]
+    held = open_kv_cache(model)
+    slot = open_slots(model, [prompt], [params], kv_cache=held)[0]
     texts = [[verify(slot).bonus for _ in range(_LENGTH)]]
     if chains:
-        slot, draws = open_slots(model, [prompt], [params], texts=held)[0], random.Random(model.model_type)
+        slot, draws = open_slots(model, [prompt], [params], kv_cache=held)[0], random.Random(model.model_type)
         while len(slot.tokens) - _PROMPT < _LENGTH - _CHAIN:
             done, right = len(slot.tokens) - _PROMPT, draws.randint(0, _CHAIN)
             coming = truth[done : done + _CHAIN]
@@ -120,7 +120,7 @@ def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
     return all(text == truth[: len(text)] for text in texts)
 
 
-def walk(names: Sequence[str]) -> Iterator[Row]:
+def walk(names: Sequence[str]) -> Iterator[ModelTypeRow]:
     """All of these types, tied and untied, one after the other, in a process that is replaced when a type ends it."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, context, initializer=_quiet)
@@ -128,12 +128,12 @@ def walk(names: Sequence[str]) -> Iterator[Row]:
         try:
             yield pool.submit(examine, name, tied).result()
         except BrokenProcessPool:
-            yield Row(name, tied, REFUSED, why="its code ends the process")
+            yield ModelTypeRow(name, tied, REFUSED, why="its code ends the process")
             pool = ProcessPoolExecutor(1, context, initializer=_quiet)
     pool.shutdown()
 
 
-def merged(rows: Sequence[Row]) -> list[Row]:
+def merged(rows: Sequence[ModelTypeRow]) -> list[ModelTypeRow]:
     """A row for each type that is the same tied and untied, in the place of its two."""
     either = [replace(row, tied=None) for row in rows]
     return [
@@ -159,7 +159,7 @@ def _reason(sentence: str) -> str:
     return sentence.partition("(")[2].rpartition(")")[0].replace("|", "/")[:160]
 
 
-def page(head: str, rows: Sequence[Row]) -> str:
+def page(head: str, rows: Sequence[ModelTypeRow]) -> str:
     """The page whose text is `head`, up to where the table begins."""
     counts = Counter(row.target for row in rows)
     drafts = Counter(row.draft for row in rows)

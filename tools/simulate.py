@@ -57,7 +57,7 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SimulatedRow:
     """What a contestant did; rates are tokens per second, times milliseconds a round."""
 
     name: str
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def simulate(path: Path, prompts: int, max_tokens: int) -> list[Row]:
+def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     """Runs one profile and prints its table.
 
     Raises:
@@ -180,12 +180,12 @@ def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]]
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 
-def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> Row:
+def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> SimulatedRow:
     found, told = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
     sums = summary([run.timings for run in found if run.timings])
     timed = [run.timed for run in found]
-    return Row(
+    return SimulatedRow(
         contestant.name,
         total_rate(timed),
         _predict(profile, contestant.policy, hop_ms=hop_ms) if told else None,
@@ -211,7 +211,7 @@ def _published(published: Published | None, contestant: Contestant) -> float | N
     return published.sd if contestant.mode == "sd" else published.ssd
 
 
-def _print(profile: Profile, rows: Sequence[Row]) -> None:
+def _print(profile: Profile, rows: Sequence[SimulatedRow]) -> None:
     print(f"\n{profile.name}")
     print(f"  target {_curve(profile.target.points)} ms by rows, draft {_curve(profile.draft.points)} ms by rows,")
     print(f"  link {profile.link_ms} ms one way, acceptance {_list(profile.acceptance)},")

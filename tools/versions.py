@@ -24,7 +24,7 @@ from outrider.bench.contest.contest import Contestant, Run, Timed, compete, rati
 from outrider.bench.helper import Helper
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.pairing.model_files import PACKAGE
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

@@ -31,7 +31,7 @@ from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest

@@ -23,7 +23,7 @@ from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest

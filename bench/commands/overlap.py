@@ -18,8 +18,8 @@ from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span

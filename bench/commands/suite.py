@@ -21,7 +21,7 @@ from outrider.bench.crowd import footprint
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.settings import check_draft_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

@@ -31,12 +31,12 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.core.learning.tuning import Choice, Tuning
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import MODULES
-from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -338,6 +338,6 @@ def _record(p: Probe, turnaround_ms: float, found: list[Forecast], temp: float) 
         turnaround_ms=turnaround_ms,
         acceptance=tuple(rehearsal.acceptance(position) for position in range(rehearsal.depth)),
         hit_rate=rehearsal.hit_rate,
-        choices=tuple(Choice(f.mode, f.depth, f.branches, f.tokens_per_second) for f in fastest),
+        choices=tuple(TunedArm(f.mode, f.depth, f.branches, f.tokens_per_second) for f in fastest),
         temp=temp,
     )

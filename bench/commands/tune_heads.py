@@ -19,10 +19,10 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import Wishes
-from outrider.orchestrator.core.learning.tuning import Choice, OwnKnown, Tuning
-from outrider.orchestrator.pair.model_files import own_drafters
-from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.orchestrator.client.dialogue import GenerateFields
+from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
+from outrider.orchestrator.pairing.model_files import in_process_drafters
+from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import names_of
 from outrider.protocol.messages import RoundRecord, Timings
@@ -49,8 +49,8 @@ class Found:
     `forwards`: rows of each of the target's, and milliseconds.
     """
 
-    choice: Choice
-    known: OwnKnown
+    choice: TunedArm
+    known: InProcessKnown
     forwards: tuple[tuple[int, float], ...] = ()
 
 
@@ -99,7 +99,7 @@ class _Run:
 
 
 def _run(client: Client, way: Way, text: Sequence[int], sampling: SamplingParams) -> _Run:
-    wishes: Wishes = {"mode": "ar", "chat_template": False}
+    wishes: GenerateFields = {"mode": "ar", "chat_template": False}
     if way.drafter:
         wishes |= {"mode": "sd", "num_draft_tokens": way.depth, "drafter": way.drafter}
     stream = client.stream(text, sampling, rounds=True, **wishes)
@@ -114,8 +114,8 @@ def _found(way: Way, runs: Sequence[_Run]) -> Found:
     step_ms = sum(milliseconds(one.work) for one in drafting) / max(sum(one.depth for one in drafting), 1)
     # The first of a text reads it.
     forwards = tuple((one.drafted + 1, milliseconds(one.verify)) for run in runs for one in run.rounds[1:])
-    choice = Choice("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
-    return Found(choice, OwnKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
+    choice = TunedArm("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
+    return Found(choice, InProcessKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
 
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
@@ -171,7 +171,7 @@ def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: S
     return record, "\n".join(words)
 
 
-def _flags(choice: Choice) -> str:
+def _flags(choice: TunedArm) -> str:
     depth = f" --num-draft-tokens {choice.depth}" if choice.depth else ""
     return f"--mode {choice.mode}{depth}"
 
@@ -193,7 +193,11 @@ def with_heads(record: Tuning, found: Sequence[Found]) -> Tuning:
 
 
 def _ways(pair: ChosenPair) -> list[Way]:
-    return [Way(name, depth) for name in names_of(kind for kind, _ in own_drafters(pair.settings)) for depth in DEPTHS]
+    return [
+        Way(name, depth)
+        for name in names_of(kind for kind, _ in in_process_drafters(pair.settings))
+        for depth in DEPTHS
+    ]
 
 
 def _measured(options: argparse.Namespace, ways: Sequence[Way], texts: Texts, screen: Screen) -> dict[Way, Found]:

@@ -19,8 +19,8 @@ from typing import Any
 from outrider.bench.contest.contest import Run, Timed
 from outrider.bench.helper import Helper
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pair.model_files import default_model, is_gguf
-from outrider.orchestrator.pair.pulled import PULLED, pull
+from outrider.orchestrator.pairing.model_files import default_model, is_gguf
+from outrider.orchestrator.pairing.pulled import PULLED, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

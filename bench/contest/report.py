@@ -1,7 +1,7 @@
 """What a contest showed: tables, ratios between contestants, and a picture.
 
-`Row`: what a contest showed: a table for people. Knows runs and numbers; nothing of how they came about. The picture
-is `outrider.bench.contest.report`.
+`ContestantRow`: what a contest showed: a table for people. Knows runs and numbers; nothing of how they came about. The
+picture is `outrider.bench.contest.report`.
 
 `ratios`: what is asked of a suite in one number each: our modes against each other and against other engines, by
 class. Knows runs and names of contestants; each ratio is over the prompts of one run, in turns.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ContestantRow:
     """One contestant over one class of prompts. Shares and counts are None where the contestant does not tell them;
     `judged` where the formula has no word on it."""
 
@@ -55,7 +55,7 @@ class Section:
     prompts: int
     baseline: str
     repeated: float
-    rows: tuple[Row, ...]
+    rows: tuple[ContestantRow, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -90,9 +90,9 @@ def table(found: Section) -> str:
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
 
 
-def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], judged: Judged | None) -> Row:
+def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], judged: Judged | None) -> ContestantRow:
     found = summary([run.timings for run in runs if run.timings is not None])
-    return Row(
+    return ContestantRow(
         name,
         median_rate([run.timed for run in runs]),
         ratio([run.timed for run in runs], [run.timed for run in baseline]),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run
 from outrider.bench.timing.alone import Alone
-from outrider.orchestrator.core.learning.forecasts import Costs, Kind, ar_rate, mixed_rate
+from outrider.orchestrator.core.policy.forecasts import Costs, RoundKind, ar_rate, mixed_rate
 from outrider.protocol.messages import Timings
 
 
@@ -120,7 +120,7 @@ def judge(found: Summary, alone: Alone, depth: int, works_ahead: bool) -> Judged
     )
 
 
-def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[Kind]:
+def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
     """The run's rounds by the rows they verified. A chain asked for counts as one of mean length; one from the cache
     must have been drafted as deep during the verify before it. Chains longer than K are the n-grams', which cost
     nothing."""
@@ -132,8 +132,8 @@ def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[Kind]:
     for rows, count in enumerate(found.rows):
         share = count / found.rounds
         ahead = rows - 1 if works_ahead and rows <= depth + 1 else 0
-        kinds.append(Kind(share * asked, rows, _tokens(found), asked=mean))
-        kinds.append(Kind(share * (1.0 - asked), rows, _tokens(found), ahead=ahead))
+        kinds.append(RoundKind(share * asked, rows, _tokens(found), asked=mean))
+        kinds.append(RoundKind(share * (1.0 - asked), rows, _tokens(found), ahead=ahead))
     return [kind for kind in kinds if kind.share > 0]
 
 

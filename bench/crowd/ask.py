@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from outrider.bench.contest.contest import Timed, Way, compete, total_rate
 from outrider.bench.contest.peers import MLX_LM, PeerProcess
-from outrider.orchestrator.client.asker import Asker
+from outrider.orchestrator.client.base_client import BaseClient
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.sampling import SamplingParams
 
@@ -86,7 +86,7 @@ class Question:
     branches: int | None = None
 
 
-def ask(client: Asker, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
+def ask(client: BaseClient, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
     """One request; `heard` is told of each chunk as it comes."""
     time.sleep(question.after)
     sent = time.perf_counter()
@@ -112,7 +112,7 @@ def ask(client: Asker, question: Question, heard: Callable[[Arrival], None] = la
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def ask_all(client: Asker, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
+def ask_all(client: BaseClient, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
     """All at once, each `after` its time, or so many at once: who is answered, or has left, makes room for the next.
 
     The replies come in the questions' order; asking begins with the first that is wanted.

@@ -4,7 +4,7 @@ both.
 At any time one process works and all others are still. A chain is asked for right after a verify, as SD asks for it: a
 drafter that has just waited is slower than one that drafts chain upon chain.
 
-`costs`: times that were measured one by one, as the formula wants them (`orchestrator.core.learning.forecasts`).
+`costs`: times that were measured one by one, as the formula wants them (`orchestrator.core.policy.forecasts`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from outrider.bench.timing.loops import Curve, aheads, medians, milliseconds, numbers_of, steps, turns, verifies, whole
 from outrider.bench.timing.workbench import Workbench
-from outrider.orchestrator.core.learning.forecasts import Costs
+from outrider.orchestrator.core.policy.forecasts import Costs
 from outrider.protocol.sampling import SamplingParams
 
 Milliseconds = Callable[[int], float]

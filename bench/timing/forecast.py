@@ -1,6 +1,6 @@
 """What a probe promises: tokens per second of AR, SD and SSD by K and B, what limits each, and what to do about it.
 
-The formula is `orchestrator.core.learning.forecasts`'s. AR and SD get times measured alone; SSD the verify as it is
+The formula is `orchestrator.core.policy.forecasts`'s. AR and SD get times measured alone; SSD the verify as it is
 beside a working drafter, for both read the same memory.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outrider.bench.timing.alone import costs
 from outrider.bench.timing.probe import WORTH_IT, Probe, Rehearsal
-from outrider.orchestrator.core.learning.forecasts import Costs, Odds, ceiling, sd_rate, ssd_rate
+from outrider.orchestrator.core.policy.forecasts import Costs, Odds, ceiling, sd_rate, ssd_rate
 
 # Beyond these, by factors that a quiet machine does not come near, measurements contradict each other: one token costs
 # about the same however it is decoded, no verify is cheaper for more tokens, and none is quicker beside other work.

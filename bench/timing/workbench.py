@@ -113,7 +113,7 @@ class Workbench:
         """The prompt and `length` tokens that the target says after it, and the span of each plain step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
-        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), going_on=True, room=length - 1))
+        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), autonomous=True, max_tokens=length - 1))
         while len(text) < len(prompt) + length:
             outcome = self._wait(Outcome)
             text.append(outcome.bonus)

@@ -1,12 +1,13 @@
 """Forwards by ONNX Runtime over the buffers of `engine.flat`, and the columns of a drafter's trees.
 
-`Ear`: forwards over the buffers of `engine.flat`: rollback, copies and the prompt cache stay that module's. Not lazy.
-On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a prompt's piece,
-with others in company. So chains and neighbours cannot change a text; trees, whose side branches are added up in
-another order, are not taken there.
+`Listener`: forwards over the buffers of `engine.flat`: rollback, copies and the prompt cache stay that module's. Not
+lazy. On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a prompt's
+piece, with others with other requests. So chains and neighbours cannot change a text; trees, whose side branches are
+added up in another order, are not taken there.
 
-`OrtRow`: `Columns` (see `engine.columns`) of a drafter's trees by ONNX Runtime: one forward for all trees of a model.
-The trees of a model share one buffer a layer, a row each. Nothing here is lazy: a forward returns when it is done.
+`OrtKVRows`: `Columns` (see `engine.kv_rows`) of a drafter's trees by ONNX Runtime: one forward for all trees of a
+model. The trees of a model share one buffer a layer, a row each. Nothing here is lazy: a forward returns when it is
+done.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.columns import Ints, KeysValues, NewColumns
-from outrider.engine.flat import FlatCache, Piece
+from outrider.engine.flat import FlatCache, Segment
 from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM
+from outrider.engine.kv_rows import Ints, KeysValues, NewRows
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import Forward, Part, room
+from outrider.engine.ort.forward import OrtForward, OrtSegment, room
 from outrider.engine.ort.graph import Array, norm_of
 from outrider.engine.positions import Ints as WholeNumbers
-from outrider.engine.prompt_cache import Saved, Start
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
 
-class Ear(Protocol):
+class Listener(Protocol):
     """Who listens to what passes places of a model (`engine.hidden_states`)."""
 
-    def hears(self, key: object) -> bool:
+    def wants(self, key: object) -> bool:
         """Whether rows of this place are wanted."""
         ...
 
-    def told(self, key: object, rows: Array) -> None:
+    def on_hidden_states(self, key: object, rows: Array) -> None:
         """What passes there, [T, H]; what is not wanted is dropped."""
         ...
 
@@ -46,7 +47,7 @@ class Ear(Protocol):
 class OrtFlat:
     """The forwards of one target. `norm`: its last."""
 
-    def __init__(self, forward: Forward, norm: nn.Module) -> None:
+    def __init__(self, forward: OrtForward, norm: nn.Module) -> None:
         self._forward = forward
         self._factors, self._eps = norm_of(norm)
 
@@ -58,31 +59,33 @@ class OrtFlat:
     def forward(
         self,
         tokens: WholeNumbers,
-        pieces: Sequence[Piece],
+        segments: Sequence[Segment],
         caches: Sequence[FlatCache],
         wanted: Sequence[int] | None,
-        ear: Ear | None = None,
+        listener: Listener | None = None,
     ) -> mx.array:
         """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `ear` hears hidden rows."""
         places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
         logits = np.empty((len(places), self._forward.vocab_size), np.float32)
-        heard = self._heard(ear)
+        heard = self._heard(listener)
         rows = {layer: np.empty((len(tokens), self._forward.width), np.float32) for layer in heard}
-        for first, own in _runs(pieces):
-            end = first + sum(piece.count for piece in own)
+        for first, own in _runs(segments):
+            end = first + sum(segment.count for segment in own)
             here = np.flatnonzero((places >= first) & (places < end))
-            found = self._run(tokens[first:end], [_part(piece) for piece in own], caches, places[here] - first, heard)
+            found = self._run(
+                tokens[first:end], [_part(segment) for segment in own], caches, places[here] - first, heard
+            )
             logits[here] = found["logits"]
             for layer in heard:
                 rows[layer][first:end] = found[f"layer{layer}"]
-        if ear is not None:
-            self._tell(ear, rows)
+        if listener is not None:
+            self._tell(listener, rows)
         return mx.array(logits)
 
     def _run(
         self,
         tokens: WholeNumbers,
-        parts: Sequence[Part],
+        parts: Sequence[OrtSegment],
         caches: Sequence[FlatCache],
         wanted: WholeNumbers,
         heard: Sequence[int],
@@ -94,38 +97,40 @@ class OrtFlat:
         ]
         return self._forward(tokens, parts, layers, wanted, heard)
 
-    def _heard(self, ear: Ear | None) -> list[int]:
+    def _heard(self, listener: Listener | None) -> list[int]:
         """The layers whose outputs somebody wants."""
-        if ear is None:
+        if listener is None:
             return []
         last = len(self._forward.shapes) - 1
-        of_norm = ear.hears(BEFORE_NORM) or ear.hears(AFTER_NORM)
-        return [layer for layer in range(last + 1) if ear.hears(layer) or (layer == last and of_norm)]
+        of_norm = listener.wants(BEFORE_NORM) or listener.wants(AFTER_NORM)
+        return [layer for layer in range(last + 1) if listener.wants(layer) or (layer == last and of_norm)]
 
-    def _tell(self, ear: Ear, rows: dict[int, Array]) -> None:
+    def _tell(self, listener: Listener, rows: dict[int, Array]) -> None:
         for layer, own in rows.items():
-            ear.told(layer, own)
+            listener.on_hidden_states(layer, own)
         last = rows.get(len(self._forward.shapes) - 1)
         if last is not None:
-            ear.told(BEFORE_NORM, last)
-            if ear.hears(AFTER_NORM):
+            listener.on_hidden_states(BEFORE_NORM, last)
+            if listener.wants(AFTER_NORM):
                 size = np.sqrt(np.square(last).mean(axis=-1, keepdims=True) + np.float32(self._eps))
-                ear.told(AFTER_NORM, last / size * self._factors)
+                listener.on_hidden_states(AFTER_NORM, last / size * self._factors)
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
     """What goes together, and its first token: all short pieces; a long one would pad the others, so it goes alone."""
     begin, short = 0, 0
-    while short < len(pieces) and not pieces[short].long:
+    while short < len(segments) and not segments[short].long:
         short += 1
-    for own in ([list(pieces[:short])] if short else []) + [[piece] for piece in pieces[short:]]:
+    for own in ([list(segments[:short])] if short else []) + [[segment] for segment in segments[short:]]:
         yield begin, own
-        begin += sum(piece.count for piece in own)
+        begin += sum(segment.count for segment in own)
 
 
-def _part(piece: Piece) -> Part:
-    is_apart = bool(piece.parents) or piece.whole
-    return Part(piece.row, piece.start, piece.positions, partial(piece.seen, piece.end) if is_apart else None)
+def _part(segment: Segment) -> OrtSegment:
+    is_apart = bool(segment.parents) or segment.whole
+    return OrtSegment(
+        segment.row, segment.start, segment.positions, partial(segment.seen, segment.end) if is_apart else None
+    )
 
 
 @cache
@@ -141,7 +146,7 @@ _PREFILL = 128  # as quick a token as 512, and others wait less
 class _Store:
     """The rows of all trees of a model; those that are free are used again."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: OrtForward) -> None:
         self.forward = forward
         self.layers: list[tuple[Array, Array]] = []
         self._free: list[int] = []
@@ -172,10 +177,10 @@ class _Store:
             self.layers.append((grown[0], grown[1]))
 
 
-_stores: WeakKeyDictionary[Forward, _Store] = WeakKeyDictionary()
+_stores: WeakKeyDictionary[OrtForward, _Store] = WeakKeyDictionary()
 
 
-class OrtRow:
+class OrtKVRows:
     """`Columns` of one request."""
 
     lazy = False
@@ -197,18 +202,18 @@ class OrtRow:
     ) -> None:
         for first in range(start, len(tokens), _PREFILL):
             chunk = np.array(tokens[first : first + _PREFILL], np.int32)
-            part = Part(self._row, first, np.arange(first, first + len(chunk)))
+            part = OrtSegment(self._row, first, np.arange(first, first + len(chunk)))
             self._store.make_room(room([part])[1])
             self._store.forward(chunk, [part], self._store.layers, np.zeros(0, np.int64))
             if progress is not None and len(tokens) > _PREFILL:
                 progress(min(first + _PREFILL, len(tokens)), total)
 
     def adopt(self, start: int, read: KeysValues) -> None:
-        """See `engine.handover.OpenColumns`."""
+        """See `engine.kv_transfer.FillableKVRows`."""
         self._write(start, zip(read.keys, read.values, strict=True), read.count)
 
     @staticmethod
-    def forward(texts: Sequence[OrtRow], new: Sequence[NewColumns]) -> mx.array:
+    def forward(texts: Sequence[OrtKVRows], new: Sequence[NewRows]) -> mx.array:
         store = texts[0]._store
         tokens = np.concatenate([np.array(one.tokens, np.int32) for one in new])
         parts = [text._part(one) for text, one in zip(texts, new, strict=True)]
@@ -222,11 +227,13 @@ class OrtRow:
             for buffer in pair:
                 buffer[self._row, :, prefix:end] = buffer[self._row][:, columns]
 
-    def save(self, count: int) -> Saved:
+    def save(self, count: int) -> SavedPrefix:
         row = slice(self._row, self._row + 1)
-        return Saved(count, tuple((k[row, :, :count].copy(), v[row, :, :count].copy()) for k, v in self._store.layers))
+        return SavedPrefix(
+            count, tuple((k[row, :, :count].copy(), v[row, :, :count].copy()) for k, v in self._store.layers)
+        )
 
-    def restore(self, start: Start) -> None:
+    def restore(self, start: CachedPrefix) -> None:
         self._write(0, start.saved.columns(start.length), start.length)
 
     def _write(self, start: int, layers: Any, count: int) -> None:
@@ -235,10 +242,10 @@ class OrtRow:
             for buffer, new in zip(pair, found, strict=True):
                 buffer[self._row, :, start : start + count] = new
 
-    def _part(self, new: NewColumns) -> Part:
+    def _part(self, new: NewRows) -> OrtSegment:
         def seen(window: int | None) -> Any:
             if window is None:
                 return new.seen
             return new.seen & (new.positions > new.positions[new.start :, None] - window)
 
-        return Part(self._row, new.start, new.positions[new.start :], seen)
+        return OrtSegment(self._row, new.start, new.positions[new.start :], seen)

@@ -26,7 +26,7 @@ import numpy as np
 import onnxruntime
 import onnxruntime as ort
 
-from outrider.engine.hidden_states import ReducedHead, backbone_of, embedding, unwrapped
+from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, unwrapped
 from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, output_of
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
@@ -43,7 +43,7 @@ Layers = Sequence[tuple[Array, Array]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OrtSegment:
     """The next tokens of a text: in `row`, behind its first `start` columns, at `positions` [N].
 
     `seen`: which of the row's `start` + N columns each token sees by a layer's window, where that is not all before it.
@@ -63,7 +63,7 @@ class Part:
         return self.start + self.count
 
 
-def room(parts: Sequence[Part]) -> tuple[int, int]:
+def room(parts: Sequence[OrtSegment]) -> tuple[int, int]:
     """How many rows and columns a forward of these wants of buffers [rows, heads, columns, width]."""
     size = max(_PADDED, *(part.count for part in parts))
     return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
@@ -93,7 +93,7 @@ class Embedding:
         return rows * self._factor if self._factor != 1 else rows
 
 
-class Forward:
+class OrtForward:
     """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows than these are padded."""
 
     def __init__(self, model: nn.Module, model_type: str, masked: bool) -> None:
@@ -107,7 +107,7 @@ class Forward:
         self.shapes, self._ropes, self._masks = graph.shapes, graph.ropes, graph.masks
         self.quantised, self.width, self._outputs = graph.quantised, graph.width, graph.outputs
         head = output_of(model)
-        self._said = np.array(head.tokens) if isinstance(head, ReducedHead) else None
+        self._said = np.array(head.tokens) if isinstance(head, ReducedLMHead) else None
         self.vocab_size = self._outputs if self._said is None else head.vocab_size
         self.least = 1
         backbone, _ = backbone_of(model)
@@ -117,7 +117,7 @@ class Forward:
         self._look_up(_ANGLES)
 
     def __call__(
-        self, tokens: Ints, parts: Sequence[Part], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
+        self, tokens: Ints, parts: Sequence[OrtSegment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
     ) -> dict[str, Array]:
         """Feeds tokens [T], part after part. `logits` [R, V] of the wanted places in the flat row.
 
@@ -211,7 +211,7 @@ class Forward:
         self._bound.clear()
 
 
-def _mask(parts: Sequence[Part], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
+def _mask(parts: Sequence[OrtSegment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
     """What is added to scores, [rows, 1, size, total]: 0 where a token sees a column."""
     mask = np.zeros((rows, 1, size, total), np.float32)
     for part in parts:
@@ -260,7 +260,7 @@ _WIDE, _NEIGHBOUR = 11, 3
 _FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 
 
-def serve(model: nn.Module, model_type: str, masked: bool) -> Forward | None:
+def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
     """What makes the model's forwards; None: MLX does, and the log says why.
 
     Args:
@@ -280,7 +280,7 @@ def serve(model: nn.Module, model_type: str, masked: bool) -> Forward | None:
         return None
     try:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
-            forward = Forward(model, model_type, masked)
+            forward = OrtForward(model, model_type, masked)
             check(model, forward)
             return forward
     except ModelError as error:
@@ -308,7 +308,7 @@ def give_back() -> None:
             trim(0)
 
 
-def check(model: nn.Module, forward: Forward) -> None:
+def check(model: nn.Module, forward: OrtForward) -> None:
     """Finds out how many rows a forward must have for its bits to be always the same, and tells `forward`.
 
     Raises:
@@ -335,24 +335,24 @@ def check(model: nn.Module, forward: Forward) -> None:
         raise ModelError("its bits depend on which texts are fed beside a text")
 
 
-def alone(forward: Forward, tokens: Array, counts: tuple[int, ...]) -> Array:
+def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
     """Logits of tokens fed in pieces of so many, one text."""
     layers = _buffers(forward, 1)
     found, start = [], 0
     for count in counts:
-        part = Part(0, start, np.arange(start, start + count))
+        part = OrtSegment(0, start, np.arange(start, start + count))
         found.append(forward(tokens[start : start + count], [part], layers, np.arange(count))["logits"])
         start += count
     return np.concatenate(found)
 
 
-def _beside(forward: Forward, tokens: Array) -> Array:
+def _beside(forward: OrtForward, tokens: Array) -> Array:
     """Logits of tokens fed in three pieces, with others before and behind, one of them idle at times."""
     layers = _buffers(forward, 3)
     found, start = [], 0
     for number, count in enumerate((3, 1, _WIDE - 4)):
-        own = Part(1, start, np.arange(start, start + count))
-        others = [Part(row, 0, np.arange(_NEIGHBOUR)) for row in ((0, 2), (2,), (0, 2))[number]]
+        own = OrtSegment(1, start, np.arange(start, start + count))
+        others = [OrtSegment(row, 0, np.arange(_NEIGHBOUR)) for row in ((0, 2), (2,), (0, 2))[number]]
         parts = sorted([own, *others], key=lambda part: part.row)
         flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
         begin = sum(part.count for part in parts if part.row < 1)
@@ -361,7 +361,7 @@ def _beside(forward: Forward, tokens: Array) -> Array:
     return np.concatenate(found)
 
 
-def _buffers(forward: Forward, rows: int) -> Layers:
-    _, columns = room([Part(0, 2 * _WIDE, np.arange(_WIDE))])
+def _buffers(forward: OrtForward, rows: int) -> Layers:
+    _, columns = room([OrtSegment(0, 2 * _WIDE, np.arange(_WIDE))])
     like = [(rows, shape.kv_heads, columns, shape.width) for shape in forward.shapes]
     return [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in like]

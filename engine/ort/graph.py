@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from onnx import TensorProto, helper
 
 from outrider.engine.cache import window_of
-from outrider.engine.hidden_states import ReducedHead, backbone_of, embedding, final_norm, unwrapped
+from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, final_norm, unwrapped
 from outrider.engine.positions import RopeTable, TokenRope, signature
 from outrider.protocol.errors import ModelError
 
@@ -33,7 +33,7 @@ _GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LayerShape:
     """What a layer's buffers of keys and values are to be like, and how much it sees; `window` None: everything."""
 
     kv_heads: int
@@ -54,7 +54,7 @@ class Graph:
 
     proto: bytes
     weights: dict[str, Array]
-    shapes: list[Shape]
+    shapes: list[LayerShape]
     ropes: list[RopeTable]
     masks: list[int | None]
     quantised: bool
@@ -230,7 +230,7 @@ def _build(model: nn.Module, masked: bool) -> Graph:
     b = _Builder()
     backbone, layers = backbone_of(model)
     windows = [window_of(cache) for cache in make_prompt_cache(model)]
-    shapes: list[Shape] = []
+    shapes: list[LayerShape] = []
     ropes: list[RopeTable] = []
     known: dict[Any, int] = {}
     masks: list[int | None] = []
@@ -296,19 +296,19 @@ def _build(model: nn.Module, masked: bool) -> Graph:
         added = b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
         if "post_feedforward_layernorm" in layer:
             added = b.norm(added, layer.post_feedforward_layernorm)
-        shapes.append(Shape(kv_heads, width, window))
+        shapes.append(LayerShape(kv_heads, width, window))
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
     b.op("Identity", b.norm(b.op("Gather", last, "wanted", axis=0), final_norm(backbone)), outputs=["normed"])
     head = output_of(model)
-    head = head.rows if isinstance(head, ReducedHead) else head
+    head = head.rows if isinstance(head, ReducedLMHead) else head
     b.op("Identity", b.linear("normed", [head]), outputs=["logits"])
     hidden = norm_of(final_norm(backbone))[0].size
     outputs = int(head.weight.shape[0])
     return Graph(_proto(b, shapes, len(ropes), masks), b.weights, shapes, ropes, masks, b.quantised, hidden, outputs)
 
 
-def _proto(b: _Builder, shapes: Sequence[Shape], ropes: int, masks: Sequence[int | None]) -> bytes:
+def _proto(b: _Builder, shapes: Sequence[LayerShape], ropes: int, masks: Sequence[int | None]) -> bytes:
     def info(name: str, kind: int, *dims: int | str) -> Any:
         return helper.make_tensor_value_info(name, kind, dims)
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from outrider.fleet.host import Host, checked_token, default_folder, enter
+from outrider.fleet.host import FleetHost, checked_token, default_folder, enter
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli.parser import Parser
 from outrider.protocol.errors import InvalidRequest
@@ -74,12 +74,12 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help=note)
 
 
-def host_of(options: argparse.Namespace) -> Host:
+def host_of(options: argparse.Namespace) -> FleetHost:
     """This host, as that folder knows it."""
-    return Host((options.folder or default_folder()).expanduser().absolute())
+    return FleetHost((options.folder or default_folder()).expanduser().absolute())
 
 
-def at_head(host: Host) -> str:
+def at_head(host: FleetHost) -> str:
     """The head's address; this process may speak with it from now on.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from outrider.fleet.commands import add_folder, at_head, host_of
-from outrider.fleet.host import Host, end
+from outrider.fleet.host import FleetHost, end
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import OutriderError
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _end_engines(host: Host) -> None:
+def _end_engines(host: FleetHost) -> None:
     """In order, where the head still answers; else they end with it."""
     try:
         address = at_head(host)

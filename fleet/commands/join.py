@@ -33,10 +33,10 @@ def run(options: argparse.Namespace) -> int:
     host.require_none()
     token = checked_token(host.folder)
     enter(host.environment(options.address, token))
-    from outrider.fleet.membership import Head, check_models, check_versions
+    from outrider.fleet.membership import FleetHead, check_models, check_versions
 
     screen.show(f"asking the head at {options.address}")
-    head = Head(options.address)
+    head = FleetHead(options.address)
     check_versions(head.versions())
     models = options.model or head.models()
     check_models(models)

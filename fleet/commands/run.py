@@ -10,7 +10,7 @@ from pathlib import Path
 
 from outrider.fleet.commands import add_folder, at_head, host_of
 from outrider.fleet.host import require_ray
-from outrider.fleet.plan import Plan
+from outrider.fleet.plan import FleetPlan
 from outrider.fleet.plan_file import read_plan
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol import values
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def told(plan: Plan) -> str:
+def told(plan: FleetPlan) -> str:
     """A plan in a few lines."""
     lines = []
     if plan.placed is not None:

@@ -40,7 +40,7 @@ COMMANDS = {
 }
 MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}
 """Commands of the room that measures: it stands above this one, so they are known by name and imported when wanted."""
-PROGRAMS = {"convert": "outrider.drafting.coreml.convert"}
+PROGRAMS = {"convert": "outrider.drafters.coreml.convert"}
 """Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
 HOUSES = {"fleet": "outrider.fleet.commands"}
 """Those that have commands of their own, in another room, which is handed all that follows."""

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.editor import Entry, Reader, reader
+from outrider.orchestrator.cli.editor import InputReader, UserInput, reader
 from outrider.orchestrator.cli.generate import (
     Conversation,
     add_conversation_flags,
@@ -24,10 +24,10 @@ from outrider.orchestrator.cli.generate import (
     server,
 )
 from outrider.orchestrator.cli.terminal import Screen, say
-from outrider.orchestrator.client.asker import Stream
+from outrider.orchestrator.client.base_client import Stream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plural
 from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.pair.chat import ModelText
+from outrider.orchestrator.pairing.chat import ModelText
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
@@ -158,7 +158,7 @@ class Chat:
         self._screen = screen
         self._own_server = own_server
         self._person = sys.stdin.isatty()
-        self._reader: Reader | None = None
+        self._reader: InputReader | None = None
         self._unanswered = False
         self._context: int | None = None
 
@@ -211,7 +211,7 @@ class Chat:
                 raise
             say("[stopped]")
 
-    def _heard(self, source: Reader) -> Entry | None:
+    def _heard(self, source: InputReader) -> UserInput | None:
         """The user's next message; None at the end."""
         try:
             entry = source.read()
@@ -219,21 +219,21 @@ class Chat:
             if not self._person:
                 raise
             say("\nCtrl-D or /quit quits.")
-            return Entry("", False)
+            return UserInput("", False)
         except UnicodeDecodeError as error:
             refused = InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text")
             if not self._person:
                 raise refused from None
             say(f"outrider chat: {refused}")
-            return Entry("", False)
+            return UserInput("", False)
         if entry is None and self._person:
             say("")
         return entry
 
-    def _turn(self, entry: Entry) -> None:
+    def _turn(self, entry: UserInput) -> None:
         if not entry.is_command:
             if entry.text.strip():
-                self._said.say(entry.text)
+                self._said.add_user(entry.text)
                 self._answer()
             return
         command, _, rest = entry.text.strip().partition(" ")
@@ -271,7 +271,7 @@ class Chat:
         """What came becomes the answer; a message without any is removed."""
         self._unanswered = False
         if told:
-            self._said.answer("".join(told))
+            self._said.add_answer("".join(told))
             print(flush=True)
         else:
             self._said.undo()

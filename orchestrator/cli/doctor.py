@@ -9,15 +9,15 @@ from typing import Any
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.core.learning import tuning
+from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pair.model_files import embedded_pair, find_model, kind_of
+from outrider.orchestrator.pairing.model_files import embedded_pair, find_model, kind_of
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import HEADS, OF_TARGET
 
-DATA = "outrider.drafting.coreml.doctor"
+DATA = "outrider.drafters.coreml.doctor"
 GIBIBYTE = 2**30
 
 

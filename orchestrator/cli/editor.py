@@ -25,15 +25,15 @@ PROMPT, NEXT_LINE, FENCE = "> ", "... ", '"""'
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class UserInput:
     """A message as it was entered; `is_command`: it is for the program and not for the model."""
 
     text: str
     is_command: bool
 
 
-class Reader(Protocol):
-    def read(self) -> Entry | None:
+class InputReader(Protocol):
+    def read(self) -> UserInput | None:
         """The next message; None at the end.
 
         Raises:
@@ -42,25 +42,25 @@ class Reader(Protocol):
         """
 
 
-def reader(commands: Sequence[str]) -> Reader:
+def reader(commands: Sequence[str]) -> InputReader:
     """An editor where stdin and stderr are a terminal, else plain lines; `commands` are completed."""
     if sys.stdin.isatty() and sys.stderr.isatty():
         return Editor(commands)
-    return Lines(PROMPT if sys.stdin.isatty() else "")
+    return LineReader(PROMPT if sys.stdin.isatty() else "")
 
 
-class Lines:
+class LineReader:
     """A message a line, as it comes."""
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
 
-    def read(self) -> Entry | None:
+    def read(self) -> UserInput | None:
         try:
             line = input(self._prompt)
         except EOFError:
             return None
-        return Entry(line, line.startswith("/"))
+        return UserInput(line, line.startswith("/"))
 
 
 class Editor:
@@ -84,19 +84,19 @@ class Editor:
             output=output,
         )
 
-    def read(self) -> Entry | None:
+    def read(self) -> UserInput | None:
         try:
             return entry_of(self._session.prompt(PROMPT))
         except EOFError:
             return None
 
 
-def entry_of(typed: str) -> Entry:
+def entry_of(typed: str) -> UserInput:
     """A block stands for the text between its quotes; of several lines none is a command."""
     text = typed.strip()
     if len(text) >= 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE):
-        return Entry(text[len(FENCE) : -len(FENCE)].strip("\n"), False)
-    return Entry(typed, typed.startswith("/") and "\n" not in typed)
+        return UserInput(text[len(FENCE) : -len(FENCE)].strip("\n"), False)
+    return UserInput(typed, typed.startswith("/") and "\n" not in typed)
 
 
 def is_open(typed: str) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.orchestrator.http_settings import HOST, MAX_BODY_MB, PORT, HttpSettings
-from outrider.orchestrator.pair.pulled import OFFLINE
+from outrider.orchestrator.pairing.pulled import OFFLINE
 from outrider.orchestrator.settings import (
     BRANCH_DEPTHS,
     BRANCHES,

@@ -13,13 +13,13 @@ from typing import Any
 
 from outrider.orchestrator.cli import flags, terminal
 from outrider.orchestrator.cli.terminal import Screen, say
-from outrider.orchestrator.client.asker import Asker
+from outrider.orchestrator.client.base_client import BaseClient
 from outrider.orchestrator.client.client import Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import EMPTY, GenerationResult, Wish, plural
+from outrider.orchestrator.client.dialogue import EMPTY, GenerateRequest, GenerationResult, plural
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pair.chat import Message, ModelText, load_text
-from outrider.orchestrator.pair.model_files import default_model, find_model, is_here
+from outrider.orchestrator.pairing.chat import Message, ModelText, load_text
+from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
@@ -35,11 +35,11 @@ class Conversation:
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = list(messages)
 
-    def say(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         """The user's turn."""
         self.messages.append({"role": "user", "content": text})
 
-    def answer(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """The model's turn."""
         self.messages.append({"role": "assistant", "content": text})
 
@@ -140,15 +140,15 @@ def run(options: argparse.Namespace) -> int:
     if options.logprobs is not None and not options.json:
         raise InvalidRequest("--logprobs needs --json")
     prompt = prompt_of(options)
-    wish = wish_of(options, prompt)
-    result = generate(options, wish, screen, show_text=not options.json)
+    request = request_of(options, prompt)
+    result = generate(options, request, screen, show_text=not options.json)
     if options.json:
-        templated = wish.chat_template and _has_template(options, result.model)
-        print(json.dumps(as_json(result, wish, prompt, templated), ensure_ascii=not terminal.takes_unicode()))
+        templated = request.chat_template and _has_template(options, result.model)
+        print(json.dumps(as_json(result, request, prompt, templated), ensure_ascii=not terminal.takes_unicode()))
     else:
         say(result.summary())
         if result.finish_reason == "length":
-            say(f"Note: {cut_off(result, wish.sampling.max_tokens)}")
+            say(f"Note: {cut_off(result, request.sampling.max_tokens)}")
     return 0
 
 
@@ -195,17 +195,19 @@ def add_server_key_flag(add: Callable[..., object]) -> None:
     add("--server-key", metavar="KEY", help=key)
 
 
-def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text: bool) -> GenerationResult:
+def generate(
+    options: argparse.Namespace, request: GenerateRequest, screen: Screen, show_text: bool
+) -> GenerationResult:
     """One completion, made where the flags say; everything that can be checked is checked before anything starts."""
     with server(options, screen) as client:
         stream = client.stream(
-            wish.prompt,
-            wish.sampling,
-            mode=wish.mode,
-            num_draft_tokens=wish.num_draft_tokens,
-            branches=wish.branches,
-            chat_template=wish.chat_template,
-            drafter=wish.drafter,
+            request.prompt,
+            request.sampling,
+            mode=request.mode,
+            num_draft_tokens=request.num_draft_tokens,
+            branches=request.branches,
+            chat_template=request.chat_template,
+            drafter=request.drafter,
             progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
         )
         for chunk in stream:
@@ -218,9 +220,9 @@ def generate(options: argparse.Namespace, wish: Wish, screen: Screen, show_text:
         return stream.result
 
 
-def wish_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> Wish:
+def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> GenerateRequest:
     """What the flags ask for, checked. A conversation goes as the tokens that the model's template makes of it."""
-    return Wish(
+    return GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else model_text(options).tokens(prompt),
         sampling=flags.sampling_of(options),
         mode=options.mode or "auto",
@@ -232,7 +234,7 @@ def wish_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> W
 
 
 @contextmanager
-def server(options: argparse.Namespace, screen: Screen) -> Iterator[Asker]:
+def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
     """Whoever answers at --connect, or a client of a cluster that lives as long as the context."""
     settings = flags.settings_of(options)
     if options.connect is not None:
@@ -323,9 +325,11 @@ def read_prompt(given: str) -> str:
         raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text") from None
 
 
-def as_json(result: GenerationResult, wish: Wish, prompt: str | tuple[Message, ...], templated: bool) -> dict[str, Any]:
+def as_json(
+    result: GenerationResult, request: GenerateRequest, prompt: str | tuple[Message, ...], templated: bool
+) -> dict[str, Any]:
     """The result under llama.cpp's names, with all that `verify` must know to prove it."""
-    sampling = dataclasses.asdict(wish.sampling)
+    sampling = dataclasses.asdict(request.sampling)
     del sampling["seed"]  # what was drawn stands beside it
     return {
         "text": result.text,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.keyring import CLIENT, ROLES, Allowed, Keyring, Server
+from outrider.protocol.keyring import CLIENT, ROLES, AllowedKey, Keyring, KnownServer
 from outrider.protocol.keys import parse_key
 
 MAX_NAME = 64
@@ -54,7 +54,7 @@ def _allow(ring: Keyring, options: argparse.Namespace) -> None:
         raise InvalidRequest(
             f"{name!r} is not a valid name; expected one word of at most {MAX_NAME} printable characters"
         )
-    ring.allow(Allowed(options.role, parse_key(key), name))
+    ring.allow(AllowedKey(options.role, parse_key(key), name))
     say(f"{name} is allowed as a {options.role}; running servers accept it at once.")
 
 
@@ -65,7 +65,7 @@ def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:
     place, key = options.what
-    ring.trust(Server(place.removeprefix("tcp://"), parse_key(key)))
+    ring.trust(KnownServer(place.removeprefix("tcp://"), parse_key(key)))
 
 
 def _forget(ring: Keyring, options: argparse.Namespace) -> None:

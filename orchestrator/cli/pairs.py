@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from outrider.orchestrator.pair.model_files import DEFAULT, ModelFiles, embedded_pair, find_model
-from outrider.orchestrator.pair.pulled import PULLED, PulledModel
-from outrider.orchestrator.pair.tokenizer import compare, load_codec
+from outrider.orchestrator.pairing.model_files import DEFAULT, ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pairing.pulled import PULLED, PulledModel
+from outrider.orchestrator.pairing.tokenizer import compare, load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 # Model pairs that are meant for each other: a draft of the target's family, with its tokenizer, much smaller. A list to

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from outrider.orchestrator.cli.terminal import say
-from outrider.orchestrator.pair.model_files import DEFAULT, find_model
-from outrider.orchestrator.pair.pulled import PULLED, pull
+from outrider.orchestrator.pairing.model_files import DEFAULT, find_model
+from outrider.orchestrator.pairing.pulled import PULLED, pull
 from outrider.protocol.errors import InvalidRequest
 
 

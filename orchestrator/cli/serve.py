@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
         return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
     if settings.log_format == "json":
         return _in_json(settings, http, drain)
-    board = Board(Screen())
+    board = StatusBoard(Screen())
     try:
-        unfinished = serve.run(settings, board.tell, status=board.status, http=http, drain_timeout=drain)
+        unfinished = serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
     finally:
         board.clear()
     if unfinished is not None:
@@ -107,7 +107,7 @@ def _print(ready: Ready) -> None:
     print("\n".join(f"{what}: {where}" for what, where in lines if where), flush=True)
 
 
-class Board:
+class StatusBoard:
     """What a person sees of a running server: its stages, its endpoints, a live status line."""
 
     def __init__(self, screen: Screen) -> None:
@@ -116,7 +116,7 @@ class Board:
         self._tokens = 0
         self._at = time.monotonic()
 
-    def tell(self, told: Announcement) -> None:
+    def announce(self, told: Announcement) -> None:
         match told:
             case Stage(text=text) if not self._ready:
                 self._screen.show(text)

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, wish_of
+from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.handshake import as_error
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.chat import Message, load_text
-from outrider.orchestrator.pair.model_files import find_model
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.chat import Message, load_text
+from outrider.orchestrator.pairing.model_files import find_model
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.sampling import SamplingParams
@@ -196,15 +196,15 @@ def _generated(options: argparse.Namespace, screen: Screen) -> Output:
     if options.prompt is None and options.chat is None:
         raise InvalidRequest("nothing to verify; expected --json-file, or --prompt to generate from")
     prompt = prompt_of(options)
-    wish = wish_of(options, prompt)
-    _require_coupled(wish.sampling)
-    result = generate(options, wish, screen, show_text=False)
+    request = request_of(options, prompt)
+    _require_coupled(request.sampling)
+    result = generate(options, request, screen, show_text=False)
     return Output(
         model=options.model or result.model,
         prompt=prompt,
-        chat_template=wish.chat_template,
+        chat_template=request.chat_template,
         prompt_tokens=result.prompt_tokens,
-        sampling=dataclasses.replace(wish.sampling, seed=result.seed),
+        sampling=dataclasses.replace(request.sampling, seed=result.seed),
         token_ids=result.token_ids,
         text=result.text,
         finish_reason=result.finish_reason,

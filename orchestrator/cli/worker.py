@@ -16,10 +16,10 @@ from outrider.orchestrator.cli.generate import add_server_key_flag
 from outrider.orchestrator.machine import lan, system
 from outrider.orchestrator.machine.spawn import MODULES, child_environment, worker_command
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pair.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.pair.tokenizer import fingerprint, load_codec
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pairing.tokenizer import fingerprint, load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import knock, parse, require_server
+from outrider.protocol.endpoints import parse, probe, require_server
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import parse_key
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         require_server(endpoint)
         keys = Keyring(settings.keys).to_reach(endpoint, options.server_key)
         if keys is not None:
-            knock(endpoint, keys)
+            probe(endpoint, keys)
     pair = choose_pair(settings)
     if options.role == "draft" and pair.settings.drafts_by_head and not is_head:
         raise InvalidRequest(f"{options.draft_model} is a draft head; it needs head_in draft-worker, on both sides")

@@ -38,11 +38,11 @@ from typing import Generic, Never, TypeVar
 import zmq
 
 from outrider.orchestrator.auth import client_key
-from outrider.orchestrator.client.asker import Asker, AsyncAsker, Grown
+from outrider.orchestrator.client.base_client import AsyncBaseClient, BaseClient, Grown
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue
 from outrider.protocol import values
 from outrider.protocol.codec import decode, decode_all, encode
-from outrider.protocol.endpoints import connect, knock, require_server
+from outrider.protocol.endpoints import connect, probe, require_server
 from outrider.protocol.errors import (
     EndpointError,
     InvalidRequest,
@@ -77,19 +77,19 @@ class Patience:
         self._keys = keys
         self._seconds = seconds
         self._alive = alive
-        self.heard()
+        self.on_message()
         self._look()
 
     @property
     def poll_ms(self) -> int:
-        """How long to wait for something to arrive before `silent` is called."""
+        """How long to wait for something to arrive before `on_silence` is called."""
         return max(int(1000 * min(ASK_AFTER_SECONDS, self._seconds / 2)), 1)
 
-    def heard(self) -> None:
+    def on_message(self) -> None:
         """Something arrived."""
         self._asked = 0
 
-    def silent(self, about: str | None = None) -> StatsQuery:
+    def on_silence(self, about: str | None = None) -> StatsQuery:
         """Nothing arrived for `poll_ms`; what to ask, `about` a request that should be there.
 
         Raises:
@@ -100,7 +100,7 @@ class Patience:
         self._look()
         if self._asked == 1 and self._endpoint.startswith("tcp:"):
             with suppress(EndpointError):  # it may only be stopped; what is left unanswered is counted below
-                knock(self._endpoint, self._keys)
+                probe(self._endpoint, self._keys)
         self._asked += 1  # counted, not timed: who is stopped asks nothing, and nobody owes it an answer
         if (self._asked - 1) * self.poll_ms > 1000 * self._seconds:
             raise EndpointError(
@@ -151,9 +151,9 @@ class AsyncSocket:
             self._is_silent = True
             await asyncio.wait((self._over,), timeout=patience.poll_ms / 1000)
             if not self._is_silent:
-                patience.heard()
+                patience.on_message()
             elif not self._over.done():
-                self.send(await asyncio.to_thread(patience.silent, about))
+                self.send(await asyncio.to_thread(patience.on_silence, about))
         if self._fault is not None:
             raise self._fault
 
@@ -258,7 +258,7 @@ def keys_to(endpoint: str, server_key: str | None, folder: str | os.PathLike[str
     return Keyring(Path(folder) if folder is not None else None).to_reach(endpoint, server_key)
 
 
-class Client(Connecting, Asker):
+class Client(Connecting, BaseClient):
     """A client of the server at `endpoint` (`outrider serve` prints it).
 
     `timeout`: seconds for which a server that is asked whether it is there may keep silent; how long a text takes does
@@ -277,7 +277,7 @@ class Client(Connecting, Asker):
         """The server's workers and totals."""
         patience = self.patience()
         with self.connected() as socket:
-            query = patience.silent()
+            query = patience.on_silence()
             socket.send_multipart(encode(query))
             while True:
                 answer = self._receive(socket, patience)
@@ -295,7 +295,7 @@ class Client(Connecting, Asker):
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         """What one server says, to its end or the dialogue's; cancels it when the caller leaves early."""
         patience = self.patience()
-        farewell = encode(dialogue.farewell)  # now: a program that ends may have taken its modules down by then
+        farewell = encode(dialogue.cancel_message)  # now: a program that ends may have taken its modules down by then
         socket = self.connected()
         try:
             socket.send_multipart(encode(dialogue.opening))
@@ -314,15 +314,15 @@ class Client(Connecting, Asker):
     def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
         """The next message; None: none came for a while, and the server was asked whether it is there."""
         if not socket.poll(patience.poll_ms):
-            query = encode(patience.silent(about))
+            query = encode(patience.on_silence(about))
             with suppress(zmq.Again):  # to a server that lets nobody in ZeroMQ takes nothing more
                 socket.send_multipart(query, flags=zmq.NOBLOCK)
             return None
-        patience.heard()
+        patience.on_message()
         return decode(socket.recv_multipart())
 
 
-class AsyncClient(Connecting, AsyncAsker):
+class AsyncClient(Connecting, AsyncBaseClient):
     """A client of the server at `endpoint`; see `Client` for what the calls take, give and raise."""
 
     @cached_property
@@ -341,7 +341,7 @@ class AsyncClient(Connecting, AsyncAsker):
         patience = self.patience()
         socket = AsyncSocket(self.connected(), hear)
         try:
-            socket.send(patience.silent())
+            socket.send(patience.on_silence())
             await socket.until_over(patience)
         finally:
             socket.close()
@@ -374,14 +374,14 @@ class AsyncClient(Connecting, AsyncAsker):
         finally:
             self._open.pop(dialogue.request, None)
             if not dialogue.over:
-                socket.send(dialogue.farewell)
+                socket.send(dialogue.cancel_message)
             socket.close(FLUSH_MS)
 
     async def end(self, dialogue: Dialogue) -> None:
         """Asks the server to end a dialogue that is going on."""
         socket = self._open.get(dialogue.request)
         if socket is not None:
-            socket.send(dialogue.farewell)
+            socket.send(dialogue.cancel_message)
 
 
 SEEDS = 2**32
@@ -414,7 +414,7 @@ class _Sources(Generic[C]):
             self._at += 1
 
 
-class Resumed(Asker):
+class Resumed(BaseClient):
     """Asks the first of `clients`; a text that it can't finish goes on with the next, again and again.
 
     Their `timeout` is how long a server that is asked whether it is there may keep silent: a second is enough. Raises
@@ -441,7 +441,7 @@ class Resumed(Asker):
                 time.sleep(dialogue.retry(error))
 
 
-class AsyncMoving(AsyncAsker):
+class AsyncMoving(AsyncBaseClient):
     """Asks one server after another until a text is complete; which, says whoever this is."""
 
     async def follow(self, dialogue: Dialogue, grown: Grown) -> None:

@@ -3,7 +3,8 @@ is.
 
 `Client` and `AsyncClient` differ only in how they wait; everything else is this.
 
-`Wish`: what a client may ask for: the keywords of `generate` and `stream`, and the checked record that they make.
+`GenerateRequest`: what a client may ask for: the keywords of `generate` and `stream`, and the checked record that they
+make.
 
 `TokenLogprob`: what a client gets: chunks while a text grows, a result when it is done. Knows numbers and words; knows
 nothing of sockets.
@@ -34,7 +35,7 @@ Prompt: TypeAlias = str | Sequence[int] | np.ndarray[Any, np.dtype[np.integer[An
 EMPTY = "the prompt is empty; expected text, or at least one token"
 
 
-class Choices(TypedDict, total=False):
+class GenerateOptions(TypedDict, total=False):
     """How a text is to be made besides sampling; see `Client.generate`."""
 
     mode: str
@@ -46,12 +47,12 @@ class Choices(TypedDict, total=False):
     client: str
 
 
-class Wishes(SamplingFields, Choices, total=False):
+class GenerateFields(SamplingFields, GenerateOptions, total=False):
     """The keywords of `generate` and `stream`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GenerateRequest:
     """A prompt, and how it is to go on. Checked, and turned into what is sent, on creation.
 
     Raises:
@@ -89,16 +90,16 @@ class Wish:
     @classmethod
     def of(
         cls, function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, wishes: Mapping[str, Any]
-    ) -> Wish:
+    ) -> GenerateRequest:
         """What `function`, as its caller knows it, was given; a keyword goes before the same field of `sampling`.
 
         Raises:
             TypeError: there is no such keyword.
         """
-        chosen = {name: value for name, value in wishes.items() if name in Choices.__annotations__}
+        chosen = {name: value for name, value in wishes.items() if name in GenerateOptions.__annotations__}
         fields = {name: value for name, value in wishes.items() if name not in chosen}
         if not fields.keys() <= SamplingFields.__annotations__.keys():
-            raise values.unknown_keyword(function, fields, (*Wishes.__annotations__, "sampling"))
+            raise values.unknown_keyword(function, fields, (*GenerateFields.__annotations__, "sampling"))
         sampling = SamplingParams() if sampling is None else sampling
         if fields and isinstance(sampling, SamplingParams):
             sampling = sampling.changed(**fields)
@@ -268,7 +269,7 @@ MOST_WORKER_ERRORS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Disconnect:
     """Since when nobody answers, on the clock, how many tokens had come by then, and how often somebody was asked."""
 
     since: float = 0.0
@@ -282,16 +283,18 @@ class Dialogue:
     `sources`: so many servers take turns until one goes on; 1: whoever serves there next; 0: the first one or none.
     """
 
-    def __init__(self, wish: Wish, progress: Callable[[int, int], None] | None = None, sources: int = 0) -> None:
+    def __init__(
+        self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None, sources: int = 0
+    ) -> None:
         self.request = f"q{os.urandom(8).hex()}"
-        self.opening = wish.message(self.request)
+        self.opening = request.message(self.request)
         self.over = False
         self.was_sent = False
         self.is_closed = False
         self._begun = False
         self._progress = progress
         self._sources = sources
-        self._lost = Lost()
+        self._lost = Disconnect()
         self._worker_errors = 0
         self._started: Started | None = None
         self._texts: list[str] = []
@@ -319,7 +322,7 @@ class Dialogue:
         """
         now, had = time.monotonic(), len(self._tokens)
         if self._lost.since == 0.0 or had > self._lost.tokens:
-            self._lost = Lost(now, had)
+            self._lost = Disconnect(now, had)
         self._lost = replace(self._lost, tries=self._lost.tries + 1)
         if not self._may_retry(error) or now - self._lost.since > RECONNECT_SECONDS:
             raise error
@@ -329,8 +332,8 @@ class Dialogue:
             self.opening = replace(
                 self.opening,
                 sampling=sampling,
-                said=np.asarray(self._tokens, np.int32),
-                shown=sum(map(len, self._texts)),
+                resume_tokens=np.asarray(self._tokens, np.int32),
+                resume_chars=sum(map(len, self._texts)),
                 fingerprint=self._started.fingerprint,
             )
         return 0.0 if self._lost.tries % self._sources else RETRY_SECONDS
@@ -356,7 +359,7 @@ class Dialogue:
         return f"{state}, {len(self._tokens)} token{'' if len(self._tokens) == 1 else 's'}"
 
     @property
-    def farewell(self) -> Cancel:
+    def cancel_message(self) -> Cancel:
         return Cancel(self.request)
 
     def take(self, message: Message) -> Chunk | None:
@@ -370,7 +373,7 @@ class Dialogue:
         if getattr(message, "request", None) != self.request:
             return None
         match message:
-            case messages.Chunk():
+            case messages.TextChunk():
                 return self._grown(message)
             case Started():
                 self._started = message
@@ -383,7 +386,7 @@ class Dialogue:
                 raise as_error(kind, sentence)
         return None
 
-    def _grown(self, message: messages.Chunk) -> Chunk:
+    def _grown(self, message: messages.TextChunk) -> Chunk:
         logprobs = None if message.logprobs is None else token_logprobs(message.logprobs)
         self._texts.append(message.text)
         self._tokens.extend(message.token_ids)

@@ -1,10 +1,10 @@
-"""What the target and the prefill workers are told about a request. The drafters are the crew's.
+"""What the target and the prefill workers are told about a request. The drafters are the draft pool's.
 
-`Dispatch`: what the target is told about a request: OPEN, VERIFY, HALT, PREPARE, CLOSE. The drafters are the crew's.
-Knows which words a request's state makes; decides nothing and keeps no state.
+`Dispatch`: what the target is told about a request: OPEN, VERIFY, HALT, PREPARE, CLOSE. The drafters are the draft
+pool's. Knows which words a request's state makes; decides nothing and keeps no state.
 
-`Reading`: prompts that another process reads in the target's place: to whom they go, and what of them goes on to the
-target. The target says first what it has of a prompt; what is left is read elsewhere where that is long enough.
+`RemotePrefill`: prompts that another process reads in the target's place: to whom they go, and what of them goes on to
+the target. The target says first what it has of a prompt; what is left is read elsewhere where that is long enough.
 Whatever is lost on the way costs time: the target, asked again, reads on by itself. Knows requests and messages, no
 keys or values.
 """
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.orchestrator.core.request import Request, growth
+from outrider.orchestrator.core.request import Request, remaining_length
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Halt, Message, Open, Prefill, Prefilled, Prepare, PromptKv, Verify
 
@@ -49,7 +49,7 @@ class Workers(Protocol):
         """How many tokens this worker's model has."""
         ...
 
-    def lied(self, name: str, kind: str) -> None:
+    def record_lie(self, name: str, kind: str) -> None:
         """A drafter has said what cannot be, a kind of `door.LIES`; who does so often is not to be heard any more."""
         ...
 
@@ -65,7 +65,7 @@ class Workers(Protocol):
 
     def send_drafter(self, name: str, message: Message) -> None: ...
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Lets what was sent leave before anything else is done here."""
         ...
 
@@ -93,12 +93,14 @@ class Dispatch:
                 chain=proposal.chain,
                 kind=proposal.kind(request.admit.sampling),
                 q=proposal.q,
-                going_on=proposal.going_on,
+                autonomous=proposal.autonomous,
                 draft=proposal.draft,
                 drafter=proposal.drafter if proposal.draft else "",
-                room=growth(request, self.workers.target_context) if proposal.going_on or proposal.draft else 0,
+                max_tokens=remaining_length(request, self.workers.target_context)
+                if proposal.autonomous or proposal.draft
+                else 0,
                 parents=proposal.parents,
-                least=proposal.least,
+                min_prob=proposal.least,
             )
         )
 
@@ -144,14 +146,14 @@ def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = 
         branches=len(ranks) or request.branches,
         verifying=verifying,
         generated=request.generated,
-        skip=ranks.start,
+        rank_offset=ranks.start,
         features=request.admit.mode != "ar",
-        least=least,
+        min_prob=least,
     )
 
 
 @dataclass(slots=True)
-class Reading:
+class RemotePrefill:
     """A prompt in its `epoch` that was offered, or is read by `worker`; so many tokens are `left`."""
 
     epoch: int
@@ -159,38 +161,38 @@ class Reading:
     worker: str = ""
 
 
-class PrefillReadings:
-    """The readings under way, by request. `least`: shorter prompts are the target's own matter."""
+class RemotePrefills:
+    """The readings under way, by request. `min_prob`: shorter prompts are the target's own matter."""
 
     def __init__(self, workers: Workers, dispatch: Dispatch, least: int) -> None:
         self._workers = workers
         self._dispatch = dispatch
-        self._least = least
-        self._readings: dict[str, Reading] = {}
+        self._min_tokens = least
+        self._prefills: dict[str, RemotePrefill] = {}
         self._asked: set[str] = set()
 
     def offer(self, request: Request) -> bool:
         """Whether the target is to wait, before it reads, for what becomes of this prompt."""
         self.forget(request)
         left = len(request.tokens) - 1
-        if left < self._least or not self._workers.prefill_workers():
+        if left < self._min_tokens or not self._workers.prefill_workers():
             return False
-        self._readings[request.id] = Reading(request.epoch, left)
+        self._prefills[request.id] = RemotePrefill(request.epoch, left)
         return True
 
-    def told(self, request: Request, message: Prefilled) -> None:
+    def on_progress(self, request: Request, message: Prefilled) -> None:
         """The target has so much of a prompt: the rest is given to who has the least to read, or left to the target."""
-        reading = self._readings.get(request.id)
+        reading = self._prefills.get(request.id)
         if reading is None or reading.epoch != message.epoch:
             return
         reading.left = message.total - 1 - message.done
         if reading.worker or reading.left <= 0:
             return
         workers = self._workers.prefill_workers()
-        if reading.left < self._least or not workers:
-            self._leave(request)
+        if reading.left < self._min_tokens or not workers:
+            self._hand_back(request)
             return
-        reading.worker = min(sorted(workers), key=self._burden)
+        reading.worker = min(sorted(workers), key=self._load)
         self._asked.add(reading.worker)
         tokens = np.asarray(request.tokens, np.int32)
         self._workers.send_drafter(reading.worker, Prefill(request.id, request.epoch, tokens, message.done))
@@ -199,36 +201,36 @@ class PrefillReadings:
         """Whether this is a prefill worker whose words come here."""
         return worker in self._asked
 
-    def heard(self, request: Request | None, sender: str, message: Message) -> bool:
+    def on_message(self, request: Request | None, sender: str, message: Message) -> bool:
         """Takes what a prefill worker says; False: it is of no use any more."""
-        reading = self._readings.get(request.id) if request is not None else None
+        reading = self._prefills.get(request.id) if request is not None else None
         if request is None or reading is None or reading.worker != sender:
             return False
         if isinstance(message, PromptKv):
             if message.epoch != reading.epoch:
                 return False
-            request.account.handed_over += message.count
+            request.metrics.handed_over += message.count
             self._workers.send_target(message)
         else:
-            self._leave(request)
+            self._hand_back(request)
         return True
 
-    def lost(self, worker: str, requests: Mapping[str, Request]) -> None:
+    def on_worker_lost(self, worker: str, requests: Mapping[str, Request]) -> None:
         """It reads no more: the target does."""
         self._asked.discard(worker)
-        for id_ in [id_ for id_, reading in self._readings.items() if reading.worker == worker]:
-            self._leave(requests[id_])
+        for id_ in [id_ for id_, reading in self._prefills.items() if reading.worker == worker]:
+            self._hand_back(requests[id_])
 
     def forget(self, request: Request) -> None:
         """Nothing more is wanted of it: it has been read, or the target reads it, or nobody needs it."""
-        reading = self._readings.pop(request.id, None)
+        reading = self._prefills.pop(request.id, None)
         if reading is not None and reading.worker:
             self._workers.send_drafter(reading.worker, Close(request.id))
 
-    def _leave(self, request: Request) -> None:
+    def _hand_back(self, request: Request) -> None:
         """The target reads on by itself."""
         self.forget(request)
         self._dispatch.again(request)
 
-    def _burden(self, worker: str) -> int:
-        return sum(reading.left for reading in self._readings.values() if reading.worker == worker)
+    def _load(self, worker: str) -> int:
+        return sum(reading.left for reading in self._prefills.values() if reading.worker == worker)

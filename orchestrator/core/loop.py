@@ -13,15 +13,25 @@ from pathlib import Path
 
 import zmq
 
-from outrider.orchestrator.auth import Gate
-from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.core.learning.tuning import Memory, Tuning
+from outrider.orchestrator.auth import CurveAuth
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.tuning import PolicyStore, Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import Loss
-from outrider.orchestrator.events import Admit, Broke, Mailbox, Quit, Speaks, Stop, ToCore, ToFront, WorkersChanged
+from outrider.orchestrator.core.workers.worker import WorkerLoss
+from outrider.orchestrator.events import (
+    Admit,
+    Mailbox,
+    ModelVocabulary,
+    Quit,
+    RequestFailed,
+    Stop,
+    ToCore,
+    ToFront,
+    WorkersChanged,
+)
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
@@ -44,18 +54,18 @@ class Core:
         inbox: Mailbox[ToCore],
         outbox: Mailbox[ToFront],
         run_dir: Path,
-        gate: Gate | None = None,
+        auth: CurveAuth | None = None,
     ) -> None:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = Trace(settings.trace)
         self._fatal = ""
-        self._pool = WorkerPool(context, settings, run_dir, gate)
+        self._pool = WorkerPool(context, settings, run_dir, auth)
         self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
         tuned = tuning.path_for(settings)
         tunings = tuning.load(tuned)
-        self._memory = Memory(tuning.memory_for(settings) if settings.memory else None, clock.now())
-        self._rounds = Rounds(
+        self._policy_store = PolicyStore(tuning.memory_for(settings) if settings.memory else None, clock.now())
+        self._scheduler = Scheduler(
             self._pool,
             RoundSettings(
                 settings.depth,
@@ -71,7 +81,7 @@ class Core:
             outbox.put,
             self._trace,
             tunings if settings.has_draft_worker or settings.drafts_by_head else (),
-            self._memory.read(tuned),
+            self._policy_store.read(tuned),
         )
 
     @property
@@ -85,11 +95,11 @@ class Core:
 
     @property
     def stale_messages(self) -> int:
-        return self._rounds.stale
+        return self._scheduler.stale
 
     @property
     def dropped_branches(self) -> int:
-        return self._rounds.dropped_branches
+        return self._scheduler.dropped_branches
 
     @property
     def rejected_frames(self) -> int:
@@ -97,11 +107,11 @@ class Core:
 
     @property
     def round_seconds(self) -> Durations:
-        return self._rounds.ledger.rounds.told()
+        return self._scheduler.metrics.rounds.snapshot()
 
     @property
     def verify_seconds(self) -> Durations:
-        return self._rounds.ledger.verifies.told()
+        return self._scheduler.metrics.verifies.snapshot()
 
     def run(self) -> None:
         """Runs until Quit; always ends the workers it started."""
@@ -109,7 +119,7 @@ class Core:
         poller = zmq.Poller()
         poller.register(self._pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
-        poller.register(self._pool.door.monitor, zmq.POLLIN)
+        poller.register(self._pool.limiter.monitor, zmq.POLLIN)
         if self._pool.exits is not None:
             poller.register(self._pool.exits, zmq.POLLIN)
         try:
@@ -117,82 +127,82 @@ class Core:
             going = True
             while going:
                 ready = dict(poller.poll(self._timeout_ms()))
-                if self._pool.door.monitor in ready:
-                    self._pool.door.watch()
-                self._hear_workers()
-                going = self._hear_front()
-                self._keep_watch()
+                if self._pool.limiter.monitor in ready:
+                    self._pool.limiter.watch()
+                self._receive_workers()
+                going = self._receive_front()
+                self._check_workers()
                 self._pool.flush()
         finally:
-            self._rounds.close()
-            self._memory.write(self._rounds.learned(), clock.now())
+            self._scheduler.close()
+            self._policy_store.write(self._scheduler.learned(), clock.now())
             self._pool.close()
             self._trace.close()
 
     def _timeout_ms(self) -> int:
-        deadline_ns = self._rounds.next_deadline_ns()
+        deadline_ns = self._scheduler.next_deadline_ns()
         if deadline_ns is None:
             return self._tick_ms
         return min(max(math.ceil((deadline_ns - clock.now()) / MILLISECOND_NS), 0), self._tick_ms)
 
-    def _hear_workers(self) -> None:
+    def _receive_workers(self) -> None:
         """Takes in all that has arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
         arrived = list(self._pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
-        self._rounds.handle_all(arrived, clock.now())
+        self._scheduler.handle_all(arrived, clock.now())
         for worker in self._pool.arrivals():
             if worker.role == "target":
-                self._rounds.found_target()
+                self._scheduler.on_target_found()
             elif worker.role == "draft":
-                self._rounds.found_drafter(worker.name)
+                self._scheduler.on_drafter_found(worker.name)
         self._pool.flush()
         if self._pool.news:
-            self._tell_workers()
+            self._send_workers_changed()
 
-    def _hear_front(self) -> bool:
+    def _receive_front(self) -> bool:
         for event in self._inbox.take():
             match event:
                 case Admit() if self._fatal:
-                    self._outbox.put(Broke(event.request, "WorkerError", self._fatal))
+                    self._outbox.put(RequestFailed(event.request, "WorkerError", self._fatal))
                 case Admit():
-                    self._rounds.begin(event, clock.now())
+                    self._scheduler.begin(event, clock.now())
                 case Stop():
-                    self._rounds.stop(event.request, event.reason)
-                case Speaks():
-                    self._pool.entry.language = event
+                    self._scheduler.stop(event.request, event.reason)
+                case ModelVocabulary():
+                    self._pool.admission.language = event
                 case Quit():
                     return False
         return True
 
-    def _keep_watch(self) -> None:
+    def _check_workers(self) -> None:
         now_ns = clock.now()
-        self._rounds.on_time(now_ns)
+        self._scheduler.on_time(now_ns)
         self._pool.ping(now_ns)
-        if not self._rounds.active and self._memory.is_due(now_ns):
-            self._memory.write(self._rounds.learned(), now_ns)
+        if not self._scheduler.active and self._policy_store.is_due(now_ns):
+            self._policy_store.write(self._scheduler.learned(), now_ns)
         for loss in self._pool.losses(now_ns):
             self._on_loss(loss, now_ns)
         if self._pool.news:
-            self._tell_workers()
+            self._send_workers_changed()
 
-    def _on_loss(self, loss: Loss, now_ns: int) -> None:
+    def _on_loss(self, loss: WorkerLoss, now_ns: int) -> None:
         log.log(
             logging.INFO if loss.fatal else logging.WARNING, "%s", loss.why
         )  # the server's own end says a fatal one
         if loss.worker.role == "target":
-            self._rounds.lost_target(loss.why, loss.fatal)
+            self._scheduler.on_target_lost(loss.why, loss.fatal)
         elif loss.worker.role == "prefill":
-            self._rounds.lost_prefill_worker(loss.worker.name)
+            self._scheduler.on_prefill_worker_lost(loss.worker.name)
         else:
-            self._rounds.lost_drafter(loss.worker.name, loss.why, now_ns)
+            self._scheduler.on_drafter_lost(loss.worker.name, loss.why, now_ns)
         self._fatal = loss.why if loss.fatal else self._fatal
-        self._tell_workers()
+        self._send_workers_changed()
 
-    def _tell_workers(self) -> None:
+    def _send_workers_changed(self) -> None:
         pool = self._pool
         pool.news = False
         notes = tuple(pool.notes())
-        self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_room))
+        self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_budget))
 
 
 def _prefill_from(tunings: Sequence[Tuning]) -> int:

@@ -21,27 +21,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from outrider.orchestrator.core.crew import Crew
 from outrider.orchestrator.core.dispatch import Dispatch, Workers
-from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.ledger import Ledger
+from outrider.orchestrator.core.draft_pool import DraftPool
 from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposals.proposal import Proposal
-from outrider.orchestrator.core.proposals.proposer import Ask, Linger, Proposer, Step, longest_wait_ms
-from outrider.orchestrator.core.request import Request, Waiting, room, up_to_end
+from outrider.orchestrator.core.proposals.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
+from outrider.orchestrator.core.request import DrafterWait, Request, remaining_tokens, up_to_end
+from outrider.orchestrator.core.round_metrics import RoundMetrics
 from outrider.protocol.clock import MILLISECOND_NS
 
 
 def may_prepare(request: Request, proposer: Proposer) -> bool:
     """Where nobody waits, nor drafts beside it. A residual q would travel twice."""
     ahead = request.mode == "ssd" and not proposer.unites(request)
-    return ahead and not request.waiting and not request.admit.sampling.is_residual
+    return ahead and not request.wait and not request.admit.sampling.is_residual
 
 
 def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
     """What follows on outcomes that have a complete branch and do not end the request."""
     for committed, found in request.cache.complete(request.depth):
-        space = room(request, context, len(committed))
+        space = remaining_tokens(request, context, len(committed))
         if space > 0 and up_to_end(request, context, committed)[1] is None:
             yield committed, proposer.branch(request, found, space, committed)
 
@@ -50,38 +50,40 @@ def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tup
 PATIENCE_MS = 2000.0
 
 
-def wait_for_chain(estimates: Estimates, step: Ask, full_depth: bool, now_ns: int) -> Waiting:
+def wait_for_chain(estimates: Estimates, step: AskDrafters, full_depth: bool, now_ns: int) -> DrafterWait:
     """The wait for a just-in-time chain, asked for now."""
     limit_ms = longest_wait_ms(estimates.draft_ms(step.depth))
     if full_depth or not estimates.has_drafted:
         limit_ms = max(limit_ms, PATIENCE_MS)
     if step.missed and not full_depth:
-        limit_ms = _in_company(estimates, limit_ms)
-    return Waiting(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
+        limit_ms = _concurrent(estimates, limit_ms)
+    return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
 
 
-def wait_for_branch(estimates: Estimates, request: Request, step: Linger, full_depth: bool, now_ns: int) -> Waiting:
+def wait_for_branch(
+    estimates: Estimates, request: Request, step: WaitForBranch, full_depth: bool, now_ns: int
+) -> DrafterWait:
     """The wait for a branch to come or grow, begun now or gone on with; in all never longer than for a whole tree."""
-    asked_ns = request.waiting.asked_ns if request.waiting else now_ns
-    missed = request.waiting.missed if request.waiting else step.missed
+    asked_ns = request.wait.asked_ns if request.wait else now_ns
+    missed = request.wait.missed if request.wait else step.missed
     limit_ms = longest_wait_ms(step.milliseconds)
-    whole_ms = _in_company(estimates, longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms()))
+    whole_ms = _concurrent(estimates, longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms()))
     if full_depth:
         limit_ms = whole_ms = PATIENCE_MS
     deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
-    return Waiting(asked_ns, deadline_ns, step.committed, missed)
+    return DrafterWait(asked_ns, deadline_ns, step.committed, missed)
 
 
-def _in_company(estimates: Estimates, limit_ms: float) -> float:
+def _concurrent(estimates: Estimates, limit_ms: float) -> float:
     """Of several requests none that missed waits past the others' next forward, whatever keeps the drafter: it goes
     along in the one behind."""
     return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
 
 
-def wait_for_others(estimates: Estimates, waiting: Waiting, depth: int, now_ns: int) -> Waiting:
+def wait_for_others(estimates: Estimates, waiting: DrafterWait, depth: int, now_ns: int) -> DrafterWait:
     """The wait of a chain that has come, until the other half was verified."""
     limit_ms = longest_wait_ms(estimates.verify_ms(depth + 1))
-    return Waiting(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
+    return DrafterWait(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
 
 
 class NextRound:
@@ -91,32 +93,32 @@ class NextRound:
         self,
         workers: Workers,
         dispatch: Dispatch,
-        crew: Crew,
+        draft_pool: DraftPool,
         planner: Planner,
         proposer: Proposer,
-        ledger: Ledger,
+        metrics: RoundMetrics,
         full_depth: bool,
     ) -> None:
         self._workers = workers
         self._dispatch = dispatch
-        self._crew = crew
+        self._draft_pool = draft_pool
         self._planner = planner
         self._proposer = proposer
-        self._ledger = ledger
+        self._metrics = metrics
         self._full_depth = full_depth
 
     def take(self, request: Request, step: Step, now_ns: int) -> None:
         match step:
             case Proposal():
                 self.verify(request, step, now_ns)
-            case Ask():
+            case AskDrafters():
                 self._ask(request, step, now_ns)
-            case Linger():
-                self._linger(request, step, now_ns)
+            case WaitForBranch():
+                self._wait_for_branch(request, step, now_ns)
 
     def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """VERIFY to the target, and in the same breath COMMIT to the drafters."""
-        waited, request.waiting = request.waiting, None
+        waited, request.wait = request.wait, None
         self._begin_round(request, proposal.after_wait(waited.missed) if waited else proposal)
         self._dispatch.verify(request)
         self._under_way(request, now_ns)
@@ -131,18 +133,18 @@ class NextRound:
         request.cache.start()
         request.prepared = {}
         if request.mode == "ssd" and request.drafters:
-            self._crew.prepare(request, now_ns)
+            self._draft_pool.prepare(request, now_ns)
         request.branches_at_ns = now_ns
-        self._ledger.proposed(request, now_ns)
-        self._planner.proposed(request)
+        self._metrics.on_proposed(request, now_ns)
+        self._planner.on_proposed(request)
 
-    def went_on(self, request: Request, proposal: Proposal, now_ns: int) -> None:
+    def on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """The target has begun the next round by itself; it is told when that is to be the last such one."""
         self._begin_round(request, proposal)
-        if not proposal.going_on:
+        if not proposal.autonomous:
             self._under_way(request, now_ns)
         elif not request.halted and (
-            self._planner.wants_other(request) or not self._proposer.stays(request, self._room(request))
+            self._planner.wants_other(request) or not self._proposer.stays(request, self._remaining_tokens(request))
         ):
             request.halted = True
             self._dispatch.halt(request)
@@ -155,28 +157,28 @@ class NextRound:
         if request.prepared:
             self._dispatch.prepare(request)
 
-    def _ask(self, request: Request, step: Ask, now_ns: int) -> None:
+    def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
         """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
-        self._ledger.asked(request, step.missed, now_ns)
+        self._metrics.on_asked(request, step.missed, now_ns)
         if step.missed:
-            self._planner.missed(request)
-        request.waiting = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)
-        self._crew.ask(request, step.depth, now_ns)
+            self._planner.on_missed(request)
+        request.wait = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)
+        self._draft_pool.ask(request, step.depth, now_ns)
 
-    def _linger(self, request: Request, step: Linger, now_ns: int) -> None:
+    def _wait_for_branch(self, request: Request, step: WaitForBranch, now_ns: int) -> None:
         """Waits, again when a push leaves more to wait for."""
-        if request.waiting is None:
-            self._ledger.asked(request, False, now_ns)
-        request.waiting = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
+        if request.wait is None:
+            self._metrics.on_asked(request, False, now_ns)
+        request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def end_wait(self, request: Request, now_ns: int) -> None:
         """Where nobody is left to wait for."""
-        if request.waiting and not request.awaits_drafters:
+        if request.wait and not request.awaits_drafters:
             held, request.held = request.held, None
-            self.verify(request, held or self._proposer.as_it_is(request, self._room(request)), now_ns)
+            self.verify(request, held or self._proposer.as_it_is(request, self._remaining_tokens(request)), now_ns)
 
-    def _room(self, request: Request) -> int:
-        return room(request, self._workers.target_context)
+    def _remaining_tokens(self, request: Request) -> int:
+        return remaining_tokens(request, self._workers.target_context)
 
 
 # It has to be so much quicker by the estimates, which know nothing of the hop between two halves.
@@ -216,4 +218,4 @@ def _takes_turns(request: Request) -> bool:
 
 def _is_verified(request: Request) -> bool:
     """Whether the target has a round of it, other than its prompt."""
-    return not (request.waiting or request.reads or request.over)
+    return not (request.wait or request.reads or request.over)

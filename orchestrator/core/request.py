@@ -2,9 +2,10 @@
 
 Knows tokens and times; knows no text, socket or model.
 
-`Part`: a drafter's part in one request: what it knows of the text, what it was asked for, and how far that has come.
+`DrafterState`: a drafter's part in one request: what it knows of the text, what it was asked for, and how far that has
+come.
 
-`growth`: where a request must end: its end tokens, its length, the target's context.
+`remaining_length`: where a request must end: its end tokens, its length, the target's context.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.account import Account, RoundRecords
-from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.texts import FREE, Drift, Text, TextOdds
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfile
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.request_metrics import RequestMetrics, RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Branches, Drafted, Outcome
@@ -28,7 +29,7 @@ NO_RANKS = range(0)
 
 
 @dataclass(slots=True)
-class Part:
+class DrafterState:
     """It was told the first `known_len` tokens.
 
     What it was asked for last is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, where
@@ -81,7 +82,7 @@ class RoundSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class DrafterWait:
     """The request waits for a drafter, until `deadline_ns` at the latest.
 
     With `outcome`, the tokens it made final, it waits for that branch to grow, or, `missed`, to come at all, or in full
@@ -95,7 +96,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class PendingCopy:
     """What the text says comes after its first `base_len` tokens."""
 
     base_len: int
@@ -103,11 +104,11 @@ class Foretold:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundSnapshot:
     """A round that has ended, as it was: the books are made after the next one is under way. `read`: the whole text."""
 
     number: int
-    plan: Plan
+    plan: RoundPlan
     proposal: Proposal
     read: bool
 
@@ -120,7 +121,7 @@ class Request:
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
     `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
     last outcome has come. `text`: what it is taken for. `drafters`: by name, with the part that
-    each has. `foretold`: of the round under way.
+    each has. `pending_copy`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
     them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
     under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
@@ -130,11 +131,11 @@ class Request:
     """
 
     admit: Admit
-    plan: Plan
+    plan: RoundPlan
     tokens: list[int]
     ngrams: NgramIndex
-    text: Text = field(default_factory=lambda: Text(FREE, False, {}, TextOdds(Estimates())))
-    drafters: dict[str, Part] = field(default_factory=dict)
+    text: TextProfile = field(default_factory=lambda: TextProfile(FREE, False, {}, TextAcceptance(Estimates())))
+    drafters: dict[str, DrafterState] = field(default_factory=dict)
     epoch: int = 0
     round: int = 0
     base_len: int = 0
@@ -145,8 +146,8 @@ class Request:
     prepared: dict[tuple[int, ...], Proposal] = field(default_factory=dict)
     halted: bool = False
     over: bool = False
-    waiting: Waiting | None = None
-    foretold: Foretold | None = None
+    wait: DrafterWait | None = None
+    pending_copy: PendingCopy | None = None
     branches_at_ns: int = 0
     handled_ns: int = 0
     reads: bool = True
@@ -157,7 +158,7 @@ class Request:
     heard_ns: int = 0
     side: int = 0
     held: Proposal | None = None
-    account: Account = field(default_factory=Account)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
     records: RoundRecords | None = None
     takes_trees: bool = False
     notes: list[str] = field(default_factory=list)
@@ -166,34 +167,34 @@ class Request:
     def id(self) -> str:
         return self.admit.request
 
-    def went_on(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
+    def advance(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
         """What the target verifies by itself after this outcome: its own, or a prepared chain."""
-        if self.proposal.going_on:
+        if self.proposal.autonomous:
             return self.proposal.again()
-        chain = outcome.onward or ()
+        chain = outcome.next_proposal or ()
         known = self.prepared.get(committed)
-        if known is not None and (known.chain, known.parents) == (chain, outcome.onward_parents):
+        if known is not None and (known.chain, known.parents) == (chain, outcome.next_parents):
             return known
-        by = (Origin.PREPARED,) * len(outcome.onward_parents)
-        return Proposal(chain, Source.CACHE, Lookup.HIT, parents=outcome.onward_parents, by=by)
+        by = (Origin.PREPARED,) * len(outcome.next_parents)
+        return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, parents=outcome.next_parents, by=by)
 
-    def this_round(self) -> Round:
-        return Round(self.round, self.plan, self.proposal, self.reads)
+    def this_round(self) -> RoundSnapshot:
+        return RoundSnapshot(self.round, self.plan, self.proposal, self.reads)
 
-    def welcomes(self, drafter: str) -> bool:
+    def can_join(self, drafter: str) -> bool:
         """Whether a drafter that can be used now may draft for it: not where it died of it, as it seems."""
         return self.admit.takes_workers and drafter not in self.drafters and self.losses[drafter] < MOST_LOSSES
 
-    def rejoins(self, drafter: str) -> None:
+    def add_rejoined(self, drafter: str) -> None:
         """Is one of its drafters, in the middle of the text."""
-        self.drafters[drafter] = Part()
-        self.account.rejoined += 1
-        self.note(f"speculation: {drafter} drafts again")
+        self.drafters[drafter] = DrafterState()
+        self.metrics.rejoined += 1
+        self.add_note(f"speculation: {drafter} drafts again")
 
     @property
     def awaits_drafters(self) -> bool:
         """Whether one of them has not finished what it was asked for."""
-        return not all(part.done for part in self.drafters.values())
+        return not all(state.done for state in self.drafters.values())
 
     def suspend(self) -> None:
         """The target does not know it any more, and what it and the drafters still say of it comes too late.
@@ -201,20 +202,20 @@ class Request:
         What comes next is a round of its own: the latest may have ended, and a drafter been waited for.
         """
         self.epoch += 1
-        self.halted, self.waiting, self.proposal, self.prepared = False, None, Proposal(), {}
+        self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
         self.held = None
         self.cache.start()
-        self.account.lost()
+        self.metrics.on_lookup_late()
         if self.records is not None:
-            self.records.lost()
+            self.records.on_lost()
         self.round += 1
 
-    def remark(self, sender: str, words: str) -> None:
+    def add_worker_note(self, sender: str, words: str) -> None:
         """A worker's note, once."""
         if not any(note.startswith(f"{sender}: ") for note in self.notes):
             self.notes.append(f"{sender}: {words}")
 
-    def note(self, words: str) -> None:
+    def add_note(self, words: str) -> None:
         """Something whoever reads the text should know, once."""
         if words not in self.notes:
             self.notes.append(words)
@@ -224,7 +225,7 @@ class Request:
         return self.plan.mode
 
     @property
-    def beside(self) -> str:
+    def in_process_drafter(self) -> str:
         """Who may draft for it in the target's process while others work ahead; empty: nobody."""
         return self.plan.drafter if self.mode == "ssd" else ""
 
@@ -243,7 +244,7 @@ class Request:
     @property
     def made(self) -> int:
         """How many of the generated tokens this server has made."""
-        return self.generated - len(self.admit.said)
+        return self.generated - len(self.admit.resume_tokens)
 
     @property
     def remaining(self) -> int:
@@ -251,32 +252,32 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettledRound:
     """A round that ended with `outcome`: the nodes that hold, the tokens that it made final, and why the request ends
     there, if it does.
     """
 
     request: Request
-    ended: Round
+    ended: RoundSnapshot
     outcome: Outcome
     nodes: Sequence[int]
     kept: tuple[int, ...]
     reason: str | None
 
 
-def growth(request: Request, context: int) -> int:
+def remaining_length(request: Request, context: int) -> int:
     """How many tokens the request may still grow by."""
     return min(request.remaining, context - len(request.tokens))
 
 
-def room(request: Request, context: int, ahead: int = 0) -> int:
+def remaining_tokens(request: Request, context: int, ahead: int = 0) -> int:
     """How long a chain may be, `ahead` tokens on: the bonus must still fit the request and the target's context."""
     return min(request.remaining - 1, context - len(request.tokens)) - ahead
 
 
 def up_to_end(request: Request, context: int, new: Sequence[int]) -> tuple[list[int], str | None]:
     """The tokens of `new` that count, and why the request ends with them if it does."""
-    space = growth(request, context)
+    space = remaining_length(request, context)
     for index, token in enumerate(new[:space]):
         if token in request.admit.eos:
             return list(new[: index + 1]), "eos"

@@ -5,7 +5,7 @@ An outcome (k, t) is known by the tokens it makes final: the first k of the chai
 Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several
 drafters fill one cache: where two have prepared the same outcome the deeper branch counts, whosever it is.
 
-`CacheRoom`: how many bytes the branches of all requests may take, and of each: what is over is not kept, and counted.
+`CacheBudget`: how many bytes the branches of all requests may take, and of each: what is over is not kept, and counted.
 An honest drafter's branches take kilobytes. The bounds are for one that sends as much as a frame holds.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.protocol.messages import Beside, Branches
+from outrider.protocol.messages import Alternatives, Branches
 from outrider.protocol.trees import SparseQ
 
 A_REQUEST, IN_ALL = 16 << 20, 64 << 20
@@ -22,13 +22,13 @@ A_REQUEST, IN_ALL = 16 << 20, 64 << 20
 
 
 @dataclass(slots=True)
-class CacheRoom:
+class CacheBudget:
     """What is held of it, and how many messages found no place."""
 
     held: int = 0
     dropped: int = 0
 
-    def takes(self, size: int, of_request: int) -> bool:
+    def reserve(self, size: int, of_request: int) -> bool:
         """Whether `size` bytes more may be held, for a request that has `of_request`; then they are."""
         if of_request + size > A_REQUEST or self.held + size > IN_ALL:
             self.dropped += 1
@@ -36,7 +36,7 @@ class CacheRoom:
         self.held += size
         return True
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         self.held -= size
 
 
@@ -50,7 +50,7 @@ class Prepared:
     chain: tuple[int, ...]
     q: SparseQ | None = None
     drafter: str = ""
-    beside: Beside | None = None
+    alternatives: Alternatives | None = None
 
 
 class SpeculationCache:
@@ -59,9 +59,9 @@ class SpeculationCache:
     The `lead` is the drafter with the likeliest outcomes; `pushes` counts its own.
     """
 
-    def __init__(self, room: CacheRoom | None = None) -> None:
-        """`room`: shared with other requests' caches."""
-        self._room = room or CacheRoom()
+    def __init__(self, budget: CacheBudget | None = None) -> None:
+        """`budget`: shared with other requests' caches."""
+        self._room = budget or CacheBudget()
         self._held = 0
         self._branches: dict[tuple[int, ...], Prepared] = {}
         self._awaited: dict[str, int] = {}
@@ -80,7 +80,7 @@ class SpeculationCache:
     def clear(self) -> None:
         """Holds nothing any more."""
         self._branches.clear()
-        self._room.give_back(self._held)
+        self._room.release(self._held)
         self._held = 0
 
     @property
@@ -101,9 +101,13 @@ class SpeculationCache:
         for entry in message.entries if self._has_room(message) else ():
             start, end = end, end + len(entry.chain)
             known = self._branches.get(entry.committed)
-            if known is None or len(entry.chain) > len(known.chain) or (entry.beside and known.chain == entry.chain):
+            if (
+                known is None
+                or len(entry.chain) > len(known.chain)
+                or (entry.alternatives and known.chain == entry.chain)
+            ):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.committed] = Prepared(entry.chain, q, drafter, entry.beside)
+                self._branches[entry.committed] = Prepared(entry.chain, q, drafter, entry.alternatives)
         if message.final:
             self.finished(drafter)
 
@@ -111,7 +115,7 @@ class SpeculationCache:
         """Of a message all is held or nothing: its arrays are views of what arrived."""
         size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
         size += message.q.nbytes if message.q is not None else 0
-        if not self._room.takes(size, self._held):
+        if not self._room.reserve(size, self._held):
             return False
         self._held += size
         return True

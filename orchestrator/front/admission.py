@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from outrider.grammar.compiler import check, vocabulary_of
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.limits import KvRoom, in_mb
-from outrider.orchestrator.pair.chat import ModelText
-from outrider.orchestrator.pair.model_files import drafters
-from outrider.orchestrator.pair.pairing import PairText
-from outrider.orchestrator.pair.tokenizer import fingerprint
+from outrider.orchestrator.limits import KVBudget, in_mb
+from outrider.orchestrator.pairing.chat import ModelText
+from outrider.orchestrator.pairing.model_files import drafters
+from outrider.orchestrator.pairing.pairing import PairText
+from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong
 from outrider.protocol.heads import DRAFT_MODEL, is_joint
@@ -69,7 +69,7 @@ class Admission:
         self.vocab_size = text.pair.target.vocab_size
         draft = text.pair.draft
         self.draft_context = draft.context_length if draft is not None else None
-        self.kv_room: KvRoom | None = None
+        self.kv_budget: KVBudget | None = None
         self.of_target = ""
         self._of_tokens = fingerprint(text.codec)
 
@@ -84,9 +84,9 @@ class Admission:
         """How many requests may run at once: as was said, or as many of usual length as memory holds."""
         if self._settings.max_active is not None:
             return self._settings.max_active
-        if self.kv_room is None:
+        if self.kv_budget is None:
             return FEW_PLACES
-        return min(self.kv_room.places(min(USUAL_TOKENS, self.context_length or USUAL_TOKENS)), MOST_PLACES)
+        return min(self.kv_budget.places(min(USUAL_TOKENS, self.context_length or USUAL_TOKENS)), MOST_PLACES)
 
     def accept(self, asked: Generate, key: str) -> Accepted:
         """Raises InvalidRequest for what can't run, ModelError when the model's chat template refuses the prompt."""
@@ -112,16 +112,18 @@ class Admission:
             branches=asked.branches or self._settings.branches,
             origins=asked.origins,
             rounds=asked.rounds,
-            said=said,
+            resume_tokens=said,
             drafter=self._drafter(asked),
             code=mode == "auto" and is_code(self._text.codec.decode(tokens[-NEWEST:])),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
-        return Accepted(admit, text, notes, _ended(admit, text, asked.shown))
+        return Accepted(admit, text, notes, _ended(admit, text, asked.resume_chars))
 
     def need(self, admit: Admit) -> int:
         """Bytes that a request takes in all workers when its text is as long as it may get."""
-        return self.kv_room.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if self.kv_room is not None else 0
+        return (
+            self.kv_budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if self.kv_budget is not None else 0
+        )
 
     def _mode(self, asked: str) -> str:
         mode = self._settings.mode if asked == "auto" else asked
@@ -148,7 +150,7 @@ class Admission:
 
     def _check_same(self, asked: Generate) -> None:
         theirs, ours = asked.fingerprint, self.fingerprint
-        if asked.said is not None and len(asked.said) and theirs and ours and theirs != ours:
+        if asked.resume_tokens is not None and len(asked.resume_tokens) and theirs and ours and theirs != ours:
             raise OtherModel(
                 f"the text began with another model or number format ({theirs}) than this server runs ({ours}), so it"
                 " would go on as another text; expected a server with the same files on the same kind of device"
@@ -171,11 +173,11 @@ class Admission:
                 f"the prompt has {len(tokens)} tokens; expected at most {self.context_length - 1}, one less than the"
                 f" model's context of {self.context_length}"
             )
-        room = self.kv_room
-        if room is not None and len(tokens) >= room.tokens:
+        budget = self.kv_budget
+        if budget is not None and len(tokens) >= budget.tokens:
             raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens and takes {in_mb(room.cost.of(len(tokens) + 1))} with one more;"
-                f" expected at most {max(room.tokens - 1, 0)} tokens, what fits into the {in_mb(room.limit)} of"
+                f"the prompt has {len(tokens)} tokens and takes {in_mb(budget.cost.of(len(tokens) + 1))} with one more;"
+                f" expected at most {max(budget.tokens - 1, 0)} tokens, what fits into the {in_mb(budget.limit)} of"
                 " kv_memory"
             )
         if self.vocab_size is None:
@@ -201,9 +203,9 @@ class Admission:
             room = self.context_length - prompt_tokens
             notes += (f"max tokens was reduced from {sampling.max_tokens} to {room}: the context is full then",)
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-        if self.kv_room is not None and prompt_tokens + sampling.max_tokens > self.kv_room.tokens:
-            room = self.kv_room.tokens - prompt_tokens
-            limit = in_mb(self.kv_room.limit)
+        if self.kv_budget is not None and prompt_tokens + sampling.max_tokens > self.kv_budget.tokens:
+            room = self.kv_budget.tokens - prompt_tokens
+            limit = in_mb(self.kv_budget.limit)
             notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the {limit} of kv_memory end there",)
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
@@ -215,17 +217,17 @@ class Admission:
 
 
 def _said(asked: Generate) -> tuple[int, ...]:
-    if asked.said is None:
+    if asked.resume_tokens is None:
         return ()
     if asked.sampling.seed is None:
         raise InvalidRequest("a text that goes on has no seed; expected the one that it began with")
-    return tuple(int(token) for token in asked.said)
+    return tuple(int(token) for token in asked.resume_tokens)
 
 
 def _ended(admit: Admit, text: TextStream, characters: int) -> str:
     """Why the text so far, with so many characters, is the whole text, if it is; `text` has read it then."""
-    if text.resume(admit.said, characters).stopped:
+    if text.resume(admit.resume_tokens, characters).stopped:
         return "stop"
-    if not admit.eos.isdisjoint(admit.said[-1:]):
+    if not admit.eos.isdisjoint(admit.resume_tokens[-1:]):
         return "eos"
-    return "length" if len(admit.said) >= admit.sampling.max_tokens else ""
+    return "length" if len(admit.resume_tokens) >= admit.sampling.max_tokens else ""

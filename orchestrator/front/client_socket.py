@@ -15,7 +15,7 @@ import zmq
 
 from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.handshake import kind_of
-from outrider.orchestrator.limits import Allowance, Doorkeeper, Rate
+from outrider.orchestrator.limits import ConnectionLimiter, Rate, RateLimiter
 from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
 from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class ClientMessage:
     """A message, the routing id it came from, and the key that its sender showed; empty: nobody asked for one."""
 
     sender: bytes
@@ -56,14 +56,14 @@ class ClientSocket:
         self.socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES)
         self.socket.setsockopt(zmq.RCVHWM, UNHEARD_MESSAGES)
         self.rejected = 0
-        self._allowance = Allowance(CLIENTS)
+        self._rate_limiter = RateLimiter(CLIENTS)
         try:
-            self.door = Doorkeeper(self.socket, endpoint, most)
+            self.limiter = ConnectionLimiter(self.socket, endpoint, most)
         except EndpointError:
             self.socket.close(linger=0)
             raise
-        self.bound = self.door.bound
-        self.own = self.door.bound.endpoint
+        self.bound = self.limiter.bound
+        self.own = self.limiter.bound.endpoint
 
     @property
     def endpoint(self) -> str:
@@ -75,9 +75,9 @@ class ClientSocket:
         Raises:
             EndpointError: it can't be served.
         """
-        self.bound = self.door.open(endpoint, most, keys)
+        self.bound = self.limiter.open(endpoint, most, keys)
 
-    def receive(self, most: int) -> Iterator[Letter]:
+    def receive(self, most: int) -> Iterator[ClientMessage]:
         """Up to `most` messages that wait here."""
         for _ in range(most):
             if not self.socket.poll(0):
@@ -85,13 +85,13 @@ class ClientSocket:
             first = self.socket.recv(copy=False)
             sender, frames = first.bytes, self.socket.recv_multipart()
             client = client_of(sender)
-            if not self._allowance.takes(client, frames, clock.now()):
-                if self._allowance.is_first(client):
+            if not self._rate_limiter.allow(client, frames, clock.now()):
+                if self._rate_limiter.is_first(client):
                     log.warning("a client sends too many messages: refusing more than %.0f a second", CLIENTS.a_second)
                 self._reject(sender, frames, ServerBusy(TOO_MUCH))
                 continue
             try:
-                yield Letter(sender, decode(frames), key_shown(first))
+                yield ClientMessage(sender, decode(frames), key_shown(first))
             except ProtocolError as error:
                 self._reject(sender, frames, error)
 
@@ -106,7 +106,7 @@ class ClientSocket:
 
     def close(self) -> None:
         """Ends the socket and frees the endpoint; what clients have not got yet is given a moment."""
-        self.door.close(linger_ms=FLUSH_MS)
+        self.limiter.close(linger_ms=FLUSH_MS)
 
     def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:
         self.rejected += 1

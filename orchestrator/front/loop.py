@@ -15,32 +15,31 @@ import zmq
 
 from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (
-    Began,
-    Broke,
     Committed,
     CoreFacts,
-    End,
-    Ended,
-    Lines,
-    PrefillAt,
+    EndServer,
+    PrefillProgress,
+    RequestBegan,
+    RequestEnded,
+    RequestFailed,
     Stop,
+    ThreadQueues,
     ToFront,
     WorkersChanged,
     together,
 )
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.front.client_socket import ClientSocket, Letter
-from outrider.orchestrator.front.text import Piece
-from outrider.orchestrator.front.totals import Books
+from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
+from outrider.orchestrator.front.text import TextDelta
+from outrider.orchestrator.front.timing_totals import ServerMetrics
 from outrider.orchestrator.front.waiting import FairQueue, Ticket, Whose, note
 from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, kind_of
 from outrider.orchestrator.limits import check_holds
-from outrider.orchestrator.pair.pairing import ChosenPair
+from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped
 from outrider.protocol.messages import (
     Cancel,
-    Chunk,
     Done,
     Failed,
     Generate,
@@ -49,6 +48,7 @@ from outrider.protocol.messages import (
     Started,
     Stats,
     StatsQuery,
+    TextChunk,
     Timings,
     WorkerStats,
 )
@@ -70,7 +70,7 @@ class Front:
         pair: ChosenPair,
         admission: Admission,
         clients: ClientSocket,
-        lines: Lines,
+        lines: ThreadQueues,
         core: CoreFacts,
         announce: Callable[[Announcement], None],
     ) -> None:
@@ -79,7 +79,7 @@ class Front:
         self._clients = clients
         self._core = lines.core
         self._events = lines.events
-        self._orders = lines.orders
+        self._commands = lines.orders
         self._facts = core
         self._announce = announce
         self._serials = itertools.count(1)
@@ -88,27 +88,27 @@ class Front:
         self._named: dict[tuple[bytes, str], Ticket] = {}
         self._workers: tuple[WorkerStats, ...] = ()
         self._ready = False
-        self._target_there = False
+        self._has_target = False
         self._fatal = ""
         self._draining = False
-        self._books = Books()
+        self._metrics = ServerMetrics()
 
     def run(self) -> None:
-        """Until `End` comes."""
+        """Until `EndServer` comes."""
         poller = zmq.Poller()
-        for socket in (self._clients.socket, self._clients.door.monitor, self._events.wake, self._orders.wake):
+        for socket in (self._clients.socket, self._clients.limiter.monitor, self._events.wake, self._commands.wake):
             poller.register(socket, zmq.POLLIN)
         while True:
-            if self._clients.door.monitor in dict(poller.poll()):
-                self._clients.door.watch()
-            orders = list(self._orders.take())
-            if any(isinstance(order, End) for order in orders):
+            if self._clients.limiter.monitor in dict(poller.poll()):
+                self._clients.limiter.watch()
+            orders = list(self._commands.take())
+            if any(isinstance(order, EndServer) for order in orders):
                 break
             self._draining = self._draining or bool(orders)
             for event in together(self._events.take()):
                 self._on_event(event)
             for letter in self._clients.receive(LETTERS_PER_TURN):
-                self._on_letter(letter)
+                self._on_message(letter)
             self._admit()
         self._fail_all(ServerStopped.__name__, STOPPED)
         self._clients.close()
@@ -126,13 +126,13 @@ class Front:
             workers=self._workers,
             active=len(self._active),
             queued=len(self._waiting),
-            finished=self._books.finished,
-            failed=self._books.failed,
-            totals=self._books.totals,
+            finished=self._metrics.finished,
+            failed=self._metrics.failed,
+            totals=self._metrics.totals,
             stale_messages=self._facts.stale_messages,
             rejected_frames=self._clients.rejected + self._facts.rejected_frames,
-            generated=self._books.tokens,
-            endings=self._books.endings(),
+            generated=self._metrics.tokens,
+            endings=self._metrics.endings(),
             kv=self._kv_use(),
             round_seconds=self._facts.round_seconds,
             verify_seconds=self._facts.verify_seconds,
@@ -141,7 +141,7 @@ class Front:
 
     # --- what clients say -----------------------------------------------------------------------------------------
 
-    def _on_letter(self, letter: Letter) -> None:
+    def _on_message(self, letter: ClientMessage) -> None:
         match letter.message:
             case Generate():
                 self._on_generate(letter.sender, letter.message, letter.key)
@@ -169,15 +169,15 @@ class Front:
         ticket = Ticket(sender, asked.request, accepted, turns_of(sender, asked.client, key))
         self._named[sender, asked.request] = ticket
         if accepted.ended:
-            self._started(ticket, Began(ticket.key, accepted.admit.mode))
+            self._started(ticket, RequestBegan(ticket.key, accepted.admit.mode))
             piece = accepted.text.finish()
             self._show(ticket, piece, Committed(ticket.key, ()))
             self._close(ticket, Done(ticket.name, "stop" if piece.stopped else accepted.ended, Timings()))
             return
-        self._waiting.put(ticket.whose, ticket, first=asked.said is not None)
+        self._waiting.put(ticket.whose, ticket, first=asked.resume_tokens is not None)
 
     def _refuse(self, sender: bytes, why: Failed) -> None:
-        self._books.ended(why)
+        self._metrics.on_ended(why)
         log.info("refuses %s: %s", why.request, why.message, extra={"client_request": why.request})
         self._clients.send(sender, why)
 
@@ -189,7 +189,7 @@ class Front:
             raise ServerBusy(
                 f"{settings.max_waiting} requests are already waiting, the maximum (max_waiting); try again later"
             )
-        if self._clients.door.crowded:
+        if self._clients.limiter.crowded:
             raise ServerBusy(
                 "the server has almost reached its connection limit; close idle connections, or try again later"
             )
@@ -215,15 +215,15 @@ class Front:
             log.info("no ticket for %s of %s", type(event).__name__, event.request, extra=about)
             return
         match event:
-            case Began():
+            case RequestBegan():
                 self._started(ticket, event)
-            case PrefillAt(done=done, total=total):
-                self._tell(ticket, Progress(ticket.name, done, total))
+            case PrefillProgress(done=done, total=total):
+                self._send(ticket, Progress(ticket.name, done, total))
             case Committed():
                 self._committed(ticket, event)
-            case Ended():
+            case RequestEnded():
                 self._ended(ticket, event)
-            case Broke(kind=kind, message=message):
+            case RequestFailed(kind=kind, message=message):
                 self._close(ticket, Failed(ticket.name, kind, message))
 
     def _on_workers(self, event: WorkersChanged) -> None:
@@ -234,8 +234,8 @@ class Front:
                 self._admission.of_target = worker.fingerprint
             elif worker.state == "ready" and worker.role == "draft":
                 self._admission.draft_context = worker.context_length
-        self._admission.kv_room = event.kv_room
-        self._target_there = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
+        self._admission.kv_budget = event.kv_budget
+        self._has_target = any(w.role == "target" and w.state in ("ready", "frozen") for w in event.workers)
         if event.stage and not self._ready:
             self._announce(Stage(event.stage))
         if event.fatal and not self._fatal:
@@ -254,19 +254,19 @@ class Front:
 
     def _too_little_memory(self) -> InvalidRequest | None:
         """Why the cluster can't begin with the memory that it was given."""
-        room, context = self._admission.kv_room, self._admission.context_length
-        if room is None or context is None or self._pair.settings.kv_memory is None:
+        budget, context = self._admission.kv_budget, self._admission.context_length
+        if budget is None or context is None or self._pair.settings.kv_memory is None:
             return None
         try:
-            check_holds(room, context, self._pair.target.name)
+            check_holds(budget, context, self._pair.target.name)
         except InvalidRequest as error:
             return error
         return None
 
-    def _started(self, ticket: Ticket, event: Began) -> None:
+    def _started(self, ticket: Ticket, event: RequestBegan) -> None:
         admit = ticket.accepted.admit
         draft = self._pair.draft.name if self._pair.draft is not None else self._pair.settings.draft_backend
-        self._tell(
+        self._send(
             ticket,
             Started(
                 request=ticket.name,
@@ -289,7 +289,7 @@ class Front:
             ticket.ending = "stop"
             self._core.put(Stop(ticket.key, "stop"))
 
-    def _ended(self, ticket: Ticket, event: Ended) -> None:
+    def _ended(self, ticket: Ticket, event: RequestEnded) -> None:
         if not ticket.ending:
             piece = ticket.accepted.text.finish()
             self._show(ticket, piece, Committed(ticket.key, ()))
@@ -302,23 +302,23 @@ class Front:
 
     # --- to clients -----------------------------------------------------------------------------------------------
 
-    def _show(self, ticket: Ticket, piece: Piece, event: Committed) -> None:
+    def _show(self, ticket: Ticket, piece: TextDelta, event: Committed) -> None:
         ticket.tokens += len(piece.tokens)
-        self._books.tokens += len(piece.tokens)
+        self._metrics.tokens += len(piece.tokens)
         if piece.text or piece.tokens:
             count = len(piece.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
             origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
-            self._tell(ticket, Chunk(ticket.name, piece.text, piece.tokens, logprobs, origins, event.rounds))
+            self._send(ticket, TextChunk(ticket.name, piece.text, piece.tokens, logprobs, origins, event.rounds))
 
-    def _tell(self, ticket: Ticket, message: Message) -> None:
+    def _send(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):
             self._cancel(ticket)
 
     def _close(self, ticket: Ticket, last: Done | Failed) -> None:
         """The ticket's last message; whether anybody hears it makes no difference."""
         self._clients.send(ticket.sender, last)
-        self._books.ended(last)
+        self._metrics.on_ended(last)
         if isinstance(last, Done):
             note(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
         else:
@@ -335,7 +335,7 @@ class Front:
     def _admit(self) -> None:
         """Gives the core what it has room for, each client in its turn; whose turn it is waits for memory, and all for
         a target."""
-        while self._ready and self._target_there and len(self._active) < self._admission.places:
+        while self._ready and self._has_target and len(self._active) < self._admission.places:
             first = self._waiting.first()
             if first is None or not self._fits(first):
                 return
@@ -347,20 +347,20 @@ class Front:
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether its text has room beside those that run. One alone always has."""
-        room = self._admission.kv_room
-        if room is None or not self._active:
+        budget = self._admission.kv_budget
+        if budget is None or not self._active:
             return True
-        return self._reserved() + self._admission.need(ticket.accepted.admit) <= room.limit
+        return self._reserved() + self._admission.need(ticket.accepted.admit) <= budget.limit
 
     def _reserved(self) -> int:
         return sum(self._admission.need(ticket.accepted.admit) for ticket in list(self._active.values()))
 
     def _kv_use(self) -> KvUse:
-        room = self._admission.kv_room
-        if room is None:
+        budget = self._admission.kv_budget
+        if budget is None:
             return KvUse()
-        used = sum(room.cost.of(len(one.accepted.admit.tokens) + one.tokens) for one in list(self._active.values()))
-        return KvUse(room.limit, used, self._reserved())
+        used = sum(budget.cost.of(len(one.accepted.admit.tokens) + one.tokens) for one in list(self._active.values()))
+        return KvUse(budget.limit, used, self._reserved())
 
 
 def turns_of(sender: bytes, client: str, key: str) -> Whose:

@@ -10,13 +10,13 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 
 LONGEST_CHARACTER = 4  # bytes, so tokens at most
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What a reader may see now, the tokens it took, and whether a stop string ended the text here."""
 
     text: str
@@ -33,7 +33,7 @@ class TextStream:
         self._ends = ends
         self._skipped = 0
 
-    def resume(self, tokens: Sequence[int], characters: int) -> Piece:
+    def resume(self, tokens: Sequence[int], characters: int) -> TextDelta:
         """Reads what a reader has received before; the result is what `feed` gave then.
 
         `characters` more than these tokens complete are the end of a text that had ended; they are not given again.
@@ -42,20 +42,20 @@ class TextStream:
         self._skipped = max(characters - len(piece.text), 0)
         return piece
 
-    def feed(self, tokens: Sequence[int]) -> Piece:
+    def feed(self, tokens: Sequence[int]) -> TextDelta:
         """The text that `tokens` complete. Tokens after the one that completed a stop string are dropped."""
         shown = ""
         for count, token in enumerate(tokens, start=1):
             if token not in self._ends:
                 shown += self._stops.feed(self._detokenizer.feed(token))
             if self._stops.found:
-                return Piece(self._new(shown), tuple(tokens[:count]), stopped=True)
-        return Piece(self._new(shown), tuple(tokens))
+                return TextDelta(self._new(shown), tuple(tokens[:count]), stopped=True)
+        return TextDelta(self._new(shown), tuple(tokens))
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextDelta:
         """What was held back, now that no more will come."""
         shown = self._stops.feed(self._detokenizer.finish())
-        return Piece(self._new(shown + self._stops.finish()), (), self._stops.found)
+        return TextDelta(self._new(shown + self._stops.finish()), (), self._stops.found)
 
     def _new(self, text: str) -> str:
         """What of it the reader has not received."""

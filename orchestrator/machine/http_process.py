@@ -18,7 +18,7 @@ from pathlib import Path
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings
 from outrider.orchestrator.machine.spawn import STDERR, STEADY_MEMORY, child_environment, log_file, log_tail, python
-from outrider.orchestrator.pair.model_files import ModelFiles
+from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import EndpointError, WorkerError
 
 MODULE = "outrider.server"

@@ -29,7 +29,7 @@ ANYWHERE = ("*", "0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredServer:
     """A server that somebody announces: where drafters join it, the key it says it has, and its protocol version."""
 
     endpoint: str
@@ -71,7 +71,9 @@ class Beacon:
         self._zeroconf.close()
 
 
-def find(trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequence[str] | None = None) -> Found:
+def find(
+    trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequence[str] | None = None
+) -> DiscoveredServer:
     """The one server here whose key is among the `trusted`. `interfaces`: own addresses to look from; None: all.
 
     Raises:
@@ -98,7 +100,7 @@ def find(trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequenc
     return known[0]
 
 
-def _announced(seconds: float, interfaces: Sequence[str] | None) -> list[Found]:
+def _announced(seconds: float, interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
     """All that is announced: whoever is quick, and the others until the time is over."""
     from zeroconf import ServiceBrowser, ServiceStateChange
 
@@ -121,13 +123,13 @@ def _announced(seconds: float, interfaces: Sequence[str] | None) -> list[Found]:
     return [one for info in told if info is not None for one in _read(info)]
 
 
-def _read(info: ServiceInfo) -> list[Found]:
+def _read(info: ServiceInfo) -> list[DiscoveredServer]:
     about = {name: value or "" for name, value in info.decoded_properties.items()}
     addresses = info.parsed_addresses()
     if not addresses or not info.port:
         return []
     address = min(addresses, key=lambda one: (":" in one, one.startswith("127.")))
-    return [Found(str(Tcp(address, info.port)), about.get("key", "")[:100], about.get("protocol", "")[:20])]
+    return [DiscoveredServer(str(Tcp(address, info.port)), about.get("key", "")[:100], about.get("protocol", "")[:20])]
 
 
 def _own_addresses() -> list[str]:
@@ -139,7 +141,7 @@ def _address_of(host: str) -> str:
     return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
-def _listed(found: Sequence[Found]) -> str:
+def _listed(found: Sequence[DiscoveredServer]) -> str:
     return ", ".join(f"{one.endpoint} (key {one.key!r})" for one in found[:8])
 
 

@@ -29,10 +29,10 @@ from typing import BinaryIO
 
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pair.model_files import PACKAGE, own_drafters
+from outrider.orchestrator.pairing.model_files import PACKAGE, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.claim import PathClaim
 from outrider.protocol.errors import WorkerError
+from outrider.protocol.socket_lock import SocketLock
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def worker_command(
         options += ["--target", str(settings.model)] if settings.drafts_by_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
-    for own in own_drafters(settings) if role == "target" else ():
+    for own in in_process_drafters(settings) if role == "target" else ():
         options += ["--own", *own]
     if role == "target" and settings.drafts_by_head and not settings.colocate:
         options += ["--tell", settings.draft_backend, str(settings.draft_model)]
@@ -209,10 +209,10 @@ rm -rf -- "$1"
 
 
 class Sweeper:
-    """Waits beside the server for its end, to remove `directory` and the socket of `claim`; what others made stays."""
+    """Waits beside the server for its end, to remove `directory` and the socket of `lock`; what others made stays."""
 
-    def __init__(self, directory: Path, claim: PathClaim | None) -> None:
-        elsewhere = [claim.path, claim.token, str(claim.inode)] if claim is not None else ["", "", ""]
+    def __init__(self, directory: Path, lock: SocketLock | None) -> None:
+        elsewhere = [lock.path, lock.token, str(lock.inode)] if lock is not None else ["", "", ""]
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, "outrider-sweeper", str(directory), *elsewhere],
             stdin=subprocess.PIPE,
@@ -236,7 +236,7 @@ def measured(draft_model: str) -> str | None:
     """A sentence that says who reads which prompts, or why that is not known; None where there is no Core ML."""
     if sys.platform != "darwin":
         return None
-    command = python("-m", "outrider.drafting.coreml.prompts", "--model", draft_model)
+    command = python("-m", "outrider.drafters.coreml.prompts", "--model", draft_model)
     try:
         done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=READER_SECONDS)
     except subprocess.TimeoutExpired:

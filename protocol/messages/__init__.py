@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from outrider.protocol.messages.clients import (
     Cancel,
-    Chunk,
     Done,
     DraftWork,
     Failed,
@@ -14,12 +13,13 @@ from outrider.protocol.messages.clients import (
     Started,
     Stats,
     StatsQuery,
+    TextChunk,
     Timings,
     WorkerStats,
 )
 from outrider.protocol.messages.ranks import RankHello, TextChange, TextFeed, TextForward
 from outrider.protocol.messages.rounds import (
-    Beside,
+    Alternatives,
     Branch,
     Branches,
     Close,
@@ -45,9 +45,9 @@ from outrider.protocol.messages.workers import (
     Loading,
     Ping,
     Pong,
-    Remark,
     Shutdown,
     Welcome,
+    WorkerNote,
 )
 
 Message = (
@@ -59,7 +59,7 @@ Message = (
     | Ping
     | Pong
     | Fault
-    | Remark
+    | WorkerNote
     | Shutdown
     | Open
     | Verify
@@ -78,7 +78,7 @@ Message = (
     | Generate
     | Started
     | Progress
-    | Chunk
+    | TextChunk
     | Done
     | Failed
     | Cancel
@@ -90,12 +90,11 @@ Message = (
 )
 
 __all__ = [
-    "Beside",
+    "Alternatives",
     "Branch",
     "Branches",
     "CacheReport",
     "Cancel",
-    "Chunk",
     "Close",
     "Commit",
     "Done",
@@ -120,7 +119,6 @@ __all__ = [
     "Progress",
     "PromptKv",
     "RankHello",
-    "Remark",
     "Resync",
     "RoundRecord",
     "Shutdown",
@@ -129,10 +127,12 @@ __all__ = [
     "Stats",
     "StatsQuery",
     "TextChange",
+    "TextChunk",
     "TextFeed",
     "TextForward",
     "Timings",
     "Verify",
     "Welcome",
+    "WorkerNote",
     "WorkerStats",
 ]

@@ -29,12 +29,12 @@ from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally
 class Generate:
     """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own.
 
-    `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended. `said`: what
-    was received of this very text before, with the seed of `sampling`: it goes on behind that, and only what is new is
-    told. `shown`: how many characters of text were received with it, which may be more than these tokens complete
-    where the text had ended. `drafter`: the name of the only one that is to draft; empty: whoever is there.
-    `fingerprint` is the one that its Started told: a server with another refuses it (OtherModel). `client`: for whom it
-    is, where one client asks for many people, who take turns then; empty: for the client itself.
+    `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended.
+    `resume_tokens`: what was received of this very text before, with the seed of `sampling`: it goes on behind that,
+    and only what is new is told. `resume_chars`: how many characters of text were received with it, which may be more
+    than these tokens complete where the text had ended. `drafter`: the name of the only one that is to draft; empty:
+    whoever is there. `fingerprint` is the one that its Started told: a server with another refuses it (OtherModel).
+    `client`: for whom it is, where one client asks for many people, who take turns then; empty: for the client itself.
     """
 
     request: RequestId
@@ -47,8 +47,8 @@ class Generate:
     chat_template: bool = True
     origins: bool = False
     rounds: bool = False
-    said: Tokens | None = None
-    shown: Count = 0
+    resume_tokens: Tokens | None = None
+    resume_chars: Count = 0
     drafter: Name = ""
     fingerprint: Name = ""
     client: ClientName = ""
@@ -114,7 +114,7 @@ class RoundRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TextChunk:
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last.
 
     `logprobs` and `origins` (0 target, 1 prepared, 2 drafted just in time, 3 copied from the text, 4 by a head) are

@@ -54,9 +54,9 @@ class Open:
     The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
     the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
     that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
-    are not the prompt's: a grammar begins with them. `skip`, `least` as in Commit. `offered`: a prefill worker may read
-    the text for the target, which says at once by Prefilled what it has, and waits for PromptKv until a Verify comes.
-    `features`: the target is to tell Features, for a drafter may read them.
+    are not the prompt's: a grammar begins with them. `rank_offset`, `min_prob` as in Commit. `offered`: a prefill
+    worker may read the text for the target, which says at once by Prefilled what it has, and waits for PromptKv until a
+    Verify comes. `features`: the target is to tell Features, for a drafter may read them.
     """
 
     request: RequestId
@@ -69,10 +69,10 @@ class Open:
     branches: Breadth = 0
     verifying: Chain | None = None
     generated: Count = 0
-    skip: Breadth = 0
+    rank_offset: Breadth = 0
     offered: bool = False
     features: bool = False
-    least: float = 1.0
+    min_prob: float = 1.0
 
     @property
     def prompt_len(self) -> int:
@@ -88,15 +88,15 @@ class Verify:
     a certain proposal (one-hot) or against `q`, which a sparse one was drawn from. With `parents` its tokens are a
     tree, which is verified by equality, by a target that has said that it does so.
 
-    `going_on` lets the target go on by itself from then on, one Outcome a round, until Halt or any other word about the
-    request: with `draft` = K tokens of a drafter in its own process in each round, this one included, whose `chain`
+    `autonomous` lets the target go on by itself from then on, one Outcome a round, until Halt or any other word about
+    the request: with `draft` = K tokens of a drafter in its own process in each round, this one included, whose `chain`
     is empty; with 0 by plain decoding. `drafter` is that one's name (`abilities.OwnDrafter`); empty: the first.
-    `room` is then how many tokens the request may still grow by: the rounds end there, or with a token of Open's `eos`.
-    `least` as in Commit, for that drafter.
+    `max_tokens` is then how many tokens the request may still grow by: the rounds end there, or with a token of Open's
+    `eos`. `min_prob` as in Commit, for that drafter.
 
-    With `draft` and without `going_on` that drafter drafts for this round alone, and `chain`, or a tree, stands beside
-    it: the target verifies all that the drafter says, then what that lacks of this (`trees.united`), 64 nodes at most.
-    `room` is told then, too.
+    With `draft` and without `autonomous` that drafter drafts for this round alone, and `chain`, or a tree, stands
+    beside it: the target verifies all that the drafter says, then what that lacks of this (`trees.united`), 64 nodes at
+    most. `max_tokens` is told then, too.
     """
 
     request: RequestId
@@ -106,12 +106,12 @@ class Verify:
     chain: Chain
     kind: Annotated[str, OneOf(("coupled", "one-hot", "sparse"))] = "coupled"
     q: SparseQ | None = None
-    going_on: bool = False
+    autonomous: bool = False
     draft: Depth = 0
-    room: Count = 0
+    max_tokens: Count = 0
     parents: Parents = ()
     drafter: Name = ""
-    least: float = 1.0
+    min_prob: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Halt:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class Alternatives:
     """What a drafter thought next best beside the tokens of a chain: each behind the chain's token `parents[i]`, or -1.
 
     `odds`: that it holds, where that one does. Nothing follows it.
@@ -140,7 +140,7 @@ class Branch:
 
     committed: Final
     chain: Chain
-    beside: Beside | None = None
+    alternatives: Alternatives | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +171,13 @@ class Prepare:
 class Outcome:
     """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. Of a tree those at `path`, or the first ones.
 
-    `idle_ns`: from the end of the request's verify before to the start of this one. `onward`: the target goes on with
-    the next round unasked, by this prepared chain (`onward_parents`, if it is a tree), or with an empty one as Verify's
-    `going_on` let it; None: it waits for Verify. `rows`: the tokens of its forward, those of other requests included.
-    `peak_bytes`: the most memory MLX has held since the last request that began while no other ran. `drafted` is the
-    chain that the target's own drafter had proposed for this round (`drafted_parents`, if it is a tree), and `drafting`
-    when it did; None: it was not asked to. What held is of that and what Verify had beside it. `work` is the verify
-    alone. `logprobs`: those of the tokens that it makes final, if the request asked for them.
+    `idle_ns`: from the end of the request's verify before to the start of this one. `next_proposal`: the target goes on
+    with the next round unasked, by this prepared chain (`next_parents`, if it is a tree), or with an empty one as
+    Verify's `autonomous` let it; None: it waits for Verify. `rows`: the tokens of its forward, those of other requests
+    included. `peak_bytes`: the most memory MLX has held since the last request that began while no other ran. `drafted`
+    is the chain that the target's own drafter had proposed for this round (`drafted_parents`, if it is a tree), and
+    `drafting` when it did; None: it was not asked to. What held is of that and what Verify had beside it. `work` is the
+    verify alone. `logprobs`: those of the tokens that it makes final, if the request asked for them.
     """
 
     request: RequestId
@@ -188,14 +188,14 @@ class Outcome:
     bonus: Token
     work: Span
     idle_ns: Nanoseconds = 0
-    onward: Chain | None = None
+    next_proposal: Chain | None = None
     rows: Count = 1
     peak_bytes: Serial = 0
     drafted: Chain | None = None
     drafting: Span | None = None
     logprobs: Logprobs | None = None
     path: Path | None = None
-    onward_parents: Parents = ()
+    next_parents: Parents = ()
     drafted_parents: Parents = ()
 
 
@@ -219,9 +219,9 @@ class Commit:
     """Orchestrator -> drafters, in the same breath as Verify.
 
     `tokens` became final; with them `base_len` tokens are committed. `verifying` is the chain under verification
-    (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each, and leave the `skip` likeliest to
-    other drafters. None: draft the continuation of the committed text, `depth` tokens, and answer with Drafted. Beside
-    a chain's tokens others are told that hold with a probability of more than `least`; 1: none.
+    (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each, and leave the `rank_offset`
+    likeliest to other drafters. None: draft the continuation of the committed text, `depth` tokens, and answer with
+    Drafted. Beside a chain's tokens others are told that hold with a probability of more than `min_prob`; 1: none.
     """
 
     request: RequestId
@@ -232,8 +232,8 @@ class Commit:
     verifying: Chain | None
     depth: Depth
     branches: Breadth
-    skip: Breadth = 0
-    least: float = 1.0
+    rank_offset: Breadth = 0
+    min_prob: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class Drafted:
     work: Span
     q: SparseQ | None = None
     peak_bytes: Serial = 0
-    beside: Beside | None = None
+    alternatives: Alternatives | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class WorkerNote:
     """Worker -> orchestrator: what readers of the texts under way should know. Nothing is lost."""
 
     name: Name

@@ -7,16 +7,16 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from outrider.server.answers.telling import Choice
+from outrider.server.answers.part_stream import ChoiceState
 from outrider.server.mapping.form import Form
 from outrider.server.mapping.speech import Toolbox
 from outrider.server.model.tool_format import ToolCall
 
-Notes = Callable[[Sequence[Choice]], list[str]]
+Notes = Callable[[Sequence[ChoiceState]], list[str]]
 _LONGEST = 300
 
 
-def no_notes(_choices: Sequence[Choice]) -> list[str]:
+def no_notes(_choices: Sequence[ChoiceState]) -> list[str]:
     return []
 
 
@@ -35,12 +35,12 @@ def _text_checker(form: Form) -> Notes:
         told = f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"
         return lambda _choices: [told]
 
-    def notes(choices: Sequence[Choice]) -> list[str]:
+    def notes(choices: Sequence[ChoiceState]) -> list[str]:
         found = []
         for choice in choices:
             if choice.finish == "length" or choice.calls:
                 continue
-            wrong = _first(validator, choice.said)
+            wrong = _first(validator, choice.text)
             if wrong is not None:
                 found.append(
                     f"{form.param}: choice {choice.index} does not satisfy its schema: {wrong[:_LONGEST]}; no grammar"
@@ -62,7 +62,7 @@ def _call_checker(box: Toolbox) -> Notes:
         except ValueError as error:
             return f"the schema can't be checked ({error})"
 
-    def notes(choices: Sequence[Choice]) -> list[str]:
+    def notes(choices: Sequence[ChoiceState]) -> list[str]:
         calls = [call for choice in choices for call in choice.calls]
         return [
             f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from outrider.server.mapping.speech import Toolbox
-from outrider.server.model.served import Prompt, ServedModel, Thoughts
-from outrider.server.model.tool_format import NoCall, Tags, ToolCall, ToolFormat
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.tool_format import NoCall, SpanTags, ToolCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TextPart:
     """Words for the reader; `at`: how many characters the model wrote before them, marks and thoughts included."""
 
     text: str
@@ -23,16 +23,16 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ThinkingPart:
     """Words of the model's to itself."""
 
     text: str
 
 
-Part = Said | Thought | ToolCall
+Part = TextPart | ThinkingPart | ToolCall
 
 
-class State(Enum):
+class SplitterState(Enum):
     SAYING = 1
     THINKING = 2
     CALLING = 3
@@ -47,8 +47,8 @@ class Splitter:
     """
 
     def __init__(
-        self, thinking: Tags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        state: State = State.SAYING, in_form: bool = False, by_grammar: bool = False,
+        self, thinking: SpanTags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
+        state: SplitterState = SplitterState.SAYING, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
         """`in_form`: where words begin, all is words. `by_grammar`: an end mark in a call that can't be read yet is a
         part of it."""
@@ -59,41 +59,41 @@ class Splitter:
         self._held = ""
         self._told_call = False
         self._at = self._looked = 0
-        self._after_mark = state is State.THINKING
-        if state is State.SAYING and not self._marks():
-            self._state = State.SAYING_ALL
+        self._after_mark = state is SplitterState.THINKING
+        if state is SplitterState.SAYING and not self._marks():
+            self._state = SplitterState.SAYING_ALL
 
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes, or goes on with."""
-        if self._state is State.SAYING_ALL and text and not (self._held or self._after_mark):
+        if self._state is SplitterState.SAYING_ALL and text and not (self._held or self._after_mark):
             at, self._at = self._at, self._at + len(text)
-            return [Said(text, at)]
+            return [TextPart(text, at)]
         self._held += text
         return list(self._parts())
 
     def finish(self, cut: bool = False) -> list[Part]:
         """What was held back, now that no more will come. `cut`: the text was not at its end; a call then is none."""
         held, self._held = self._held, ""
-        if self._state is State.CALLING:
+        if self._state is SplitterState.CALLING:
             found = self._called(held, complete=self._end() == "")
-            return [part for part in found if not (cut and isinstance(part, Said))]
+            return [part for part in found if not (cut and isinstance(part, TextPart))]
         begun = _begun(held, self._tool_marks()) if cut and (self._box.must or self._told_call) else 0
         return self._shown(held[: len(held) - begun])
 
     def _parts(self) -> Iterator[Part]:
         while True:
             if self._in_form and self._words_begin():
-                self._state = State.SAYING_ALL
+                self._state = SplitterState.SAYING_ALL
             marks = self._marks()
             place, mark = _first(self._held, marks, self._looked)
             if mark is None:
-                if self._state is not State.CALLING:
+                if self._state is not SplitterState.CALLING:
                     shown = len(self._held) - _begun(self._held, marks)
                     yield from self._shown(self._held[:shown])
                     self._forget(shown)
                 return
             before = self._held[:place]
-            if self._state is not State.CALLING:
+            if self._state is not SplitterState.CALLING:
                 yield from self._shown(before)
             elif self._by_grammar and not self._calls(before):
                 self._looked = place + len(mark)
@@ -110,23 +110,23 @@ class Splitter:
     def _words_begin(self) -> bool:
         """Whether what is written is neither a mark nor the beginning of one."""
         text = self._held.lstrip("\n")
-        if self._state is not State.SAYING or not text:
+        if self._state is not SplitterState.SAYING or not text:
             return False
         return not any(text.startswith(mark) or mark.startswith(text) for mark in self._marks())
 
     def _turn(self, mark: str) -> None:
-        if self._state is not State.SAYING:
-            self._state = State.SAYING
+        if self._state is not SplitterState.SAYING:
+            self._state = SplitterState.SAYING
         elif self._thinking is not None and mark == self._thinking.start:
-            self._state = State.THINKING
+            self._state = SplitterState.THINKING
         else:
-            self._state = State.CALLING
-        self._after_mark = self._state is not State.CALLING
+            self._state = SplitterState.CALLING
+        self._after_mark = self._state is not SplitterState.CALLING
 
     def _marks(self) -> tuple[str, ...]:
-        if self._state is State.SAYING_ALL:
+        if self._state is SplitterState.SAYING_ALL:
             return ()
-        if self._state is State.SAYING:
+        if self._state is SplitterState.SAYING:
             return ((self._thinking.start,) if self._thinking is not None else ()) + self._tool_marks()
         return (end,) if (end := self._end()) else ()
 
@@ -135,18 +135,26 @@ class Splitter:
 
     def _end(self) -> str:
         tags = (
-            self._thinking if self._state is State.THINKING else self._tools.tags if self._tools is not None else None
+            self._thinking
+            if self._state is SplitterState.THINKING
+            else self._tools.tags
+            if self._tools is not None
+            else None
         )
         return tags.end if tags is not None else ""
 
     def _shown(self, text: str) -> list[Part]:
         whole = len(text)
         if self._after_mark:
-            text = text.lstrip("\n" if self._state is State.SAYING_ALL else None)
+            text = text.lstrip("\n" if self._state is SplitterState.SAYING_ALL else None)
             self._after_mark = not text
         if not text:
             return []
-        return [Thought(text) if self._state is State.THINKING else Said(text, self._at + whole - len(text))]
+        return [
+            ThinkingPart(text)
+            if self._state is SplitterState.THINKING
+            else TextPart(text, self._at + whole - len(text))
+        ]
 
     def _called(self, text: str, complete: bool) -> list[Part]:
         """The calls that `text` is, or the words that it is when it can't be read, or was cut off."""
@@ -155,7 +163,7 @@ class Splitter:
         if found or self._tools is None:
             return found
         tags = self._tools.tags
-        return [Said(tags.start + text + (tags.end if complete else ""), self._at - len(tags.start))]
+        return [TextPart(tags.start + text + (tags.end if complete else ""), self._at - len(tags.start))]
 
     def _calls(self, text: str) -> list[Part]:
         try:
@@ -164,9 +172,9 @@ class Splitter:
             return []
 
 
-def splitter(model: ServedModel, prompt: Prompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
+def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
     """For an answer to `prompt`, which may begin inside a thought."""
-    state = State.THINKING if prompt.thoughts is Thoughts.BEGUN else State.SAYING
+    state = SplitterState.THINKING if prompt.thoughts is Thoughts.BEGUN else SplitterState.SAYING
     thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
     return Splitter(thinking, model.tools, box, state, in_form, by_grammar)
 

@@ -3,9 +3,9 @@
 The line is as long as the texts are: a reader who is late finds what came meanwhile in one piece, and holds nobody up.
 Whoever closes the run cancels what is not finished.
 
-`Line`: what arrives for one reader in asyncio, in order; who waits for it hears of silence, too. Knows one event loop.
-A queue within `asyncio.timeout` makes and cancels a timer for each thing that arrives. Here one goes on for as long as
-somebody waits now and then, and wakes up no sooner than the silence may be over.
+`NewsQueue`: what arrives for one reader in asyncio, in order; who waits for it hears of silence, too. Knows one event
+loop. A queue within `asyncio.timeout` makes and cancels a timer for each thing that arrives. Here one goes on for as
+long as somebody waits now and then, and wakes up no sooner than the silence may be over.
 
 `Extras`: what tokens have beside their text, as far as it was asked for: it grows with them and is told once. Knows
 tokens, texts and rounds as the client hands them out; knows no API.
@@ -20,23 +20,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from outrider.orchestrator.client.asker import AsyncAsker, AsyncStream
+from outrider.orchestrator.client.base_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, TokenLogprob
 from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.schema import Origin
-from outrider.server.mapping.manner import Manner
-from outrider.server.metrics import Watch
+from outrider.server.mapping.generation_params import GenerationParams
+from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused
 from outrider.server.shapes import base as shapes
 
 T = TypeVar("T")
 
 
-class Line(Generic[T]):
+class NewsQueue(Generic[T]):
     """As long as it gets: who puts something in never waits."""
 
     def __init__(self) -> None:
@@ -186,23 +186,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ChoiceJob:
     """One choice: a prompt's tokens, and how they are completed. `words` spells them out, if their origins are told."""
 
     tokens: tuple[int, ...]
-    manner: Manner
+    params: GenerationParams
     words: TextStream | None = None
 
 
-def job(codec: TextCodec, tokens: tuple[int, ...], manner: Manner) -> Job:
+def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams) -> ChoiceJob:
     """With what its manner asks for."""
-    sampling = manner.sampling
+    sampling = params.sampling
     ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    return Job(tokens, manner, TextStream(codec, tokens, sampling.stop, ends) if manner.origins else None)
+    return ChoiceJob(tokens, params, TextStream(codec, tokens, sampling.stop, ends) if params.origins else None)
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class ChoiceText:
     """Choice `index` has more text, by `tokens`; `extras` are theirs."""
 
     index: int
@@ -212,7 +212,7 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ChoicePrefill:
     """So much of choice `index`'s prompt has been read."""
 
     index: int
@@ -221,21 +221,21 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChoiceEnded:
     """Choice `index` is finished."""
 
     index: int
     result: GenerationResult
 
 
-News = Grown | Reading | Ended
+News = ChoiceText | ChoicePrefill | ChoiceEnded
 AtOnce = Callable[[News | Exception], bool]
 """Is offered what comes while nothing waits; whether it took it."""
-Watching = Callable[[int, Job], Watch]
+Watching = Callable[[int, ChoiceJob], ChoiceTimer]
 """What watches a choice, by its index."""
 
 
-class Run:
+class RequestRun:
     """Begins on creation; `news` until `over`, then `close`, which is right at any time, and gives the `place` back.
 
     A choice that takes longer than `longest` seconds, or than its own manner says, is given up. `caller`: for whom it
@@ -244,19 +244,19 @@ class Run:
 
     def __init__(
         self,
-        asker: AsyncAsker,
-        jobs: Sequence[Job],
+        client: AsyncBaseClient,
+        jobs: Sequence[ChoiceJob],
         watch: Watching,
         place: ExitStack,
         longest: float | None,
         caller: str,
     ) -> None:
-        self._asker = asker
+        self._client = client
         self._caller = caller
         self._watch = watch
         self._place = place
         self._longest = longest
-        self._line = Line[News | Exception]()
+        self._line = NewsQueue[News | Exception]()
         self._first: list[News] = []
         self._open = set(range(len(jobs)))
         self._streams: dict[int, AsyncStream] = {}
@@ -288,7 +288,7 @@ class Run:
         for one in await self._line.take(patience, at_once):
             _add(found, one)
         for news in found:
-            if isinstance(news, Ended):
+            if isinstance(news, ChoiceEnded):
                 self._open.discard(news.index)
         return found
 
@@ -305,22 +305,22 @@ class Run:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._line.close()
 
-    async def _complete(self, index: int, job: Job) -> None:
+    async def _complete(self, index: int, job: ChoiceJob) -> None:
         watch = self._watch(index, job)
         result: GenerationResult | None = None
         failed: Exception | None = None
-        limits = [limit for limit in (job.manner.timeout, self._longest) if limit is not None]
+        limits = [limit for limit in (job.params.timeout, self._longest) if limit is not None]
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._line.put(Grown(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words, job.manner.ids)))
+            self._line.put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words, job.params.ids)))
 
         try:
             stream = self._streams[index] = self._stream(index, job)
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
-            self._line.put(Ended(index, result))
+            self._line.put(ChoiceEnded(index, result))
         except OutriderError as error:
             self._line.put(failed := error)
         except TimeoutError:
@@ -332,19 +332,19 @@ class Run:
         finally:
             watch.ended(result, failed)
 
-    def _stream(self, index: int, job: Job) -> AsyncStream:
-        manner = job.manner
-        return self._asker.stream(
+    def _stream(self, index: int, job: ChoiceJob) -> AsyncStream:
+        params = job.params
+        return self._client.stream(
             job.tokens,
-            manner.sampling,
-            mode=manner.mode,
-            num_draft_tokens=manner.num_draft_tokens,
-            branches=manner.branches,
-            origins=manner.origins,
-            rounds=manner.rounds,
-            drafter=manner.drafter,
+            params.sampling,
+            mode=params.mode,
+            num_draft_tokens=params.num_draft_tokens,
+            branches=params.branches,
+            origins=params.origins,
+            rounds=params.rounds,
+            drafter=params.drafter,
             client=self._caller,
-            progress=lambda done, total: self._line.put(Reading(index, done, total)),
+            progress=lambda done, total: self._line.put(ChoicePrefill(index, done, total)),
         )
 
 
@@ -353,7 +353,7 @@ def _add(found: list[News], one: News | Exception) -> None:
     if isinstance(one, Exception):
         raise one
     last = found[-1] if found else None
-    if isinstance(one, Grown) and isinstance(last, Grown) and one.index == last.index:
-        found[-1] = Grown(one.index, last.text + one.text, last.tokens + one.tokens, last.extras + one.extras)
+    if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
+        found[-1] = ChoiceText(one.index, last.text + one.text, last.tokens + one.tokens, last.extras + one.extras)
     else:
         found.append(one)

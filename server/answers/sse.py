@@ -20,9 +20,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
+from outrider.server.answers.part_stream import PartStream, Words
 from outrider.server.answers.run import News
-from outrider.server.answers.telling import Telling, Words
-from outrider.server.connection import Pieces, Straight, pieces
+from outrider.server.connection import ChunkWriter, DirectChunkWriter, chunk_writer
 from outrider.server.problems import Problem, Refused, problem_of
 
 DONE = b"data: [DONE]\n\n"
@@ -43,7 +43,7 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-class Events(Protocol):
+class EventWriter(Protocol):
     """An API's way to write what is told; an event or several, or none."""
 
     def begin(self) -> bytes:
@@ -60,7 +60,7 @@ class Events(Protocol):
 
 
 class EventStream(Response):
-    """What is told, as `events` write it; closes `telling` in the end, however it came.
+    """What is told, as `events` write it; closes `parts` in the end, however it came.
 
     Text is written in the very turn of the loop that brings it, with no task between, as long as nothing waits to be
     written; all else, and text for a reader who is late, by the task that runs this.
@@ -68,14 +68,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, telling: Telling, events: Events) -> None:
+    def __init__(self, parts: PartStream, events: EventWriter) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._telling = telling
+        self._parts = parts
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        telling = asyncio.create_task(self._tell(pieces(scope, send), send))
+        telling = asyncio.create_task(self._tell(chunk_writer(scope, send), send))
         leaving = asyncio.create_task(gone(receive))
         try:
             await asyncio.wait({telling, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,17 +84,17 @@ class EventStream(Response):
             for task in (telling, leaving):
                 task.cancel()
             await asyncio.gather(telling, leaving, return_exceptions=True)
-            await self._telling.close()
+            await self._parts.close()
         if was_told:
             telling.result()
 
-    async def _tell(self, to: Pieces, send: Send) -> None:
+    async def _tell(self, to: ChunkWriter, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await to.write(self._events.begin())
-            at_once = partial(self._at_once, to) if isinstance(to, Straight) else None
-            while not self._telling.over:
-                for one in await self._telling.next(at_once):
+            at_once = partial(self._at_once, to) if isinstance(to, DirectChunkWriter) else None
+            while not self._parts.over:
+                for one in await self._parts.next(at_once):
                     await to.write(self._events.of(one))
             await to.write(self._events.end())
         except (OutriderError, Refused) as error:
@@ -105,9 +105,9 @@ class EventStream(Response):
             raise
         await self._end(send)
 
-    def _at_once(self, to: Straight, news: News | Exception) -> bool:
+    def _at_once(self, to: DirectChunkWriter, news: News | Exception) -> bool:
         """Whether there was room for it, and it is more text."""
-        told = self._telling.text(news) if to.is_free else None
+        told = self._parts.text(news) if to.is_free else None
         for one in told or ():
             to.put(self._events.of(one))
         return told is not None

@@ -20,14 +20,14 @@ from dataclasses import replace
 from itertools import accumulate
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
-from outrider.orchestrator.pair.tokenizer import Spelling, TextCodec
+from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.answers.parts import Said
-from outrider.server.answers.telling import Choice
-from outrider.server.model.served import Prompt, ServedModel, Thoughts
-from outrider.server.model.tool_format import Tags
+from outrider.server.answers.part_stream import ChoiceState
+from outrider.server.answers.parts import TextPart
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.tool_format import SpanTags
 from outrider.server.shapes.base import CachedTokens, Outrider, ReasoningTokens, Usage
 from outrider.server.shapes.chat import ChatLogprobs, CompletionLogprobs, LikelyToken, SpelledToken
 from outrider.server.shapes.messages import MessagesUsage
@@ -43,14 +43,14 @@ def about(result: GenerationResult | None, seed: int, notes: Sequence[str] = ())
     return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
 
 
-Count = Callable[[Choice], int]
+Count = Callable[[ChoiceState], int]
 
 
-def counter(model: ServedModel, prompt: Prompt) -> Count:
+def counter(model: ServedModel, prompt: TokenizedPrompt) -> Count:
     """For answers to `prompt`, which may have begun a thought."""
     begun = prompt.thoughts is Thoughts.BEGUN
 
-    def count(choice: Choice) -> int:
+    def count(choice: ChoiceState) -> int:
         if model.thinking is None or not choice.thought:
             return 0
         return thought_tokens(model.codec.spelling, model.thinking, begun, choice.tokens)
@@ -58,7 +58,7 @@ def counter(model: ServedModel, prompt: Prompt) -> Count:
     return count
 
 
-def thought_tokens(spelling: Spelling, tags: Tags, begun: bool, tokens: list[int]) -> int:
+def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
     """Those from a thought's first mark to its last; a text cut off within it has nothing else."""
     pieces = [spelling.of(token) for token in tokens]
     text, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
@@ -73,7 +73,7 @@ def thought_tokens(spelling: Spelling, tags: Tags, begun: bool, tokens: list[int
     return count
 
 
-def usage(prompt_tokens: int, choices: Sequence[Choice], thoughts: Count | None = None) -> Usage:
+def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: Count | None = None) -> Usage:
     """OpenAI's; a prompt that several choices share counts once. `thoughts` are counted where there may be any."""
     made = sum(len(choice.tokens) for choice in choices)
     held = max((choice.timings.cache_n for choice in choices), default=0)
@@ -86,7 +86,7 @@ def usage(prompt_tokens: int, choices: Sequence[Choice], thoughts: Count | None 
     )
 
 
-def responses_usage(prompt_tokens: int, choice: Choice, thoughts: Count) -> ResponsesUsage:
+def responses_usage(prompt_tokens: int, choice: ChoiceState, thoughts: Count) -> ResponsesUsage:
     """That of the responses API."""
     made = len(choice.tokens)
     return ResponsesUsage(
@@ -100,7 +100,7 @@ def responses_usage(prompt_tokens: int, choice: Choice, thoughts: Count) -> Resp
     )
 
 
-def messages_usage(prompt_tokens: int, choice: Choice | None) -> MessagesUsage:
+def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
     """Anthropic's; None: nothing has been made yet."""
     held = choice.timings.cache_n if choice is not None else 0
     return MessagesUsage(
@@ -122,10 +122,10 @@ class Speller:
 
     def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         """As chats have them; None for no tokens."""
-        told = self.told(rows)
+        told = self.visible(rows)
         return ChatLogprobs(content=[self.spelled(row) for row in told]) if told else None
 
-    def told(self, rows: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    def visible(self, rows: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         return [row for row in rows if row.token not in self._ends]
 
     def bytes_of(self, token: int) -> bytes:
@@ -154,11 +154,11 @@ class Wording:
 
     def take(self, rows: Sequence[TokenLogprob]) -> None:
         """The next that were written."""
-        for row in self._speller.told(rows):
+        for row in self._speller.visible(rows):
             self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
             self._rows.append((self._length, self._speller.spelled(row)))
 
-    def next(self, words: Said) -> list[SpelledToken]:
+    def next(self, words: TextPart) -> list[SpelledToken]:
         """The tokens that `words` end, or go on with, and that no words before them had."""
         found = []
         while self._told < len(self._rows) and self._rows[self._told][0] <= words.at + len(words.text):
@@ -178,7 +178,7 @@ class Listing:
 
     def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         """Those of `rows`, which follow what was told before; None for no tokens."""
-        told = self._speller.told(rows)
+        told = self._speller.visible(rows)
         if not told:
             return None
         return CompletionLogprobs(
@@ -209,16 +209,16 @@ def speller(model: ServedModel, sampling: SamplingParams) -> Speller | None:
     return Speller(model.codec, frozenset() if sampling.ignore_eos else model.codec.eos)
 
 
-def likeliest(choices: Sequence[Choice], tried: int, kept: int) -> list[Choice]:
+def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[ChoiceState]:
     """Of each `tried` choices the `kept` ones whose tokens are likeliest in the mean, the best first; renumbered."""
     if tried == kept:
         return list(choices)
-    best: list[Choice] = []
+    best: list[ChoiceState] = []
     for start in range(0, len(choices), tried):
         best += sorted(choices[start : start + tried], key=_mean, reverse=True)[:kept]
     return [replace(choice, index=index) for index, choice in enumerate(best)]
 
 
-def _mean(choice: Choice) -> float:
+def _mean(choice: ChoiceState) -> float:
     rows = choice.extras.logprobs
     return sum(row.logprob for row in rows) / max(len(rows), 1)

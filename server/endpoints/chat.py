@@ -1,6 +1,6 @@
 """POST /v1/chat/completions.
 
-`Events`: a chat's answer in OpenAI's shapes: whole, or as the chunks of a stream.
+`ChatEvents`: a chat's answer in OpenAI's shapes: whole, or as the chunks of a stream.
 
 OpenAI's chat completions as a conversation, its tools and its manner.
 """
@@ -19,21 +19,20 @@ from starlette.responses import Response
 
 from outrider.server.answers import sse
 from outrider.server.answers.afterwards import Notes, checker, no_notes
-from outrider.server.answers.parts import Part, Said, Thought, splitter
+from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, sum_of, timings
+from outrider.server.answers.parts import Part, TextPart, ThinkingPart, splitter
 from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
 from outrider.server.answers.sse import EventStream, Stencil
-from outrider.server.answers.telling import Choice, Telling, Told, Waited, Words, sum_of, timings
 from outrider.server.answers.usage import FINGERPRINT, Count, Speller, about, counter, speller, usage
-from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import chunks, described, typed
 from outrider.server.mapping import speech
 from outrider.server.mapping.form import form_of
-from outrider.server.mapping.manner import choices, manner_of, room, usage_wanted
-from outrider.server.mapping.speech import ANY, MUST, Toolbox, function, toolbox
-from outrider.server.mapping.speech import Choice as ToolChoice
-from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.mapping.generation_params import choices, generation_params_of, room, usage_wanted
+from outrider.server.mapping.speech import ANY, MUST, Toolbox, ToolSelection, function, toolbox
+from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
+from outrider.server.server_context import TheServer, as_json
 from outrider.server.shapes.chat import (
     AnswerMessage,
     ChatChoice,
@@ -57,7 +56,7 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ChatInfo:
     """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's.
 
     `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
@@ -78,7 +77,7 @@ class Head:
         return {"logprobs": rows, "speculation": speculated(extras)}
 
 
-def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
+def completion(head: ChatInfo, choices: Sequence[ChoiceState]) -> ChatCompletion:
     """The whole answer."""
     return ChatCompletion(
         id=head.id,
@@ -92,14 +91,14 @@ def completion(head: Head, choices: Sequence[Choice]) -> ChatCompletion:
     )
 
 
-class Events:
+class ChatEvents:
     """A stream's: each choice begins with its role and ends with its reason and its timings."""
 
-    def __init__(self, head: Head, choices: int, include_usage: bool) -> None:
+    def __init__(self, head: ChatInfo, choices: int, include_usage: bool) -> None:
         self._head = head
         self._include_usage = include_usage
         self._calls = [0] * choices
-        self._ended: list[Choice] = []
+        self._ended: list[ChoiceState] = []
         self._stencil = cache(self._written)
 
     def begin(self) -> bytes:
@@ -108,15 +107,17 @@ class Events:
 
     def of(self, one: Words) -> bytes:
         match one:
-            case Told(index=index, part=Said() | Thought() as part, extras=extras) if extras is NO_EXTRAS:
-                return self._stencil(index, isinstance(part, Thought)).filled(part.text)
-            case Told(index=index, part=part, extras=extras):
+            case PartUpdate(index=index, part=TextPart() | ThinkingPart() as part, extras=extras) if (
+                extras is NO_EXTRAS
+            ):
+                return self._stencil(index, isinstance(part, ThinkingPart)).filled(part.text)
+            case PartUpdate(index=index, part=part, extras=extras):
                 delta = _delta(part, self._calls[index])
                 self._calls[index] += isinstance(part, ToolCall)
                 return _chunk(self._head, ChunkChoice(index=index, delta=delta, **self._head.beside(extras)))
-            case Waited(note=note):
+            case KeepAlive(note=note):
                 return sse.comment(note)
-            case Choice():
+            case ChoiceState():
                 self._ended.append(one)
                 return _end(self._head, one)
 
@@ -135,7 +136,7 @@ class Events:
         return sse.failed(problem)
 
     def _written(self, index: int, is_thought: bool) -> Stencil:
-        kind = Thought if is_thought else Said
+        kind = ThinkingPart if is_thought else TextPart
         return Stencil(lambda text: _chunk(self._head, ChunkChoice(index=index, delta=_delta(kind(text), 0))))
 
 
@@ -144,14 +145,14 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-def _chunk(head: Head, choice: ChunkChoice) -> bytes:
+def _chunk(head: ChatInfo, choice: ChunkChoice) -> bytes:
     chunk = ChatChunk(
         id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[choice]
     )
     return sse.event(chunk.model_dump_json())
 
 
-def _end(head: Head, choice: Choice) -> bytes:
+def _end(head: ChatInfo, choice: ChoiceState) -> bytes:
     last = ChunkChoice(
         index=choice.index,
         delta=Delta(),
@@ -167,19 +168,19 @@ def _end(head: Head, choice: Choice) -> bytes:
 
 def _delta(part: Part, calls_before: int) -> Delta:
     match part:
-        case Said(text=text):
+        case TextPart(text=text):
             return Delta(content=text)
-        case Thought(text=text):
+        case ThinkingPart(text=text):
             return Delta(reasoning_content=text)
         case ToolCall():
             made = FunctionOut(name=part.name, arguments=part.arguments)
             return Delta(tool_calls=[ToolCallDelta(index=calls_before, id=call_id(part), function=made)])
 
 
-def _choice(head: Head, choice: Choice) -> ChatChoice:
+def _choice(head: ChatInfo, choice: ChoiceState) -> ChatChoice:
     calls = [ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls]
     message = AnswerMessage(
-        content=choice.said if choice.said or not calls else None,
+        content=choice.text if choice.text or not calls else None,
         reasoning_content=choice.thought or None,
         tool_calls=calls or None,
     )
@@ -232,23 +233,23 @@ def tools_of(model: ServedModel, asked: ChatRequest) -> Toolbox:
     return toolbox(model, tools(asked.tools), _tool_choice(asked), strict)
 
 
-def _tool_choice(asked: ChatRequest) -> ToolChoice:
+def _tool_choice(asked: ChatRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
-            return ToolChoice(kind or ANY, one=one)
+            return ToolSelection(kind or ANY, one=one)
         case ToolChosen(function=function):
-            return ToolChoice(MUST, (function.name,), one=True)
+            return ToolSelection(MUST, (function.name,), one=True)
         case ToolsAllowed(allowed_tools=allowed):
-            return ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
+            return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 
 
-def conversation(asked: ChatRequest, box: Toolbox) -> Conversation:
+def conversation(asked: ChatRequest, box: Toolbox) -> TemplateInput:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
     go_on = bool(asked.continue_final_message)
-    return Conversation(
+    return TemplateInput(
         messages=messages(asked.messages),
         tools=box.tools,
         keywords=keywords,
@@ -293,25 +294,29 @@ router = APIRouter(route_class=typed())
 
 
 @router.post("/chat/completions", response_model=None, responses=described(ChatCompletion, chunks(ChatChunk)))
-async def complete(asked: ChatRequest, request: Request, desk: TheDesk) -> Response:
+async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
     """Answers a conversation."""
-    desk.check_model(asked.model)
+    context.check_model(asked.model)
     refuse(asked)
-    box = tools_of(desk.model, asked)
-    form, wanted = await desk.form(form_of(asked)), logprobs(asked)
-    prompt = await desk.prompt(conversation(asked, box))
-    grammar = await desk.grammar(prompt, form, box)
-    manner = manner_of(desk.model, asked, room(desk.model, len(prompt.tokens), _most(asked)), grammar, wanted)
-    jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for index in range(choices(asked))]
-    splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
-    spell = speller(desk.model, manner.sampling)
-    thoughts = counter(desk.model, prompt)
-    head = Head(desk.model.id, manner.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form, box))
+    box = tools_of(context.model, asked)
+    form, wanted = await context.form(form_of(asked)), logprobs(asked)
+    prompt = await context.prompt(conversation(asked, box))
+    grammar = await context.grammar(prompt, form, box)
+    params = generation_params_of(
+        context.model, asked, room(context.model, len(prompt.tokens), _most(asked)), grammar, wanted
+    )
+    jobs = [job(context.model.codec, prompt.tokens, params.another(index)) for index in range(choices(asked))]
+    splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
+    spell = speller(context.model, params.sampling)
+    thoughts = counter(context.model, prompt)
+    head = ChatInfo(
+        context.model.id, params.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form, box)
+    )
     with_usage = usage_wanted(asked)
     if not asked.stream:
-        return as_json(completion(head, await desk.whole(request, jobs, splitters, box.one)))
-    run = await desk.streaming(request, jobs)
-    return EventStream(Telling(run, splitters, box.one), Events(head, len(jobs), with_usage))
+        return as_json(completion(head, await context.whole(request, jobs, splitters, box.one)))
+    run = await context.streaming(request, jobs)
+    return EventStream(PartStream(run, splitters, box.one), ChatEvents(head, len(jobs), with_usage))
 
 
 def _most(asked: ChatRequest) -> int | None:

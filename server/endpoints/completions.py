@@ -1,6 +1,6 @@
 """POST /v1/completions.
 
-`Events`: a completed text in OpenAI's shape: whole, or as the events of a stream.
+`CompletionEvents`: a completed text in OpenAI's shape: whole, or as the events of a stream.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from starlette.responses import Response
 
 from outrider.server.answers import sse
 from outrider.server.answers.afterwards import Notes, checker, no_notes
-from outrider.server.answers.parts import Said, Splitter
+from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, sum_of, timings
+from outrider.server.answers.parts import Splitter, TextPart
 from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
 from outrider.server.answers.sse import EventStream, Stencil
-from outrider.server.answers.telling import Choice, Telling, Told, Waited, Words, sum_of, timings
 from outrider.server.answers.usage import FINGERPRINT, Listing, Speller, about, likeliest, speller, usage
-from outrider.server.desk import Desk, TheDesk, as_json
 from outrider.server.endpoints.described import chunks, described, typed
 from outrider.server.mapping.form import form_of
-from outrider.server.mapping.manner import choices, manner_of, usage_wanted
-from outrider.server.model.served import Prompt
+from outrider.server.mapping.generation_params import choices, generation_params_of, usage_wanted
+from outrider.server.model.served import TokenizedPrompt
 from outrider.server.problems import Problem, Refused
+from outrider.server.server_context import ServerContext, TheServer, as_json
 from outrider.server.shapes.base import MOST_CHOICES
 from outrider.server.shapes.chat import Completion, CompletionChoice, CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CompletionInfo:
     """What all events of an answer have in common. `echoes`: what each choice's text begins with.
 
     `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
@@ -54,12 +54,12 @@ class Head:
         )
 
 
-def completion(head: Head, choices: Sequence[Choice], made: Sequence[Choice]) -> Completion:
+def completion(head: CompletionInfo, choices: Sequence[ChoiceState], made: Sequence[ChoiceState]) -> Completion:
     """The whole answer; its numbers are those of all that was `made` for it."""
     texts = [
         CompletionChoice(
             index=choice.index,
-            text=head.echoes[choice.index] + choice.said,
+            text=head.echoes[choice.index] + choice.text,
             finish_reason=_finish(choice),
             **_beside(Listing(head.speller) if head.speller is not None else None, choice.extras),
         )
@@ -69,13 +69,13 @@ def completion(head: Head, choices: Sequence[Choice], made: Sequence[Choice]) ->
     return head.shape(texts, **numbers, usage=usage(head.prompt_tokens, made))
 
 
-class Events:
+class CompletionEvents:
     """A stream's; a choice's last has its reason and its timings."""
 
-    def __init__(self, head: Head, include_usage: bool) -> None:
+    def __init__(self, head: CompletionInfo, include_usage: bool) -> None:
         self._head = head
         self._include_usage = include_usage
-        self._ended: list[Choice] = []
+        self._ended: list[ChoiceState] = []
         self._listings = [Listing(head.speller) if head.speller is not None else None for _ in head.echoes]
         self._stencil = cache(lambda index: Stencil(lambda text: self._event(index, text)))
 
@@ -84,13 +84,13 @@ class Events:
 
     def of(self, one: Words) -> bytes:
         match one:
-            case Told(index=index, part=Said(text=text), extras=extras):
+            case PartUpdate(index=index, part=TextPart(text=text), extras=extras):
                 if extras is NO_EXTRAS:
                     return self._stencil(index).filled(text)
                 return self._event(index, text, **_beside(self._listings[index], extras))
-            case Waited(note=note):
+            case KeepAlive(note=note):
                 return sse.comment(note)
-            case Choice():
+            case ChoiceState():
                 self._ended.append(one)
                 rest = _beside(self._listings[one.index], one.untold)
                 last = CompletionChoice(index=one.index, text="", finish_reason=_finish(one), **rest)
@@ -110,7 +110,7 @@ class Events:
         return _event(self._head.shape([CompletionChoice(index=index, text=text, **beside)]))
 
 
-def _numbers(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+def _numbers(head: CompletionInfo, choices: Sequence[ChoiceState]) -> dict[str, Any]:
     return {"timings": timings(sum_of(choices)), "outrider": about(choices[0].result, head.seed, head.notes(choices))}
 
 
@@ -120,7 +120,7 @@ def _beside(listing: Listing | None, extras: Extras) -> dict[str, Any]:
     return {"logprobs": rows, "token_ids": list(extras.ids) or None, "speculation": speculated(extras)}
 
 
-def _finish(choice: Choice) -> Any:
+def _finish(choice: ChoiceState) -> Any:
     return "length" if choice.finish == "length" else "stop"
 
 
@@ -135,36 +135,38 @@ router = APIRouter(route_class=typed())
 
 
 @router.post("/completions", response_model=None, responses=described(Completion, chunks(Completion)))
-async def complete(asked: CompletionRequest, request: Request, desk: TheDesk) -> Response:
+async def complete(asked: CompletionRequest, request: Request, context: TheServer) -> Response:
     """Completes texts; of several prompts the choices follow one another."""
-    desk.check_model(asked.model)
+    context.check_model(asked.model)
     _refuse(asked)
     given = _many(asked.prompt)
-    prompts = [await _prompt(desk, one) for one in given]
+    prompts = [await _prompt(context, one) for one in given]
     each, tried = choices(asked), _tried(asked)
     if len(prompts) * tried > MOST_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MOST_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
-    form = await desk.form(form_of(asked))
-    manner = manner_of(desk.model, asked, most, await desk.grammar(Prompt(()), form), wanted)
-    manner = replace(manner, ids=bool(asked.return_token_ids))
-    jobs = [job(desk.model.codec, prompt.tokens, manner.another(index)) for prompt in prompts for index in range(tried)]
+    form = await context.form(form_of(asked))
+    params = generation_params_of(context.model, asked, most, await context.grammar(TokenizedPrompt(()), form), wanted)
+    params = replace(params, ids=bool(asked.return_token_ids))
+    jobs = [
+        job(context.model.codec, prompt.tokens, params.another(index)) for prompt in prompts for index in range(tried)
+    ]
     splitters = [Splitter() for _ in jobs]
-    head = Head(
-        desk.model.id,
-        manner.sampling.seed or 0,
+    head = CompletionInfo(
+        context.model.id,
+        params.sampling.seed or 0,
         sum(len(prompt.tokens) for prompt in prompts),
-        [_text(desk, one) if asked.echo else "" for one in given for _ in range(each)],
-        speller(desk.model, manner.sampling) if asked.logprobs is not None else None,
+        [_text(context, one) if asked.echo else "" for one in given for _ in range(each)],
+        speller(context.model, params.sampling) if asked.logprobs is not None else None,
         checker(form),
     )
     with_usage = usage_wanted(asked)
     if not asked.stream:
-        told = await desk.whole(request, jobs, splitters)
+        told = await context.whole(request, jobs, splitters)
         return as_json(completion(head, likeliest(told, tried, each), told))
-    run = await desk.streaming(request, jobs)
-    return EventStream(Telling(run, splitters), Events(head, with_usage))
+    run = await context.streaming(request, jobs)
+    return EventStream(PartStream(run, splitters), CompletionEvents(head, with_usage))
 
 
 def _refuse(asked: CompletionRequest) -> None:
@@ -195,13 +197,13 @@ def _many(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[in
     return [one for one in prompt if not isinstance(one, int)]
 
 
-def _text(desk: Desk, one: str | list[int]) -> str:
-    return one if isinstance(one, str) else desk.model.codec.decode(tuple(one))
+def _text(context: ServerContext, one: str | list[int]) -> str:
+    return one if isinstance(one, str) else context.model.codec.decode(tuple(one))
 
 
-async def _prompt(desk: Desk, one: str | list[int]) -> Prompt:
+async def _prompt(context: ServerContext, one: str | list[int]) -> TokenizedPrompt:
     if isinstance(one, str):
-        return await desk.plain(one)
+        return await context.plain(one)
     if one and not 0 <= min(one) <= max(one) <= MAX_TOKEN:
         raise Refused(f"prompt: a token id is out of range; expected whole numbers from 0 to {MAX_TOKEN}", "prompt")
-    return Prompt(tuple(one))
+    return TokenizedPrompt(tuple(one))

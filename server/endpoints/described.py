@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from outrider.server.mapping.unknown import ignorable
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import Asked
+from outrider.server.shapes.base import ApiRequest
 from outrider.server.shapes.plain import AnthropicProblem, OpenAIProblem
 
 ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -84,21 +84,21 @@ class _Route(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
         first, *others = signature(endpoint, eval_str=True).parameters.values()
-        shape: type[Asked] = first.annotation
+        shape: type[ApiRequest] = first.annotation
 
         async def strictly(request: Request) -> Response:
             _check_kind(request)
             asked = _read(shape, await request.body())
             if asked.model_extra:
-                request.app.state.desk.ignored.note(request.url.path, ignorable(asked))
-            given = {"request": request, "desk": request.app.state.desk}
+                request.app.state.context.ignored.note(request.url.path, ignorable(asked))
+            given = {"request": request, "context": request.app.state.context}
             answer: Response = await endpoint(asked, **{one.name: given[one.name] for one in others})
             return answer
 
         return strictly
 
 
-def _read(shape: type[Asked], body: bytes) -> Asked:
+def _read(shape: type[ApiRequest], body: bytes) -> ApiRequest:
     """JSON to the letter: UTF-8, no NaN, not nested without end."""
     try:
         return shape.model_validate(from_json(body, allow_inf_nan=False))

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients and coding agents ask.
 
-`Events`: an answer in Anthropic's shapes: whole, or as the events of a stream, block by block.
+`MessageEvents`: an answer in Anthropic's shapes: whole, or as the events of a stream, block by block.
 
 `stop_that_ended`: which stop sequence ended a text: the orchestrator says that one did, and the tokens tell which.
 
@@ -19,24 +19,23 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.orchestrator.front.text import Detokenizer
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers import sse
-from outrider.server.answers.parts import Part, Said, Thought, splitter
-from outrider.server.answers.run import Job
+from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, timings
+from outrider.server.answers.parts import Part, TextPart, ThinkingPart, splitter
+from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import Choice, Telling, Told, Waited, Words, timings
 from outrider.server.answers.usage import about, messages_usage
-from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, named_events, typed
 from outrider.server.mapping import speech
 from outrider.server.mapping.form import Form, by_format
-from outrider.server.mapping.manner import manner, stops
-from outrider.server.mapping.speech import ANY, MUST, NONE, Toolbox, function, toolbox
-from outrider.server.mapping.speech import Choice as ToolChoice
-from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.mapping.generation_params import generation_params, stops
+from outrider.server.mapping.speech import ANY, MUST, NONE, Toolbox, ToolSelection, function, toolbox
+from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
+from outrider.server.server_context import TheServer, as_json
 from outrider.server.shapes.messages import (
     AnswerBlock,
     Block,
@@ -55,17 +54,17 @@ PING = sse.event('{"type":"ping"}', "ping")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class MessageInfo:
     """What is known before the first word. `stopped_by`: the stop sequence that ended a choice."""
 
     model: str
     seed: int
     prompt_tokens: int
-    stopped_by: Callable[[Choice], str | None]
+    stopped_by: Callable[[ChoiceState], str | None]
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
 
-def message(head: Head, choice: Choice) -> MessageAnswer:
+def message(head: MessageInfo, choice: ChoiceState) -> MessageAnswer:
     """The whole answer."""
     reason, stop = _reason(head, choice)
     return MessageAnswer(
@@ -80,10 +79,10 @@ def message(head: Head, choice: Choice) -> MessageAnswer:
     )
 
 
-class Events:
+class MessageEvents:
     """A stream's: message_start, blocks, message_delta with the reason and the numbers, message_stop."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: MessageInfo) -> None:
         self._head = head
         self._at, self._now = -1, ""
 
@@ -94,11 +93,11 @@ class Events:
 
     def of(self, one: Words) -> bytes:
         match one:
-            case Waited():
+            case KeepAlive():
                 return PING
-            case Told(part=part):
+            case PartUpdate(part=part):
                 return self._turn(part) + _event("content_block_delta", index=self._at, delta=_delta(part))
-            case Choice():
+            case ChoiceState():
                 return _ended(self._at, self._now) + self._last(one)
 
     def end(self) -> bytes:
@@ -115,7 +114,7 @@ class Events:
         self._at, self._now = self._at + 1, _kind(part)
         return before + _event("content_block_start", index=self._at, content_block=_begun(part).model_dump())
 
-    def _last(self, choice: Choice) -> bytes:
+    def _last(self, choice: ChoiceState) -> bytes:
         reason, stop = _reason(self._head, choice)
         return _event(
             "message_delta",
@@ -135,7 +134,7 @@ def _ended(at: int, kind: str) -> bytes:
     if not kind:
         return b""
     signed = {"type": "signature_delta", "signature": ""}
-    before = _event("content_block_delta", index=at, delta=signed) if kind == Thought.__name__ else b""
+    before = _event("content_block_delta", index=at, delta=signed) if kind == ThinkingPart.__name__ else b""
     return before + _event("content_block_stop", index=at)
 
 
@@ -145,9 +144,9 @@ def _kind(part: Part) -> str:
 
 def _begun(part: Part) -> AnswerBlock:
     match part:
-        case Said():
+        case TextPart():
             return TextBlock(text="")
-        case Thought():
+        case ThinkingPart():
             return ThinkingBlock(thinking="")
         case ToolCall():
             return ToolUseBlock(id=_id(part), name=part.name, input={})
@@ -155,9 +154,9 @@ def _begun(part: Part) -> AnswerBlock:
 
 def _delta(part: Part) -> dict[str, str]:
     match part:
-        case Said(text=text):
+        case TextPart(text=text):
             return {"type": "text_delta", "text": text}
-        case Thought(text=text):
+        case ThinkingPart(text=text):
             return {"type": "thinking_delta", "thinking": text}
         case ToolCall(arguments=arguments):
             return {"type": "input_json_delta", "partial_json": arguments}
@@ -165,9 +164,9 @@ def _delta(part: Part) -> dict[str, str]:
 
 def _block(part: Part) -> AnswerBlock:
     match part:
-        case Said(text=text):
+        case TextPart(text=text):
             return TextBlock(text=text)
-        case Thought(text=text):
+        case ThinkingPart(text=text):
             return ThinkingBlock(thinking=text)
         case ToolCall():
             return ToolUseBlock(id=_id(part), name=part.name, input=_object(part.arguments))
@@ -185,7 +184,7 @@ def _object(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": arguments}
 
 
-def _reason(head: Head, choice: Choice) -> tuple[StopReason, str | None]:
+def _reason(head: MessageInfo, choice: ChoiceState) -> tuple[StopReason, str | None]:
     if choice.finish == "tool":
         return "tool_use", None
     if choice.finish == "length":
@@ -245,19 +244,19 @@ def tools_of(model: ServedModel, asked: Counted) -> Toolbox:
     return toolbox(model, given, _choice(asked), strict)
 
 
-def _choice(asked: Counted) -> ToolChoice:
+def _choice(asked: Counted) -> ToolSelection:
     choice = asked.tool_choice
     if choice is None:
-        return ToolChoice()
+        return ToolSelection()
     one = bool(choice.disable_parallel_tool_use)
     if choice.type != "tool":
-        return ToolChoice(_CHOICES[choice.type], one=one)
+        return ToolSelection(_CHOICES[choice.type], one=one)
     if choice.name is None:
         raise Refused("tool_choice: type tool needs the tool's name", "tool_choice")
-    return ToolChoice(MUST, (choice.name,), one=True)
+    return ToolSelection(MUST, (choice.name,), one=True)
 
 
-def conversation(asked: Counted, box: Toolbox) -> Conversation:
+def conversation(asked: Counted, box: Toolbox) -> TemplateInput:
     """An assistant's turn at the end is continued, as Anthropic does."""
     said: list[dict[str, Any]] = []
     if system := _system(asked.system or ""):
@@ -269,7 +268,7 @@ def conversation(asked: Counted, box: Toolbox) -> Conversation:
         keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
     last = said[-1]
     go_on = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
-    return Conversation(said, box.tools, keywords, go_on=go_on)
+    return TemplateInput(said, box.tools, keywords, go_on=go_on)
 
 
 def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
@@ -306,16 +305,16 @@ router = APIRouter(route_class=typed())
 
 
 @router.post("/messages", response_model=None, responses=described(MessageAnswer, named_events(), anthropic=True))
-async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Response:
+async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
     """Answers a conversation."""
-    desk.check_model(asked.model)
+    context.check_model(asked.model)
     refuse(asked)
-    box = tools_of(desk.model, asked)
+    box = tools_of(context.model, asked)
     form = form_of(asked)
-    prompt = await desk.prompt(conversation(asked, box))
-    grammar = await desk.grammar(prompt, form, box)
-    how = manner(
-        desk.model,
+    prompt = await context.prompt(conversation(asked, box))
+    grammar = await context.grammar(prompt, form, box)
+    how = generation_params(
+        context.model,
         asked.speculation,
         asked.timeout,
         max_tokens=asked.max_tokens,
@@ -327,23 +326,23 @@ async def answer(asked: MessagesRequest, request: Request, desk: TheDesk) -> Res
         stop=stops(asked.stop_sequences),
     )
 
-    def stopped_by(choice: Choice) -> str | None:
-        return stop_that_ended(desk.model.codec, prompt.tokens, choice.tokens, how.sampling)
+    def stopped_by(choice: ChoiceState) -> str | None:
+        return stop_that_ended(context.model.codec, prompt.tokens, choice.tokens, how.sampling)
 
-    head = Head(desk.model.id, how.sampling.seed or 0, len(prompt.tokens), stopped_by)
-    jobs = [Job(prompt.tokens, how)]
-    splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]
+    head = MessageInfo(context.model.id, how.sampling.seed or 0, len(prompt.tokens), stopped_by)
+    jobs = [ChoiceJob(prompt.tokens, how)]
+    splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None)]
     if not asked.stream:
-        (choice,) = await desk.whole(request, jobs, splitters, box.one)
+        (choice,) = await context.whole(request, jobs, splitters, box.one)
         return as_json(message(head, choice))
-    run = await desk.streaming(request, jobs)
-    return EventStream(Telling(run, splitters, box.one), Events(head))
+    run = await context.streaming(request, jobs)
+    return EventStream(PartStream(run, splitters, box.one), MessageEvents(head))
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))
-async def count(asked: Counted, desk: TheDesk) -> Response:
+async def count(asked: Counted, context: TheServer) -> Response:
     """The tokens that a conversation is."""
-    desk.check_model(asked.model)
+    context.check_model(asked.model)
     refuse(asked)
-    prompt = await desk.prompt(conversation(asked, tools_of(desk.model, asked)))
+    prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))
     return as_json(TokenCount(input_tokens=len(prompt.tokens)))

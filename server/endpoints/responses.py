@@ -1,6 +1,6 @@
 """POST /v1/responses and /v1/responses/input_tokens.
 
-`Events`: an answer in the shapes of OpenAI's responses API: whole, or as the events of a stream, item by item.
+`ResponseEvents`: an answer in the shapes of OpenAI's responses API: whole, or as the events of a stream, item by item.
 
 `Item`: the items that a response's output is made of: a message, a thought or a call each, as it grows and whole.
 
@@ -21,21 +21,20 @@ from starlette.responses import Response
 
 from outrider.server.answers import sse
 from outrider.server.answers.afterwards import Notes, checker, no_notes
-from outrider.server.answers.parts import Part, Said, Thought, splitter
-from outrider.server.answers.run import Job
+from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, timings
+from outrider.server.answers.parts import Part, TextPart, ThinkingPart, splitter
+from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.telling import Choice, Telling, Told, Waited, Words, timings
 from outrider.server.answers.usage import Count, Speller, Wording, about, counter, responses_usage, speller
-from outrider.server.desk import TheDesk, as_json
 from outrider.server.endpoints.described import described, named_events, typed
 from outrider.server.mapping import speech
 from outrider.server.mapping.form import Form, by_format
-from outrider.server.mapping.manner import manner, room, stops
-from outrider.server.mapping.speech import ANY, MUST, Toolbox, function, toolbox
-from outrider.server.mapping.speech import Choice as ToolChoice
-from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.mapping.generation_params import generation_params, room, stops
+from outrider.server.mapping.speech import ANY, MUST, Toolbox, ToolSelection, function, toolbox
+from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
+from outrider.server.server_context import TheServer, as_json
 from outrider.server.shapes.base import Object
 from outrider.server.shapes.chat import SpelledToken
 from outrider.server.shapes.responses import (
@@ -54,7 +53,7 @@ from outrider.server.shapes.responses import (
 )
 from outrider.server.shapes.responses import Item as ItemIn
 
-_PREFIX = {Said: "msg", Thought: "rs", ToolCall: "fc"}
+_PREFIX = {TextPart: "msg", ThinkingPart: "rs", ToolCall: "fc"}
 
 
 class Item:
@@ -70,24 +69,24 @@ class Item:
 
     @property
     def word(self) -> str:
-        return "output_text" if isinstance(self.part, Said) else "reasoning_text"
+        return "output_text" if isinstance(self.part, TextPart) else "reasoning_text"
 
     def content(self, text: str) -> dict[str, Any]:
         """The one part of its content with `text`."""
-        return (self._words(text) if isinstance(self.part, Said) else ReasoningText(text=text)).model_dump()
+        return (self._words(text) if isinstance(self.part, TextPart) else ReasoningText(text=text)).model_dump()
 
     def grow(self, part: Part) -> list[SpelledToken]:
         """Returns the log-probabilities that came with it."""
         rows = self._next(part)
         self.rows += rows
-        if isinstance(self.part, Said) and isinstance(part, Said):
-            self.part = Said(self.part.text + part.text, self.part.at)
-        elif isinstance(self.part, Thought) and isinstance(part, Thought):
-            self.part = Thought(self.part.text + part.text)
+        if isinstance(self.part, TextPart) and isinstance(part, TextPart):
+            self.part = TextPart(self.part.text + part.text, self.part.at)
+        elif isinstance(self.part, ThinkingPart) and isinstance(part, ThinkingPart):
+            self.part = ThinkingPart(self.part.text + part.text)
         return rows
 
     def _next(self, part: Part) -> list[SpelledToken]:
-        return self._wording.next(part) if self._wording is not None and isinstance(part, Said) else []
+        return self._wording.next(part) if self._wording is not None and isinstance(part, TextPart) else []
 
     def _words(self, text: str) -> OutputText:
         rows = self.rows if text else []
@@ -95,25 +94,25 @@ class Item:
 
     def empty(self) -> Output:
         match self.part:
-            case Said():
+            case TextPart():
                 return OutputMessage(id=self.id, status=self.status, content=[])
-            case Thought():
+            case ThinkingPart():
                 return OutputReasoning(id=self.id, status=self.status, content=[])
             case ToolCall(name=name):
                 return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments="", status=self.status)
 
     def whole(self) -> Output:
         match self.part:
-            case Said(text=text):
+            case TextPart(text=text):
                 return OutputMessage(id=self.id, status=self.status, content=[self._words(text)])
-            case Thought(text=text):
+            case ThinkingPart(text=text):
                 return OutputReasoning(id=self.id, status=self.status, content=[ReasoningText(text=text)])
             case ToolCall(name=name, arguments=arguments):
                 return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments=arguments, status=self.status)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ResponseInfo:
     """What is known before the first word, and what was asked and is told again.
 
     `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted.
@@ -153,7 +152,7 @@ class Head:
         )
 
 
-def response(head: Head, choice: Choice, items: list[Output] | None = None) -> ResponseObject:
+def response(head: ResponseInfo, choice: ChoiceState, items: list[Output] | None = None) -> ResponseObject:
     """The whole answer; `items` are those that a stream has told already."""
     cut = choice.finish == "length"
     state = "incomplete" if cut else "completed"
@@ -168,17 +167,17 @@ def response(head: Head, choice: Choice, items: list[Output] | None = None) -> R
     )
 
 
-def _items(head: Head, choice: Choice, state: str) -> list[Output]:
+def _items(head: ResponseInfo, choice: ChoiceState, state: str) -> list[Output]:
     wording = Wording(head.speller) if head.speller is not None else None
     if wording is not None:
         wording.take(choice.extras.logprobs)
     return [Item(part, state, wording).whole() for part in choice.parts]
 
 
-class Events:
+class ResponseEvents:
     """One stream's; each event has its number."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseInfo) -> None:
         self._head = head
         self._wording = Wording(head.speller) if head.speller is not None else None
         self._number = -1
@@ -192,13 +191,13 @@ class Events:
 
     def of(self, one: Words) -> bytes:
         match one:
-            case Waited(note=note):
+            case KeepAlive(note=note):
                 return sse.comment(note)
-            case Told(part=part, extras=extras):
+            case PartUpdate(part=part, extras=extras):
                 if self._wording is not None:
                     self._wording.take(extras.logprobs)
                 return b"".join(self._grown(part))
-            case Choice():
+            case ChoiceState():
                 before = b"".join(self._closed("incomplete" if one.finish == "length" else "completed"))
                 answer = response(self._head, one, self._items)
                 return before + self._event(f"response.{answer.status}", response=answer.model_dump())
@@ -234,7 +233,7 @@ class Events:
         at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
         if isinstance(part, ToolCall):
             return self._event("response.function_call_arguments.delta", **at, delta=part.arguments)
-        more = {"logprobs": _plain(rows)} if isinstance(part, Said) else {}
+        more = {"logprobs": _plain(rows)} if isinstance(part, TextPart) else {}
         return self._event(f"response.{item.word}.delta", **at, content_index=0, delta=part.text, **more)
 
     def _closed(self, state: str) -> Iterator[bytes]:
@@ -248,7 +247,7 @@ class Events:
                 "response.function_call_arguments.done", **at, name=item.part.name, arguments=item.part.arguments
             )
         else:
-            more = {"logprobs": _plain(item.rows)} if isinstance(item.part, Said) else {}
+            more = {"logprobs": _plain(item.rows)} if isinstance(item.part, TextPart) else {}
             yield self._event(f"response.{item.word}.done", **at, content_index=0, text=item.part.text, **more)
             yield self._event("response.content_part.done", **at, content_index=0, part=item.content(item.part.text))
         whole = item.whole()
@@ -311,15 +310,15 @@ def tools_of(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     return toolbox(model, given, _tool_choice(asked), strict)
 
 
-def _tool_choice(asked: ResponsesRequest) -> ToolChoice:
+def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
         case None | str() as kind:
-            return ToolChoice(kind or ANY, one=one)
+            return ToolSelection(kind or ANY, one=one)
         case FunctionChosen(name=name):
-            return ToolChoice(MUST, (name,), one=True)
+            return ToolSelection(MUST, (name,), one=True)
         case FunctionsAllowed(mode=mode, tools=allowed):
-            return ToolChoice(mode, tuple(tool.name for tool in allowed), one)
+            return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
 
 
 def notes(asked: ResponsesRequest) -> list[str]:
@@ -328,7 +327,7 @@ def notes(asked: ResponsesRequest) -> list[str]:
     return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
 
 
-def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:
+def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
     said: list[dict[str, Any]] = []
     if asked.instructions:
         said.append({"role": "system", "content": asked.instructions})
@@ -339,7 +338,7 @@ def conversation(asked: ResponsesRequest, box: Toolbox) -> Conversation:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning.effort)
-    return Conversation(said, box.tools, keywords)
+    return TemplateInput(said, box.tools, keywords)
 
 
 def _items_in(items: list[ItemIn]) -> list[dict[str, Any]]:
@@ -392,19 +391,19 @@ router = APIRouter(route_class=typed())
 
 
 @router.post("/responses", response_model=None, responses=described(ResponseObject, named_events()))
-async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> Response:
+async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
     """Answers an input."""
-    desk.check_model(asked.model)
+    context.check_model(asked.model)
     refuse(asked)
-    box = tools_of(desk.model, asked)
-    form = await desk.form(form_of(asked))
-    prompt = await desk.prompt(conversation(asked, box))
-    grammar = await desk.grammar(prompt, form, box)
-    how = manner(
-        desk.model,
+    box = tools_of(context.model, asked)
+    form = await context.form(form_of(asked))
+    prompt = await context.prompt(conversation(asked, box))
+    grammar = await context.grammar(prompt, form, box)
+    how = generation_params(
+        context.model,
         asked.speculation,
         asked.timeout,
-        max_tokens=room(desk.model, len(prompt.tokens), asked.max_output_tokens),
+        max_tokens=room(context.model, len(prompt.tokens), asked.max_output_tokens),
         temp=asked.temperature,
         top_p=asked.top_p,
         top_k=asked.top_k,
@@ -418,11 +417,11 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         grammar=grammar,
         logprobs=logprobs(asked),
     )
-    head = Head(
-        model=desk.model.id,
+    head = ResponseInfo(
+        model=context.model.id,
         seed=how.sampling.seed or 0,
         prompt_tokens=len(prompt.tokens),
-        thoughts=counter(desk.model, prompt),
+        thoughts=counter(context.model, prompt),
         notes=notes(asked),
         tool_choice=_choice(asked),
         tools=[tool.model_dump() for tool in asked.tools or ()],
@@ -431,24 +430,24 @@ async def respond(asked: ResponsesRequest, request: Request, desk: TheDesk) -> R
         max_output_tokens=asked.max_output_tokens,
         temperature=how.sampling.temp,
         top_p=how.sampling.top_p,
-        speller=speller(desk.model, how.sampling),
+        speller=speller(context.model, how.sampling),
         checked=checker(form, box),
     )
-    jobs = [Job(prompt.tokens, how)]
-    splitters = [splitter(desk.model, prompt, box, form is not None, grammar is not None)]
+    jobs = [ChoiceJob(prompt.tokens, how)]
+    splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None)]
     if not asked.stream:
-        (choice,) = await desk.whole(request, jobs, splitters, box.one)
+        (choice,) = await context.whole(request, jobs, splitters, box.one)
         return as_json(response(head, choice))
-    run = await desk.streaming(request, jobs)
-    return EventStream(Telling(run, splitters, box.one), Events(head))
+    run = await context.streaming(request, jobs)
+    return EventStream(PartStream(run, splitters, box.one), ResponseEvents(head))
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=described(InputTokens))
-async def count(asked: ResponsesRequest, desk: TheDesk) -> Response:
+async def count(asked: ResponsesRequest, context: TheServer) -> Response:
     """The tokens that an input is."""
-    desk.check_model(asked.model)
+    context.check_model(asked.model)
     refuse(asked)
-    prompt = await desk.prompt(conversation(asked, tools_of(desk.model, asked)))
+    prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))
     return as_json(InputTokens(input_tokens=len(prompt.tokens)))
 
 

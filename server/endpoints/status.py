@@ -20,12 +20,12 @@ from starlette.responses import Response
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.desk import Desk, TheDesk, as_json
 from outrider.server.endpoints import chat
 from outrider.server.endpoints.described import described, problems, typed
-from outrider.server.mapping.speech import Choice, toolbox
-from outrider.server.model.served import Conversation, ServedModel
+from outrider.server.mapping.speech import ToolSelection, toolbox
+from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
+from outrider.server.server_context import ServerContext, TheServer, as_json
 from outrider.server.shapes.chat import ChatMessage
 from outrider.server.shapes.plain import (
     Applied,
@@ -58,10 +58,10 @@ async def version() -> Version:
 
 
 @router.get("/ready", responses={**problems(), 503: {"model": Ready}})
-async def ready(desk: TheDesk, response: Response) -> Ready:
+async def ready(context: TheServer, response: Response) -> Ready:
     """Whether requests are completed now: 200, or 503 with what is awaited."""
-    stats = await _stats(desk)
-    if stats is None or desk.draining:
+    stats = await _stats(context)
+    if stats is None or context.draining:
         response.status_code = 503
         return Ready(status="unreachable" if stats is None else "ending")
     workers = {worker.name: worker.state for worker in stats.workers}
@@ -71,15 +71,15 @@ async def ready(desk: TheDesk, response: Response) -> Ready:
 
 
 @router.get("/metrics", response_class=Response, responses={**problems(), 200: {"content": {"text/plain": {}}}})
-async def metrics(desk: TheDesk) -> Response:
+async def metrics(context: TheServer) -> Response:
     """For Prometheus."""
-    text = await asyncio.to_thread(desk.metrics.text, await _stats(desk))  # others have news to write meanwhile
+    text = await asyncio.to_thread(context.metrics.text, await _stats(context))  # others have news to write meanwhile
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _stats(desk: Desk) -> Stats | None:
+async def _stats(context: ServerContext) -> Stats | None:
     try:
-        return await desk.behind.stats()
+        return await context.backend.stats()
     except OutriderError:
         return None
 
@@ -88,29 +88,29 @@ text_router = APIRouter(route_class=typed())
 
 
 @text_router.post("/tokenize", response_model=None, responses=described(Tokenized))
-async def tokenize(asked: TokenizeRequest, desk: TheDesk) -> Response:
+async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
     """The tokens of a text or of a conversation."""
-    desk.check_model(asked.model)
-    return as_json(await asyncio.to_thread(_tokenized, asked, desk.model))
+    context.check_model(asked.model)
+    return as_json(await asyncio.to_thread(_tokenized, asked, context.model))
 
 
 @text_router.post("/apply-template", response_model=None, responses=described(Applied))
-async def apply(asked: TemplateRequest, desk: TheDesk) -> Response:
+async def apply(asked: TemplateRequest, context: TheServer) -> Response:
     """The text that a conversation becomes."""
-    desk.check_model(asked.model)
-    prompt = await desk.prompt(_talk(asked, asked.messages, desk.model))
-    return as_json(Applied(prompt=await asyncio.to_thread(desk.model.codec.decode, prompt.tokens)))
+    context.check_model(asked.model)
+    prompt = await context.prompt(_talk(asked, asked.messages, context.model))
+    return as_json(Applied(prompt=await asyncio.to_thread(context.model.codec.decode, prompt.tokens)))
 
 
 @text_router.post("/detokenize", response_model=None, responses=described(Detokenized))
-async def detokenize(asked: DetokenizeRequest, desk: TheDesk) -> Response:
+async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
     """The text of tokens, special ones spelled out."""
-    desk.check_model(asked.model)
-    size = desk.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
+    context.check_model(asked.model)
+    size = context.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
     wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise Refused(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
-    text = await asyncio.to_thread(desk.model.codec.decode, tuple(asked.tokens))
+    text = await asyncio.to_thread(context.model.codec.decode, tuple(asked.tokens))
     return as_json(Detokenized(content=text, prompt=text))
 
 
@@ -135,12 +135,12 @@ def _tokens(asked: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     return model.tokens(str(given[0]), special)
 
 
-def _talk(asked: TokenizeRequest | TemplateRequest, said: list[ChatMessage], model: ServedModel) -> Conversation:
+def _talk(asked: TokenizeRequest | TemplateRequest, said: list[ChatMessage], model: ServedModel) -> TemplateInput:
     if asked.continue_final_message:
         chat.check_own_turn(said)
-    return Conversation(
+    return TemplateInput(
         chat.messages(said),
-        toolbox(model, chat.tools(asked.tools), Choice()).tools,
+        toolbox(model, chat.tools(asked.tools), ToolSelection()).tools,
         asked.chat_template_kwargs or {},
         answer=asked.add_generation_prompt,
         go_on=asked.continue_final_message,
@@ -158,38 +158,38 @@ models_router = APIRouter()
 
 
 @models_router.get("/models", responses=problems())
-async def models(desk: TheDesk) -> Models:
+async def models(context: TheServer) -> Models:
     """The model that is served, by each of its names."""
-    names = desk.model.names
-    return Models(data=[_model(desk, name) for name in names], first_id=names[0], last_id=names[-1])
+    names = context.model.names
+    return Models(data=[_model(context, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
 @models_router.get("/models/{name:path}", responses=problems())
-async def model(name: str, desk: TheDesk) -> Model:
+async def model(name: str, context: TheServer) -> Model:
     """One name's."""
-    desk.check_model(name)
-    return _model(desk, name)
+    context.check_model(name)
+    return _model(context, name)
 
 
 @models_router.post("/embeddings", include_in_schema=False)
-async def embeddings(desk: TheDesk) -> Response:
+async def embeddings(context: TheServer) -> Response:
     """Frameworks ask for them beside a chat model."""
     raise Refused(
-        f"embeddings are not served here: {desk.model.id} is a model that writes text, and Outrider has none that makes"
-        " embeddings; point the embeddings' base URL at a server that does",
+        f"embeddings are not served here: {context.model.id} is a model that writes text, and Outrider has none that"
+        " makes embeddings; point the embeddings' base URL at a server that does",
         status=404,
     )
 
 
-def _model(desk: Desk, name: str) -> Model:
-    made = desk.model.loaded_at
+def _model(context: ServerContext, name: str) -> Model:
+    made = context.model.loaded_at
     return Model(
         id=name,
         created=made,
         created_at=datetime.fromtimestamp(made, UTC).isoformat().replace("+00:00", "Z"),
         display_name=name,
-        max_model_len=desk.model.context_length,
-        chat_template=desk.model.template is not None,
-        max_input_tokens=desk.model.context_length,
-        description=desk.model.note or None,
+        max_model_len=context.model.context_length,
+        chat_template=context.model.template is not None,
+        max_input_tokens=context.model.context_length,
+        description=context.model.note or None,
     )

@@ -18,7 +18,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import Grammar
 from outrider.server.mapping.speech import Toolbox
 from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_of
-from outrider.server.model.served import Prompt, ServedModel, Thoughts
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
 from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
 from outrider.server.shapes.base import Sampling
@@ -111,7 +111,7 @@ _BREAKS = r"/\n{0,2}/"
 _ANYTHING = "<[*]>*"
 
 
-def held(model: ServedModel, prompt: Prompt, box: Toolbox, form: Form | None) -> Grammar | None:
+def held(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: Form | None) -> Grammar | None:
     """The grammar of an answer to `prompt`; None where it may be anything.
 
     Raises:
@@ -186,7 +186,7 @@ def _many(written: ToolFormat) -> bool:
     return written.style is not None and written.style.block is not None
 
 
-def _thoughts(rules: Rules, model: ServedModel, prompt: Prompt) -> str:
+def _thoughts(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
     if model.thinking is None or prompt.thoughts is Thoughts.NONE:
         return ""
     start, end = model.thinking.start, model.thinking.end

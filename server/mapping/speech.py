@@ -84,7 +84,7 @@ class Toolbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ToolSelection:
     """`tool_choice`: `kind` is auto, none or required; `names`: of these tools alone, None: of all.
 
     `one`: no more than one call, as where a tool is named.
@@ -101,7 +101,9 @@ def function(name: str, description: str | None, parameters: dict[str, Any] | No
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
 
-def toolbox(model: ServedModel, tools: Sequence[dict[str, Any]], choice: Choice, strict: Iterable[str] = ()) -> Toolbox:
+def toolbox(
+    model: ServedModel, tools: Sequence[dict[str, Any]], choice: ToolSelection, strict: Iterable[str] = ()
+) -> Toolbox:
     """The tools that may be called; `strict`: the names of those that say so.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import Asked
+from outrider.server.shapes.base import ApiRequest
 from outrider.server.shapes.chat import ChatRequest, CompletionRequest
 from outrider.server.shapes.messages import MessagesRequest
 from outrider.server.shapes.plain import TokenizeRequest
@@ -42,7 +42,7 @@ _OTHERS = frozenset(
 log = logging.getLogger(__name__)
 
 
-def ignorable(asked: Asked) -> list[str]:
+def ignorable(asked: ApiRequest) -> list[str]:
     """The names of the fields that may be ignored.
 
     Raises:
@@ -59,7 +59,7 @@ def ignorable(asked: Asked) -> list[str]:
     return names
 
 
-class Ignored:
+class IgnoredFields:
     """How often each unknown field was ignored. The log tells of its 1st time, its 10th, its 100th and so on."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Ignored:
 
 
 @cache
-def _meant(shape: type[Asked]) -> tuple[str, ...]:
+def _meant(shape: type[ApiRequest]) -> tuple[str, ...]:
     """The fields of `shape` that the answer depends on: those that are ignored have any value."""
     return tuple(name for name, field in shape.model_fields.items() if field.annotation is not Any)
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from outrider.grammar.compiler import Vocabulary, vocabulary_of
-from outrider.orchestrator.pair.chat import Message, as_text, chat_template, render, without_end
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model, read_json
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.chat import Message, as_text, chat_template, render, without_end
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.server.model.tool_format import FORMAT, NOTE, Tags, ToolFormat, in_words, thinking_tags, tool_format
+from outrider.server.model.tool_format import FORMAT, NOTE, SpanTags, ToolFormat, in_words, thinking_tags, tool_format
 
 EMBEDDED = "outrider-embedded"
 _DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class TemplateInput:
     """What is said so far, as templates take it, and how the answer begins.
 
     `tools` are functions in OpenAI's shape. `answer`: begin the assistant's turn; `go_on`: continue the last message
@@ -47,7 +47,7 @@ class Thoughts(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """What the model reads."""
 
     tokens: tuple[int, ...]
@@ -65,7 +65,7 @@ class ServedModel:
     codec: TextCodec
     vocabulary: Vocabulary
     template: str | None
-    thinking: Tags | None
+    thinking: SpanTags | None
     tools: ToolFormat | None
     defaults: Mapping[str, float]
     longest_token: int
@@ -85,7 +85,7 @@ class ServedModel:
     def context_length(self) -> int | None:
         return self.codec.model.context_length
 
-    def plain(self, text: str) -> Prompt:
+    def plain(self, text: str) -> TokenizedPrompt:
         """A text that is to be completed.
 
         Raises:
@@ -93,7 +93,7 @@ class ServedModel:
         """
         if not text:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
-        return Prompt(self._fitting(text, special=True))
+        return TokenizedPrompt(self._fitting(text, special=True))
 
     def tokens(self, text: str, special: bool) -> tuple[int, ...]:
         """The tokens of `text`; `special` adds what the tokenizer puts around one. Raises InvalidRequest."""
@@ -103,7 +103,7 @@ class ServedModel:
             raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
         return self.codec.encode(text, special)
 
-    def prompt(self, talk: Conversation) -> Prompt:
+    def prompt(self, talk: TemplateInput) -> TokenizedPrompt:
         """A conversation that is to be answered. Without a template it is the text alone (`as_text`).
 
         Raises:
@@ -118,9 +118,9 @@ class ServedModel:
         thoughts = self._thoughts(text, talk)
         if thoughts is Thoughts.BEGUN and self.thinking is not None and talk.keywords.get("enable_thinking") is False:
             text, thoughts = f"{text}{self.thinking.end}\n\n", Thoughts.NONE
-        return Prompt(self._fitting(text, special=False), thoughts)
+        return TokenizedPrompt(self._fitting(text, special=False), thoughts)
 
-    def _rendered(self, template: str, talk: Conversation) -> str:
+    def _rendered(self, template: str, talk: TemplateInput) -> str:
         return render(
             template,
             talk.messages,
@@ -130,7 +130,7 @@ class ServedModel:
             keywords=talk.keywords,
         )
 
-    def _in_words(self, template: str, talk: Conversation) -> str:
+    def _in_words(self, template: str, talk: TemplateInput) -> str:
         plain = replace(talk, messages=in_words(talk.messages, talk.tools), tools=())
         try:
             return self._rendered(template, plain)
@@ -150,14 +150,14 @@ class ServedModel:
             )
         return self.tokens(text, special)
 
-    def _without_template(self, talk: Conversation) -> Prompt:
+    def _without_template(self, talk: TemplateInput) -> TokenizedPrompt:
         if talk.tools:
             raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
         if talk.keywords:
             raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
         return self.plain(as_text(talk.messages))
 
-    def _thoughts(self, text: str, talk: Conversation) -> Thoughts:
+    def _thoughts(self, text: str, talk: TemplateInput) -> Thoughts:
         if self.thinking is None:
             return Thoughts.NONE
         if text.rfind(self.thinking.start) > text.rfind(self.thinking.end):

@@ -4,7 +4,7 @@
 text. mlx-lm's package imports MLX, and this process has no use for it; so the parsers, which need none, are loaded
 past it.
 
-`Tags`: how a model marks its thoughts. The marks are found as mlx-lm finds them: by the tokens that the vocabulary
+`SpanTags`: how a model marks its thoughts. The marks are found as mlx-lm finds them: by the tokens that the vocabulary
 has.
 
 `in_words`: tools in words, for a model whose template has none: they stand in the system prompt, in the manner of
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outrider.orchestrator.pair.chat import Message
+from outrider.orchestrator.pairing.chat import Message
 from outrider.protocol.errors import ModelError
 from outrider.server.model.call_grammar import Style, style_of
 
@@ -38,22 +38,22 @@ _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class SpanTags:
     """What begins and what ends a stretch of text; an empty `end`: the text's own end."""
 
     start: str
     end: str
 
 
-def thinking_tags(vocabulary: Collection[str]) -> Tags | None:
+def thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
     """None when nothing says that the model thinks aloud."""
     for start, end in _PAIRS:
         if start in vocabulary and end in vocabulary:
-            return Tags(start, end)
+            return SpanTags(start, end)
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        return Tags("<|channel>thought", "<channel|>")
+        return SpanTags("<|channel>thought", "<channel|>")
     if is_xtml(vocabulary):
-        return Tags("<|open|>think<|sep|>", "<|close|>think<|sep|>")
+        return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     return None
 
 
@@ -98,7 +98,7 @@ class ToolFormat:
     """One of mlx-lm's parsers. `style`: how its calls are written; None: nobody knows here."""
 
     name: str
-    tags: Tags
+    tags: SpanTags
     module: ModuleType
     style: Style | None = None
 
@@ -129,7 +129,7 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
         module = import_module(f"{_parsers()}.{name}")
     except ImportError:
         raise ModelError(f"the model's tool calls are written as {name!r}, which this mlx-lm can't read") from None
-    tags = Tags(module.tool_call_start, module.tool_call_end)
+    tags = SpanTags(module.tool_call_start, module.tool_call_end)
     return ToolFormat(name, tags, module, style_of(name, template or ""))
 
 

@@ -56,7 +56,7 @@ def many(most: int = MOST_MESSAGES, least: int = 0) -> Any:
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
-class Given(BaseModel):
+class StrictShape(BaseModel):
     """A request, or a part of one in which an unknown field might change what is meant."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -76,19 +76,19 @@ def not_a_crowd(given: Any, most: int) -> Any:
     return given
 
 
-class Asked(Given):
+class ApiRequest(StrictShape):
     """A whole request. Fields that no shape here has are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-class Loose(BaseModel):
+class LooseShape(BaseModel):
     """A part of a request in which further fields change nothing, such as a message's."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class Answered(BaseModel):
+class ApiResponse(BaseModel):
     """An answer, or a part of one."""
 
     model_config = ConfigDict(extra="forbid")
@@ -111,7 +111,7 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], many(1000, least=
 """Texts, one of which is to be said."""
 
 
-class Speculation(Given):
+class Speculation(StrictShape):
     """Outrider's own: how drafts are used, and whose. The text is the same in every mode."""
 
     mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
@@ -129,13 +129,13 @@ class Watched(Speculation):
     rounds: bool = False
 
 
-class StreamOptions(Loose):
+class StreamOptions(LooseShape):
     """`include_usage`: a last event with the usage of all choices."""
 
     include_usage: bool | None = None
 
 
-class StructuredOutputs(Given):
+class StructuredOutputs(StrictShape):
     """vLLM's: what the text is to be; one of them."""
 
     json_: Annotated[Object | str | None, Field(alias="json")] = None
@@ -145,7 +145,7 @@ class StructuredOutputs(Given):
     choice: Choices | None = None
 
 
-class Generation(Asked):
+class Generation(ApiRequest):
     """What requests of all of OpenAI's APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
 
     model: str | None = None
@@ -195,15 +195,15 @@ class Sampling(Generation):
     prediction: Any = None
 
 
-class CachedTokens(Answered):
+class CachedTokens(ApiResponse):
     cached_tokens: int = 0
 
 
-class ReasoningTokens(Answered):
+class ReasoningTokens(ApiResponse):
     reasoning_tokens: int = 0
 
 
-class Usage(Answered):
+class Usage(ApiResponse):
     """Tokens; `cached_tokens` of the prompt did not have to be read again, `reasoning_tokens` were thoughts."""
 
     prompt_tokens: int
@@ -213,7 +213,7 @@ class Usage(Answered):
     completion_tokens_details: ReasoningTokens | None = absent()
 
 
-class Outrider(Answered):
+class Outrider(ApiResponse):
     """What gives this text again, and what was worth telling: `mode` is what ran, `notes` why something was not."""
 
     seed: int
@@ -225,14 +225,14 @@ Timings = dict[str, Any]
 """A request in numbers, in llama.cpp's names; docs/server.md has each."""
 
 
-class TokenOrigin(Answered):
+class TokenOrigin(ApiResponse):
     """The text that a token completes, and who said it first."""
 
     text: str
     origin: str = Field(description="target, prepared, drafted (just in time), head (just in time, by one) or copied")
 
 
-class Work(Answered):
+class Work(ApiResponse):
     """When it began, and how long it took; milliseconds on one clock, which begins with the request."""
 
     start_ms: float
@@ -248,7 +248,7 @@ class Drafting(Work):
     branches: int
 
 
-class Round(Answered):
+class Round(ApiResponse):
     """One verify that has ended: a chain of `drafted` tokens, of which `accepted` held; it made `tokens` final."""
 
     round: int
@@ -262,7 +262,7 @@ class Round(Answered):
     drafting: list[Drafting]
 
 
-class Speculated(Answered):
+class Speculated(ApiResponse):
     """`origins`: a token each; `rounds`: those that ended meanwhile."""
 
     origins: list[TokenOrigin] | None = absent()

@@ -17,14 +17,14 @@ from outrider.server.shapes.base import (
     MOST_STOPS,
     MOST_TOKENS,
     MOST_TOOLS,
-    Answered,
-    Given,
-    Loose,
+    ApiResponse,
+    LooseShape,
     MaxTokens,
     Object,
     Outrider,
     Sampling,
     Speculated,
+    StrictShape,
     Timings,
     Usage,
     absent,
@@ -34,25 +34,25 @@ from outrider.server.shapes.base import (
 Finish = Literal["stop", "length", "tool_calls"]
 
 
-class Part(Loose):
+class Part(LooseShape):
     """A part of a message. Only text is read; images, sounds and files are refused."""
 
     type: str
     text: str | None = None
 
 
-class FunctionCalled(Loose):
+class FunctionCalled(LooseShape):
     name: str
     arguments: str | Object = "{}"
 
 
-class ToolCalled(Loose):
+class ToolCalled(LooseShape):
     id: str | None = None
     type: str | None = None
     function: FunctionCalled
 
 
-class ChatMessage(Loose):
+class ChatMessage(LooseShape):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -64,7 +64,7 @@ class ChatMessage(Loose):
     reasoning: str | None = Field(None, description="the same, as vLLM calls it now")
 
 
-class Function(Loose):
+class Function(LooseShape):
     """What a model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -73,33 +73,33 @@ class Function(Loose):
     strict: bool | None = None
 
 
-class Tool(Loose):
+class Tool(LooseShape):
     type: str
     function: Function | None = None
 
 
-class Named(Given):
+class Named(StrictShape):
     name: str
 
 
-class ToolChosen(Loose):
+class ToolChosen(LooseShape):
     """The one function that is to be called."""
 
     type: Literal["function"]
     function: Named
 
 
-class ToolAllowed(Loose):
+class ToolAllowed(LooseShape):
     type: Literal["function"] = "function"
     function: Named
 
 
-class Allowed(Given):
+class Allowed(StrictShape):
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolAllowed], many(MOST_TOOLS, least=1)]
 
 
-class ToolsAllowed(Loose):
+class ToolsAllowed(LooseShape):
     """Some of the functions; `mode`: whether one of them is to be called."""
 
     type: Literal["allowed_tools"]
@@ -128,12 +128,12 @@ class ChatRequest(Sampling):
     verbosity: Any = None
 
 
-class FunctionOut(Answered):
+class FunctionOut(ApiResponse):
     name: str
     arguments: str
 
 
-class ToolCallOut(Answered):
+class ToolCallOut(ApiResponse):
     id: str
     type: Literal["function"] = "function"
     function: FunctionOut
@@ -143,7 +143,7 @@ class ToolCallDelta(ToolCallOut):
     index: int
 
 
-class AnswerMessage(Answered):
+class AnswerMessage(ApiResponse):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: str | None = None
@@ -151,7 +151,7 @@ class AnswerMessage(Answered):
     tool_calls: list[ToolCallOut] | None = absent()
 
 
-class LikelyToken(Answered):
+class LikelyToken(ApiResponse):
     """A token's text, its bytes, and the natural logarithm of its probability."""
 
     token: str
@@ -165,12 +165,12 @@ class SpelledToken(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(Answered):
+class ChatLogprobs(ApiResponse):
     content: list[SpelledToken]
     refusal: None = None
 
 
-class ChatChoice(Answered):
+class ChatChoice(ApiResponse):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
@@ -178,7 +178,7 @@ class ChatChoice(Answered):
     speculation: Speculated | None = absent()
 
 
-class ChatCompletion(Answered):
+class ChatCompletion(ApiResponse):
     """The whole answer."""
 
     id: str
@@ -192,7 +192,7 @@ class ChatCompletion(Answered):
     outrider: Outrider
 
 
-class Delta(Answered):
+class Delta(ApiResponse):
     """What is new; only what there is of it is sent."""
 
     role: Literal["assistant"] | None = absent()
@@ -201,7 +201,7 @@ class Delta(Answered):
     tool_calls: list[ToolCallDelta] | None = absent()
 
 
-class ChunkChoice(Answered):
+class ChunkChoice(ApiResponse):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
@@ -209,7 +209,7 @@ class ChunkChoice(Answered):
     speculation: Speculated | None = absent()
 
 
-class ChatChunk(Answered):
+class ChatChunk(ApiResponse):
     """An event of a stream. Timings come with a choice's end; usage, if wanted, in a last event without choices."""
 
     id: str
@@ -237,7 +237,7 @@ class CompletionRequest(Sampling):
     return_token_ids: bool | None = Field(None, description="vLLM's: tell what the text is of, too")
 
 
-class CompletionLogprobs(Answered):
+class CompletionLogprobs(ApiResponse):
     """Of each token: its text, the natural logarithm of its probability, the likeliest of its place by their texts, and
     where its text begins."""
 
@@ -247,7 +247,7 @@ class CompletionLogprobs(Answered):
     text_offset: list[int]
 
 
-class CompletionChoice(Answered):
+class CompletionChoice(ApiResponse):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -256,7 +256,7 @@ class CompletionChoice(Answered):
     speculation: Speculated | None = absent()
 
 
-class Completion(Answered):
+class Completion(ApiResponse):
     """The whole answer, and in the same shape each event of a stream."""
 
     id: str

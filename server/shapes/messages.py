@@ -8,9 +8,9 @@ from pydantic import Field
 
 from outrider.server.shapes.base import (
     MOST_TOOLS,
-    Answered,
-    Asked,
-    Loose,
+    ApiRequest,
+    ApiResponse,
+    LooseShape,
     MaxTokens,
     Object,
     Outrider,
@@ -27,7 +27,7 @@ from outrider.server.shapes.base import (
 )
 
 
-class Block(Loose):
+class Block(LooseShape):
     """A part of a message: text, thinking, tool_use or tool_result. Images and documents are refused."""
 
     type: str
@@ -41,12 +41,12 @@ class Block(Loose):
     is_error: bool | None = None
 
 
-class Turn(Loose):
+class Turn(LooseShape):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], many()]
 
 
-class ClientTool(Loose):
+class ClientTool(LooseShape):
     """A tool that the caller runs; `input_schema` is a JSON schema. Anthropic's own tools are refused."""
 
     type: str | None = None
@@ -56,17 +56,17 @@ class ClientTool(Loose):
     strict: bool | None = None
 
 
-class ToolChoice(Loose):
+class ToolChoice(LooseShape):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Loose):
+class Thinking(LooseShape):
     type: str
 
 
-class Counted(Asked):
+class Counted(ApiRequest):
     """What is counted: all that becomes a prompt."""
 
     model: str | None = None
@@ -107,18 +107,18 @@ class MessagesRequest(Counted):
     inference_geo: Any = None
 
 
-class TextBlock(Answered):
+class TextBlock(ApiResponse):
     type: Literal["text"] = "text"
     text: str
 
 
-class ThinkingBlock(Answered):
+class ThinkingBlock(ApiResponse):
     type: Literal["thinking"] = "thinking"
     thinking: str
     signature: str = ""
 
 
-class ToolUseBlock(Answered):
+class ToolUseBlock(ApiResponse):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
@@ -129,7 +129,7 @@ AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class MessagesUsage(Answered):
+class MessagesUsage(ApiResponse):
     """Tokens; what was read from the cache is not in `input_tokens`."""
 
     input_tokens: int
@@ -138,7 +138,7 @@ class MessagesUsage(Answered):
     cache_read_input_tokens: int = 0
 
 
-class MessageAnswer(Answered):
+class MessageAnswer(ApiResponse):
     """The whole answer."""
 
     id: str
@@ -153,5 +153,5 @@ class MessageAnswer(Answered):
     outrider: Outrider | None = absent()
 
 
-class TokenCount(Answered):
+class TokenCount(ApiResponse):
     input_tokens: int

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from outrider.server.shapes.base import MOST_TOKENS, MOST_TOOLS, Answered, Asked, Object, absent, many
+from outrider.server.shapes.base import MOST_TOKENS, MOST_TOOLS, ApiRequest, ApiResponse, Object, absent, many
 from outrider.server.shapes.chat import ChatMessage, Tool
 
 
-class Model(Answered):
+class Model(ApiResponse):
     """Has what OpenAI's and Anthropic's clients look for."""
 
     id: str
@@ -27,7 +27,7 @@ class Model(Answered):
     description: str | None = absent()
 
 
-class Models(Answered):
+class Models(ApiResponse):
     object: Literal["list"] = "list"
     data: list[Model]
     has_more: bool = False
@@ -35,7 +35,7 @@ class Models(Answered):
     last_id: str
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(ApiRequest):
     """`content` (llama.cpp's) and `prompt` (vLLM's) are a text; `messages` a conversation."""
 
     model: str | None = None
@@ -52,21 +52,21 @@ class TokenizeRequest(Asked):
     add_special_tokens: bool | None = None
 
 
-class Piece(Answered):
+class Piece(ApiResponse):
     """A token, and what it adds to a text: bytes where that is no text by itself."""
 
     id: int
     piece: str | list[int]
 
 
-class Tokenized(Answered):
+class Tokenized(ApiResponse):
     tokens: list[int] | list[Piece]
     count: int
     max_model_len: int | None
     token_strs: list[str] | None = absent()
 
 
-class TemplateRequest(Asked):
+class TemplateRequest(ApiRequest):
     """A conversation, as /v1/chat/completions takes it."""
 
     model: str | None = None
@@ -77,66 +77,66 @@ class TemplateRequest(Asked):
     continue_final_message: bool = False
 
 
-class Applied(Answered):
+class Applied(ApiResponse):
     """The text that the model reads."""
 
     prompt: str
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(ApiRequest):
     model: str | None = None
     tokens: Annotated[list[int], many(MOST_TOKENS)]
 
 
-class Detokenized(Answered):
+class Detokenized(ApiResponse):
     """The same text in llama.cpp's field and in vLLM's."""
 
     content: str
     prompt: str
 
 
-class Health(Answered):
+class Health(ApiResponse):
     status: Literal["ok"] = "ok"
 
 
-class Version(Answered):
+class Version(ApiResponse):
     version: str
 
 
-class Ready(Answered):
+class Ready(ApiResponse):
     """Whether requests are completed now; `workers` by name and state."""
 
     status: Literal["ready", "starting", "ending", "unreachable"]
     workers: dict[str, str] = Field(default_factory=dict)
 
 
-class OpenAIError(Answered):
+class OpenAIError(ApiResponse):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class OpenAIProblem(Answered):
+class OpenAIProblem(ApiResponse):
     """An error as OpenAI writes it."""
 
     error: OpenAIError
     request_id: str | None = absent()
 
 
-class ErrorDetails(Answered):
+class ErrorDetails(ApiResponse):
     """`error_code` is the kind, for programs."""
 
     error_code: str
 
 
-class AnthropicError(Answered):
+class AnthropicError(ApiResponse):
     type: str
     message: str
     details: ErrorDetails | None = absent()
 
 
-class AnthropicProblem(Answered):
+class AnthropicProblem(ApiResponse):
     """An error as Anthropic writes it."""
 
     type: Literal["error"] = "error"

@@ -9,10 +9,10 @@ from pydantic import Field
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
     MOST_TOOLS,
-    Answered,
+    ApiResponse,
     CachedTokens,
     Generation,
-    Loose,
+    LooseShape,
     MaxTokens,
     Object,
     Outrider,
@@ -25,14 +25,14 @@ from outrider.server.shapes.base import (
 from outrider.server.shapes.chat import SpelledToken
 
 
-class Content(Loose):
+class Content(LooseShape):
     """A part of a message: input_text and output_text are read."""
 
     type: str
     text: str | None = None
 
 
-class Item(Loose):
+class Item(LooseShape):
     """A message, a call of a function, its output, or earlier reasoning."""
 
     type: str = "message"
@@ -44,7 +44,7 @@ class Item(Loose):
     output: str | Annotated[list[Content], many()] | None = None
 
 
-class FunctionTool(Loose):
+class FunctionTool(LooseShape):
     type: str
     name: str | None = None
     description: str | None = None
@@ -52,12 +52,12 @@ class FunctionTool(Loose):
     strict: bool | None = None
 
 
-class FunctionChosen(Loose):
+class FunctionChosen(LooseShape):
     type: Literal["function"]
     name: str
 
 
-class FunctionsAllowed(Loose):
+class FunctionsAllowed(LooseShape):
     """Some of the functions; `mode`: whether one of them is to be called."""
 
     type: Literal["allowed_tools"]
@@ -65,7 +65,7 @@ class FunctionsAllowed(Loose):
     tools: Annotated[list[FunctionChosen], many(MOST_TOOLS, least=1)]
 
 
-class Reasoning(Loose):
+class Reasoning(LooseShape):
     effort: str | None = None
 
 
@@ -106,19 +106,19 @@ class ResponsesRequest(Generation):
     client_metadata: Any = None
 
 
-class InputTokens(Answered):
+class InputTokens(ApiResponse):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
 
 
-class OutputText(Answered):
+class OutputText(ApiResponse):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Object] = Field(default_factory=list)
     logprobs: list[SpelledToken] | None = absent()
 
 
-class OutputMessage(Answered):
+class OutputMessage(ApiResponse):
     type: Literal["message"] = "message"
     id: str
     role: Literal["assistant"] = "assistant"
@@ -126,7 +126,7 @@ class OutputMessage(Answered):
     content: list[OutputText]
 
 
-class OutputCall(Answered):
+class OutputCall(ApiResponse):
     type: Literal["function_call"] = "function_call"
     id: str
     call_id: str
@@ -135,12 +135,12 @@ class OutputCall(Answered):
     status: str
 
 
-class ReasoningText(Answered):
+class ReasoningText(ApiResponse):
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class OutputReasoning(Answered):
+class OutputReasoning(ApiResponse):
     type: Literal["reasoning"] = "reasoning"
     id: str
     summary: list[Object] = Field(default_factory=list)
@@ -157,7 +157,7 @@ class WrittenTokens(CachedTokens):
     cache_write_tokens: int = 0
 
 
-class ResponsesUsage(Answered):
+class ResponsesUsage(ApiResponse):
     input_tokens: int
     input_tokens_details: WrittenTokens
     output_tokens: int
@@ -165,7 +165,7 @@ class ResponsesUsage(Answered):
     total_tokens: int
 
 
-class ResponseObject(Answered):
+class ResponseObject(ApiResponse):
     """The answer, and how far it is."""
 
     id: str

@@ -12,7 +12,7 @@ from tests.architecture.test_rooms import ROOT
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle"}
 CALLS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle"}
 FOLDERS = (
-    "protocol", "grammar", "engine", "drafting", "target_worker", "draft_worker", "prefill_worker", "orchestrator",
+    "protocol", "grammar", "engine", "drafters", "target_worker", "draft_worker", "prefill_worker", "orchestrator",
     "server", "fleet", "bench", "outrider", "models", "launch",
 )  # fmt: skip
 

@@ -17,16 +17,16 @@ MAY_IMPORT = {
     "protocol": set(),
     "grammar": {"protocol"},
     "engine": {"protocol", "grammar"},
-    "drafting": {"protocol", "grammar", "engine"},
-    "target_worker": {"protocol", "grammar", "engine", "drafting"},
-    "draft_worker": {"protocol", "grammar", "engine", "drafting"},
-    "prefill_worker": {"protocol", "engine", "drafting"},
+    "drafters": {"protocol", "grammar", "engine"},
+    "target_worker": {"protocol", "grammar", "engine", "drafters"},
+    "draft_worker": {"protocol", "grammar", "engine", "drafters"},
+    "prefill_worker": {"protocol", "engine", "drafters"},
     "orchestrator": {"protocol", "grammar"},
     "bench": {
         "protocol",
         "grammar",
         "engine",
-        "drafting",
+        "drafters",
         "orchestrator",
         "target_worker",
         "draft_worker",
@@ -42,13 +42,13 @@ ROOMS = set(MAY_IMPORT)
 WITHIN = {
     "orchestrator": {
         "core": {"machine"},
-        "front": {"pair"},
+        "front": {"pairing"},
         "client": {"machine"},
-        "pair": set(),
-        "machine": {"pair"},
-        "cli": {"client", "core", "front", "machine", "pair"},
+        "pairing": set(),
+        "machine": {"pairing"},
+        "cli": {"client", "core", "front", "machine", "pairing"},
     },
-    "orchestrator/core": {"workers": set(), "learning": set(), "proposals": {"learning"}},
+    "orchestrator/core": {"workers": set(), "policy": set(), "proposals": {"policy"}},
     "server": {
         "model": set(),
         "shapes": set(),
@@ -62,7 +62,7 @@ WITHIN = {
         "crowd": {"contest"},
         "commands": {"timing", "contest", "crowd"},
     },
-    "drafting/coreml": {
+    "drafters/coreml": {
         "package": set(),
         "converter": {"package"},
         "runtime": {"package"},
@@ -71,8 +71,8 @@ WITHIN = {
     },
 }
 NOTHING: set[str] = set()
-FROM_BESIDE = {f"drafting/coreml/{room}": NOTHING for room in WITHIN["drafting/coreml"]} | {
-    "orchestrator/core/learning": {"ngram"},
+FROM_BESIDE = {f"drafters/coreml/{room}": NOTHING for room in WITHIN["drafters/coreml"]} | {
+    "orchestrator/core/policy": {"ngram"},
 }
 OUTSIDE = {"launch", "tests", "tools", "models", "docs"}
 WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrider")
@@ -80,8 +80,8 @@ MLX = {"mlx", "mlx_lm"}
 # Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
 TELLS_THE_TIME = {
     "orchestrator/auth.py",  # whether a file is another one than it was
-    "orchestrator/pair/chat.py",
-    "orchestrator/pair/pulled.py",  # the same
+    "orchestrator/pairing/chat.py",
+    "orchestrator/pairing/pulled.py",  # the same
     "protocol/logs.py",
     "server/endpoints/chat.py",
     "server/endpoints/completions.py",

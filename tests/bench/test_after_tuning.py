@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.learning.tuning import Choice, Tuning
+from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol.profile import Latency, Profile
 from tests.bench.virtual_time import VirtualCluster, random_texts
 
@@ -20,10 +20,10 @@ TOKENS, TEXTS = 300, 4
 ERRORS = {"ar": 0.9, "sd": 1.1, "ssd": 0.95}
 
 
-def choices(profile: Profile) -> tuple[Choice, ...]:
+def choices(profile: Profile) -> tuple[TunedArm, ...]:
     """The best K and B of each mode, of a few really run."""
     ways = [("ar", 0, 0), ("sd", 3, 0), ("ssd", 4, 4), ("ssd", 6, 4)]
-    found = [Choice(mode, k, b, rate(profile, mode, k or 1, b or 1, 1)) for mode, k, b in ways]
+    found = [TunedArm(mode, k, b, rate(profile, mode, k or 1, b or 1, 1)) for mode, k, b in ways]
     found.sort(key=lambda choice: -choice.tokens_per_second)
     return tuple(next(choice for choice in found if choice.mode == mode) for mode in ("ar", "sd", "ssd"))
 
@@ -34,7 +34,7 @@ def rate(profile: Profile, mode: str, depth: int, branches: int, texts: int, tun
     return texts / sum(1 / cluster.run(text, TOKENS, mode).predicted_per_second for text in known)
 
 
-def tuning_of(profile: Profile, found: tuple[Choice, ...]) -> Tuning:
+def tuning_of(profile: Profile, found: tuple[TunedArm, ...]) -> Tuning:
     """As `tune` would write it, with rates that are wrong by a tenth."""
     wrong = (replace(c, tokens_per_second=c.tokens_per_second * ERRORS[c.mode]) for c in found)
     rows = tuple((m, profile.target.milliseconds(m)) for m in range(1, 9))

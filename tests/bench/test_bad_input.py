@@ -10,8 +10,8 @@ import pytest
 
 from outrider.bench.commands import tune
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.core.learning.tuning import Choice, Tuning
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 Captured = pytest.CaptureFixture[str]
@@ -140,7 +140,7 @@ def test_a_tune_interrupted_half_way_leaves_no_profile(
 def test_one_interrupted_while_it_is_written_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = Tuning(10.0, ((1, 10.5),), 3.5, 1.9, 0.3, 0.4, (0.8,), 0.85, (Choice("ar", 0, 0, 95.0),))
+    record = Tuning(10.0, ((1, 10.5),), 3.5, 1.9, 0.3, 0.4, (0.8,), 0.85, (TunedArm("ar", 0, 0, 95.0),))
     tuning.save(record, tmp_path / "tuning.json")
 
     def interrupt(*_: Any) -> None:

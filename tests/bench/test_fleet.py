@@ -88,7 +88,7 @@ def test_a_zone_that_goes_takes_no_request_with_it(real: bool) -> None:
     broken = [one for one in found.tally.jobs if one.broken]
     assert broken and all(one.is_over for one in broken)
     assert min(look.engines for look in found.tally.looks) == 2 and found.tally.looks[-1].engines == 3
-    assert all(one.told <= one.answer for one in found.tally.jobs)
+    assert all(one.on_hidden_states <= one.answer for one in found.tally.jobs)
     assert "lost at 8 s" in losses(found, ZONE, found) and "100% until the end" in losses(found, ZONE, found)
     assert "+0.0 %" in difference(found, found)
     assert len(table({"0.5": found}).splitlines()) == 3

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from outrider.orchestrator.core.door import Door
+from outrider.orchestrator.core.message_validator import MessageValidator
 from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Message, Outcome
@@ -73,11 +73,11 @@ def test_a_worker_that_says_something_else_afterwards_is_found(monkeypatch: pyte
 
 
 def test_what_falls_is_not_kept_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    def falls(self: Door, request: object, from_target: bool, *about: object) -> str:
+    def falls(self: MessageValidator, request: object, from_target: bool, *about: object) -> str:
         if not from_target:
             raise ZeroDivisionError
         return ""
 
-    monkeypatch.setattr(Door, "refusal", falls)
+    monkeypatch.setattr(MessageValidator, "refusal", falls)
     with pytest.raises(ZeroDivisionError):
         stands("workers")

@@ -12,8 +12,8 @@ import pytest
 from outrider.bench.commands import tune_heads
 from outrider.bench.commands.tune_heads import PLAIN, Found, Way, best_of_each, measure
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.pair.pairing import choose_pair
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.sampling import SamplingParams

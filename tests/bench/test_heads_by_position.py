@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol.messages import Timings
-from tools.heads import Drafted, draw, held_out, told
+from tools.heads import HeadResult, draw, held_out, told
 
 ROUNDS = (
     Timings(predicted_n=10, rounds=4, accepted_by_position=(3, 2, 1), drafted_by_position=(4, 4, 4)),
@@ -18,14 +18,17 @@ ROUNDS = (
 
 
 def test_sums_are_over_all_prompts() -> None:
-    found = Drafted("eagle3", 0.8, ROUNDS)
+    found = HeadResult("eagle3", 0.8, ROUNDS)
     assert found.per_verify.value == 2.0
     assert found.by_position == pytest.approx([4 / 8, 2 / 6, 1 / 4])
     assert told([found])[1].startswith("0.8   eagle3           2.00 [")
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:
-    draw([Drafted(name, temp, ROUNDS) for name in ("draft model", "eagle3") for temp in (0.0, 0.8)], tmp_path / "a.png")
+    draw(
+        [HeadResult(name, temp, ROUNDS) for name in ("draft model", "eagle3") for temp in (0.0, 0.8)],
+        tmp_path / "a.png",
+    )
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from outrider.orchestrator.pair.model_files import PACKAGE
+from outrider.orchestrator.pairing.model_files import PACKAGE
 from tools.http_chunk import Costs, side, told
 
 

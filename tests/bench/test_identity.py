@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from outrider.bench.prompts import Prompt
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams

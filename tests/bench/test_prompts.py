@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.prompts import CLASSES, SUITE_CLASSES, load, load_suite, mixed
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
 
 

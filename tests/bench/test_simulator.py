@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.drafting.replay import ReplayDrafter, Script
-from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS
+from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.profile import Latency, Profile
@@ -169,7 +169,7 @@ def test_plain_decoding_is_tried_for_a_few_rounds_where_speculation_is_far_bette
     plain, longest, tell = [], [], cluster.send_target
 
     def note(message: Message) -> None:
-        if isinstance(message, Verify) and message.going_on:
+        if isinstance(message, Verify) and message.autonomous:
             plain.append(message.round)
         elif isinstance(message, Verify) and plain:
             longest.append(message.round - plain.pop())

@@ -16,10 +16,10 @@ from outrider.bench.commands.overlap import Overlap, _table
 from outrider.bench.contest.contest import Timed, bootstrap, ratio, repeated_share
 from outrider.bench.trace import Bar, draw, drawn, read
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.core.learning.forecasts import (
+from outrider.orchestrator.core.policy.forecasts import (
     Costs,
-    Kind,
     Odds,
+    RoundKind,
     ar_rate,
     ceiling,
     mixed_rate,
@@ -64,7 +64,11 @@ def test_turnaround_costs_speculation_and_not_plain_decoding() -> None:
 def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
     """Theorem 7 term by term: a hit of 10 ms, a chain asked for (4 ms more), a tree longer than the verify."""
     slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
-    hit, asking, late = Kind(0.5, 4, 3.0, ahead=2), Kind(0.3, 4, 3.0, asked=3), Kind(0.2, 4, 2.0, ahead=3)
+    hit, asking, late = (
+        RoundKind(0.5, 4, 3.0, ahead=2),
+        RoundKind(0.3, 4, 3.0, asked=3),
+        RoundKind(0.2, 4, 2.0, ahead=3),
+    )
     assert [round_ms(slow, kind) for kind in (hit, asking, late)] == [11.0, 15.0, 13.0]
     assert mixed_rate(slow, [hit, asking, late]) == pytest.approx((0.8 * 3.0 + 0.2 * 2.0) / (5.5 + 4.5 + 2.6))
 
@@ -73,7 +77,7 @@ def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
 def test_ssd_is_a_mix_of_hits_and_the_better_miss(hit: float, turnaround_ms: float) -> None:
     costs = replace(FLAT, turnaround_ms=turnaround_ms)
     found = ssd_rate(costs, odds(3.0, hit), 3)
-    kinds = [Kind(hit, 4, 3.0, ahead=3), Kind(1 - hit, 4, 3.0, asked=3)]
+    kinds = [RoundKind(hit, 4, 3.0, ahead=3), RoundKind(1 - hit, 4, 3.0, asked=3)]
     assert found == pytest.approx(mixed_rate(costs, kinds))
 
 

@@ -21,7 +21,7 @@ from outrider.bench.contest.field import llama_name
 from outrider.bench.contest.peers import SPECULATIONS, WITH_DRAFT, Chosen, choose
 from outrider.bench.crowd import footprint
 from outrider.bench.prompts import SUITE
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 

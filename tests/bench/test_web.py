@@ -11,7 +11,7 @@ from outrider.bench.contest.contest import Interval
 from outrider.protocol.errors import WorkerError
 from tools import http_cost
 from tools.load import blocks
-from tools.web.generator import Answer, poisson
+from tools.web.generator import TimedAnswer, poisson
 from tools.web.latency import draw, row, table
 from tools.web.reading import Heard, heard
 
@@ -47,10 +47,10 @@ def test_blocks_have_all_requests_once_and_none_of_another_load() -> None:
     assert len(numbers) == len(set(numbers)) == 50
 
 
-def answers(wait: float) -> list[Answer]:
+def answers(wait: float) -> list[TimedAnswer]:
     """Ten of 11 tokens, one after the other, each a second long, and one that failed."""
-    made = [Answer(Heard(n, n + wait, n + 1.0, 6, 11, "x")) for n in range(10)]
-    return [*made, Answer(None, "503: gone")]
+    made = [TimedAnswer(Heard(n, n + wait, n + 1.0, 6, 11, "x")) for n in range(10)]
+    return [*made, TimedAnswer(None, "503: gone")]
 
 
 def test_a_row_has_times_of_those_that_were_answered_and_counts_the_others(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import zmq
 
 from outrider.bench.timing.workbench import Workbench
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import Loss
+from outrider.orchestrator.core.workers.worker import WorkerLoss
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Message, Outcome
 
@@ -34,7 +34,7 @@ class Pool:
     def ping(self, now_ns: int) -> None: ...
 
     def losses(self, now_ns: int) -> list[Any]:
-        return [Loss(cast("Any", None), self._loses, True)] if self._loses else []
+        return [WorkerLoss(cast("Any", None), self._loses, True)] if self._loses else []
 
 
 @pytest.mark.parametrize(

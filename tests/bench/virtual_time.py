@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.profile import Profile
@@ -76,7 +76,7 @@ class VirtualCluster(VirtualEngine):
 
     def _ended(self, request: str, text: Sequence[int], max_tokens: int, told: Sequence[ToFront]) -> Timings:
         mine = [event for event in told if getattr(event, "request", "") == request]
-        if not isinstance(mine[-1], Ended):
+        if not isinstance(mine[-1], RequestEnded):
             raise WorkerError(f"the simulated request did not end well: {mine[-1]}")
         said = tuple(token for event in mine if isinstance(event, Committed) for token in event.tokens)
         if said != text[PROMPT_TOKENS : PROMPT_TOKENS + max_tokens]:

@@ -15,13 +15,13 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.converter.converter import Options, convert
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.host.host import Host, Line
-from outrider.drafting.coreml.package.layout import Mode
-from outrider.drafting.coreml.package.package import Package, open_package
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.trials.trial import Trial
+from outrider.drafters.coreml.converter.converter import Options, convert
+from outrider.drafters.coreml.host.drafter import CoreMLDrafter
+from outrider.drafters.coreml.host.host import LinearCache, PackageHost
+from outrider.drafters.coreml.package.layout import Mode
+from outrider.drafters.coreml.package.package import Package, open_package
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.trials.trial import Trial
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
 GOOD = Trial("CPU_AND_NE", 1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
@@ -50,8 +50,8 @@ class Bench:
     package: Package
     twin: Path | None = None
 
-    def host(self) -> Host:
-        return Host(self.package, NumpyRuntime(self.package.mlpackage))
+    def host(self) -> PackageHost:
+        return PackageHost(self.package, NumpyRuntime(self.package.mlpackage))
 
     def drafter(self) -> CoreMLDrafter:
         return CoreMLDrafter(self.package, NumpyRuntime(self.package.mlpackage))
@@ -69,7 +69,7 @@ class Bench:
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
         """The same from the package, teacher-forced through every function with logits in turn."""
         host = self.host()
-        line, rows, turn = Line(host), [], 0
+        line, rows, turn = LinearCache(host), [], 0
         scored = [function for function in host.layout.functions if function.logits]
         while line.length < len(tokens):
             function = scored[turn % len(scored)]

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from outrider.drafting.coreml.converter.converter import Options, convert
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.package.package import Package, open_package
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.drafter import Drafter
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.coreml.converter.converter import Options, convert
+from outrider.drafters.coreml.host.drafter import CoreMLDrafter
+from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.coreml.package.package import Package, open_package
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator.pair.model_files import embedded_pair
+from outrider.orchestrator.pairing.model_files import embedded_pair
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster, Run
 from tests.system.links import VirtualClock

@@ -1,4 +1,4 @@
-"""`python -m outrider.drafting.coreml.convert`, what `outrider convert` runs: output, exit codes, no torch."""
+"""`python -m outrider.drafters.coreml.convert`, what `outrider convert` runs: output, exit codes, no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider.drafting.coreml import convert
-from outrider.drafting.coreml.package.package import open_package
+from outrider.drafters.coreml import convert
+from outrider.drafters.coreml.package.package import open_package
 from tests.coreml.conftest import SIZES
 
 
-def run(*arguments: str, program: str = "outrider.drafting.coreml.convert") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, program: str = "outrider.drafters.coreml.convert") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", program, *arguments], capture_output=True, text=True, timeout=200, check=False
     )
@@ -51,9 +51,9 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 def test_torch_and_tensorflow_are_never_imported() -> None:
     program = (
         "import sys\n"
-        "from drafting.coreml import load\n"
-        "from drafting.coreml.converter import converter\n"
-        "from drafting.coreml.package import saved\n"
+        "from drafters.coreml import load\n"
+        "from drafters.coreml.converter import converter\n"
+        "from drafters.coreml.package import saved\n"
         "saved.coremltools(), saved.mil(), saved.model_proto()\n"
         "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
     )

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml import load
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.package import saved
-from outrider.drafting.coreml.package.package import MLPACKAGE
-from outrider.drafting.coreml.runtime import runtimes
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtimes import CoreMLRuntime, RuntimeFault
-from outrider.drafting.coreml.trials import selection, trial
-from outrider.drafting.coreml.trials.selection import OnePackage, Selection
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.coreml import load
+from outrider.drafters.coreml.host.drafter import CoreMLDrafter
+from outrider.drafters.coreml.package import saved
+from outrider.drafters.coreml.package.package import MLPACKAGE
+from outrider.drafters.coreml.runtime import runtimes
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import CoreMLRuntime, RuntimeFault
+from outrider.drafters.coreml.trials import selection, trial
+from outrider.drafters.coreml.trials.selection import OnePackage, Selection
+from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench

@@ -13,18 +13,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.drafting.coreml import doctor, prompts, survey
-from outrider.drafting.coreml.converter.converter import Options
-from outrider.drafting.coreml.package.package import Manifest, Package
-from outrider.drafting.coreml.trials import selection
-from outrider.drafting.coreml.trials.selection import OfCheckpoint, Tried, Verdict, Verdicts
-from outrider.drafting.coreml.trials.trial import Ending
+from outrider.drafters.coreml import doctor, prompts, survey
+from outrider.drafters.coreml.converter.converter import Options
+from outrider.drafters.coreml.package.package import Manifest, Package
+from outrider.drafters.coreml.trials import selection
+from outrider.drafters.coreml.trials.selection import OfCheckpoint, ProbeVerdict, Tried, Verdicts
+from outrider.drafters.coreml.trials.trial import Ending
 from tests.coreml.conftest import GOOD, SIZES, Bench
 
 
 def test_the_machine_in_json(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "outrider.drafting.coreml.doctor"],
+        [sys.executable, "-m", "outrider.drafters.coreml.doctor"],
         capture_output=True,
         text=True,
         timeout=200,
@@ -95,9 +95,9 @@ def test_verdicts_become_placements(
     assert [place.usable for place in doctor.on_core_ml(packages, try_now=False)] == [False, False]
     kept = Verdicts(doctor.converter.probes(), packages.source_hash)
     slower = dataclasses.replace(GOOD, ms={name: 2 * ms for name, ms in GOOD.ms.items()})
-    kept.add(Tried.of(bench("llama", mode="hybrid").package, Verdict("CPU_AND_NE", slower)))
-    kept.add(Tried.of(package, Verdict("CPU_AND_NE", GOOD)))
-    kept.add(Tried.of(package, Verdict("CPU_ONLY", None, "it crashed")))
+    kept.add(Tried.of(bench("llama", mode="hybrid").package, ProbeVerdict("CPU_AND_NE", slower)))
+    kept.add(Tried.of(package, ProbeVerdict("CPU_AND_NE", GOOD)))
+    kept.add(Tried.of(package, ProbeVerdict("CPU_ONLY", None, "it crashed")))
     engine, other, cpu = doctor.on_core_ml(packages, try_now=False)
     assert (engine.usable, engine.one_ms, engine.eight_ms, engine.engine_share) == (True, 2.25, 2.5, 0.97)
     assert [place.name for place in (engine, other)] == [
@@ -130,9 +130,9 @@ def test_the_survey_has_a_row_for_every_mode_and_kind(
     monkeypatch.setattr(survey.converter, "package_of", package_of)
     tried: list[tuple[str, int]] = []
 
-    def try_out(package: object, units: str, predictions: int) -> Verdict:
+    def try_out(package: object, units: str, predictions: int) -> ProbeVerdict:
         tried.append((units, predictions))
-        return selection.judge(GOOD) if len(tried) % 2 else Verdict(units, None, "its trial was ended by SIGKILL")
+        return selection.judge(GOOD) if len(tried) % 2 else ProbeVerdict(units, None, "its trial was ended by SIGKILL")
 
     monkeypatch.setattr(survey.selection, "try_out", try_out)
     rows = [survey.cells(row) for row in survey.survey(made.model_path, 50, tmp_path)]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, State
+from outrider.drafters.coreml.host.drafter import CoreMLDrafter
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.engine.loading import load
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
@@ -28,10 +28,10 @@ class Failing:
         self._inner = NumpyRuntime(made.package.mlpackage)
         self._after, self._how, self.calls = after, how, 0
 
-    def new_state(self) -> State | None:
+    def new_state(self) -> RuntimeState | None:
         return None
 
-    def call(self, function: str, inputs: Inputs, state: State | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
         self.calls += 1
         outputs = self._inner.call(function, inputs, state)
         if self.calls > self._after:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml import prompts
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter
-from outrider.drafting.coreml.host.host import Host, Line
-from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.runtime import runtimes
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtimes import CoreMLRuntime, Runtime
-from outrider.drafting.coreml.trials import selection
-from outrider.drafting.coreml.trials.trial import agreement
+from outrider.drafters.coreml import prompts
+from outrider.drafters.coreml.host.drafter import CoreMLDrafter
+from outrider.drafters.coreml.host.host import LinearCache, PackageHost
+from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.coreml.runtime import runtimes
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import CoreMLRuntime, Runtime
+from outrider.drafters.coreml.trials import selection
+from outrider.drafters.coreml.trials.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
 
@@ -31,8 +31,8 @@ MODES = ["stateless", "hybrid", "onehot"]
 
 def logits(made: Bench, runtime: Runtime, text: list[int]) -> NDArray[np.float32]:
     """Teacher-forced through every function in turn, one cache for all of them."""
-    host, rows, turn = Host(made.package, runtime), [], 0
-    line = Line(host)
+    host, rows, turn = PackageHost(made.package, runtime), [], 0
+    line = LinearCache(host)
     line.feed(text[:40], host.layout.prefill)
     scored = [function for function in host.layout.functions if function.logits]
     while line.length < len(text):
@@ -80,11 +80,11 @@ def test_a_plan_tells_the_share_of_the_neural_engine(bench: Callable[..., Bench]
 
 def test_a_thousand_predictions(bench: Callable[..., Bench]) -> None:
     made = bench("qwen2")
-    host = Host(made.package, CoreMLRuntime(made.package, "CPU_ONLY", ["q1"]))
+    host = PackageHost(made.package, CoreMLRuntime(made.package, "CPU_ONLY", ["q1"]))
     single, line, first = host.layout.functions[0], None, None
     for turn in range(1000):
         if turn % 200 == 0:
-            line = Line(host)
+            line = LinearCache(host)
             result = line.feed([7], single).logits
             assert result is not None
             first = result if first is None else first

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.host.host import Line
-from outrider.drafting.coreml.package import saved
-from outrider.drafting.coreml.package.saved import Constant
-from outrider.drafting.coreml.runtime import interpreter
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtimes import RuntimeFault
+from outrider.drafters.coreml.host.host import LinearCache
+from outrider.drafters.coreml.package import saved
+from outrider.drafters.coreml.package.saved import Constant
+from outrider.drafters.coreml.runtime import interpreter
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import RuntimeFault
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 
@@ -41,7 +41,7 @@ def executed(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> di
     for kind, run in list(interpreter.OPS.items()):
         monkeypatch.setitem(interpreter.OPS, kind, watch(kind, run))
     for mode in ("stateless", "hybrid", "onehot"):
-        line = Line(bench("qwen3", mode=mode).host())
+        line = LinearCache(bench("qwen3", mode=mode).host())
         for function in (line._host.layout.functions[1], line._host.layout.prefill):
             line.feed([3, 1, 4], function)
     monkeypatch.undo()
@@ -117,11 +117,11 @@ def test_states_last_from_call_to_call_and_function_to_function(bench: Callable[
     made = bench("qwen3", mode="hybrid")
     host, text = made.host(), [5, 6, 7, 8, 9, 10, 11, 12, 13]
     several, single = host.layout.functions[1], host.layout.functions[0]
-    line = Line(host)
+    line = LinearCache(host)
     line.feed(text[:8], several)
     with_memory = line.feed(text[8:], single).logits
-    without = Line(host).feed(text[8:], single).logits
-    full = Line(host).feed(text, host.layout.functions[2]).logits
+    without = LinearCache(host).feed(text[8:], single).logits
+    full = LinearCache(host).feed(text, host.layout.functions[2]).logits
     assert with_memory is not None and without is not None and full is not None
     assert np.abs(with_memory[-1] - full[-1]).max() < 0.05 < np.abs(without[-1] - full[-1]).max()
 
@@ -129,11 +129,11 @@ def test_states_last_from_call_to_call_and_function_to_function(bench: Callable[
 def test_two_states_know_nothing_of_each_other(bench: Callable[..., Bench]) -> None:
     host = bench("qwen3", mode="onehot").host()
     single = host.layout.functions[0]
-    one, other = Line(host), Line(host)
+    one, other = LinearCache(host), LinearCache(host)
     one.feed([5], single)
     first = one.feed([6], single).logits
     other.feed([9], single)
-    again = Line(host)
+    again = LinearCache(host)
     again.feed([5], single)
     repeated = again.feed([6], single).logits
     assert first is not None and repeated is not None and (first == repeated).all()

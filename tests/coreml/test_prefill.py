@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafting.backends import make
-from outrider.drafting.coreml import prompts, readers
-from outrider.drafting.coreml.converter import converter
-from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, State
-from outrider.drafting.coreml.trials.trial import Ending
-from outrider.drafting.mlx import MlxDrafter
-from outrider.engine.columns import KeysValues, OneRow
-from outrider.engine.handover import ReadColumns, ReadingFault
+from outrider.drafters.backends import make
+from outrider.drafters.coreml import prompts, readers
+from outrider.drafters.coreml.converter import converter
+from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.trials.trial import Ending
+from outrider.drafters.mlx import MlxDrafter
+from outrider.engine.kv_rows import DenseKVRows, KeysValues
+from outrider.engine.kv_transfer import PrefilledKVRows, ReadingFault
 from outrider.engine.loading import load
-from outrider.engine.ort.flat import OrtRow
+from outrider.engine.ort.flat import OrtKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -69,16 +69,16 @@ def test_mlx_goes_on_from_it(
     assert ((best - second)[missed] <= noise).all()
 
 
-@pytest.mark.parametrize("form", [OrtRow, OneRow])
+@pytest.mark.parametrize("form", [OrtKVRows, DenseKVRows])
 @pytest.mark.parametrize(("weights", "prompt_length"), [("fp32", 150), ("fp16", 150), ("fp16", 340)])
 def test_a_tree_grows_on_it(
-    bench: Callable[..., Bench], text: list[int], form: type[OrtRow | OneRow], weights: str, prompt_length: int
+    bench: Callable[..., Bench], text: list[int], form: type[OrtKVRows | DenseKVRows], weights: str, prompt_length: int
 ) -> None:
     """Both forms of columns; of a prompt beyond the package's context of 256 tokens the model reads the rest."""
     made = bench("llama", weights=weights, max_position_embeddings=1024)
     model, prompt = load(made.model_path), [*text, *text][:prompt_length]
     done = list[tuple[int, int]]()
-    columns = ReadColumns(form(model), reader_of(made))
+    columns = PrefilledKVRows(form(model), reader_of(made))
     tree = Tree(columns, Sampler(SamplingParams(), VOCAB, normalised=False), 1024, prompt, lambda *at: done.append(at))
     assert columns.read == min(prompt_length - 1, 256)
     assert done[:2] == [(64, prompt_length), (128, prompt_length)]
@@ -96,15 +96,15 @@ def test_keys_come_in_the_models_own_number_format(bench: Callable[..., Bench], 
     made = bench("llama")
     model = load(made.model_path)
     model.model.set_dtype(mx.bfloat16)
-    columns = OneRow(model)
+    kv_rows = DenseKVRows(model)
     (read,) = reader_of(made).read(text[:10])
-    columns.adopt(0, read)
-    assert {cache.keys.dtype for cache in columns.leaves if cache.keys is not None} == {mx.bfloat16}
+    kv_rows.adopt(0, read)
+    assert {cache.keys.dtype for cache in kv_rows.leaves if cache.keys is not None} == {mx.bfloat16}
 
 
 def test_short_prompts_are_left_to_the_model(bench: Callable[..., Bench], text: list[int]) -> None:
     reader = reader_of(bench("llama"), least=100)
-    assert [reader.takes(count) for count in (0, 1, 99, 100, 200, 300)] == [0, 0, 0, 100, 200, 256]
+    assert [reader.readable(count) for count in (0, 1, 99, 100, 200, 300)] == [0, 0, 0, 100, 200, 256]
 
 
 class Failing:
@@ -115,10 +115,10 @@ class Failing:
     def __init__(self, made: Bench, how: str) -> None:
         self._inner, self._how, self.calls = NumpyRuntime(made.package.mlpackage), how, 0
 
-    def new_state(self) -> State | None:
+    def new_state(self) -> RuntimeState | None:
         return None
 
-    def call(self, function: str, inputs: Inputs, state: State | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
         self.calls += 1
         outputs = self._inner.call(function, inputs, state)
         if self.calls > 1:
@@ -236,7 +236,7 @@ def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
     packages = readers.load.packages_of(made.model_path)
     assert prompts.here(packages, heard.append).least == 128
     reader = readers.reader_for(str(made.model_path), "auto", heard.append)
-    assert reader is not None and reader.takes(127) == 0 and reader.takes(128) == 128
+    assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
     assert heard[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make("mlx", str(made.model_path), heard.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note

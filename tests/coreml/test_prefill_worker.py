@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml.host.prefill import PackageReader
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.engine.handover import Layout, ReadingFault
+from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
 from outrider.prefill_worker.mlx_reader import MlxReader
 from outrider.prefill_worker.package_reader import CoreMLReader
@@ -23,7 +23,7 @@ NOISE = {"fp32": 1e-4, "fp16": 0.1}
 @pytest.mark.parametrize("start", [0, 70])
 def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[int], weights: str, start: int) -> None:
     made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
-    layout = Layout.of(outline(str(made.model_path)).model)
+    layout = KVLayout.of(outline(str(made.model_path)).model)
     package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1), layout)
     exact = MlxReader(load(made.model_path))
     found, expected = [], []
@@ -42,7 +42,7 @@ def test_what_lies_beyond_its_context_is_left_to_the_target(bench: Callable[...,
     made = bench("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
         PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1),
-        Layout.of(outline(str(made.model_path)).model),
+        KVLayout.of(outline(str(made.model_path)).model),
     )
     read = 0
     with pytest.raises(ReadingFault, match="the target reads the other"):

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml.package import saved
-from outrider.drafting.coreml.runtime import runtimes
-from outrider.drafting.coreml.runtime.runtimes import DeviceAbsent
-from outrider.drafting.coreml.trials import selection, trial
-from outrider.drafting.coreml.trials.trial import Trial
+from outrider.drafters.coreml.package import saved
+from outrider.drafters.coreml.runtime import runtimes
+from outrider.drafters.coreml.runtime.runtimes import DeviceAbsent
+from outrider.drafters.coreml.trials import selection, trial
+from outrider.drafters.coreml.trials.trial import Trial
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 

@@ -16,13 +16,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
-from outrider.drafting.coreml.converter import weights
-from outrider.drafting.coreml.converter.converter import Options, convert
-from outrider.drafting.coreml.converter.weights import GROUP, Int4, Int8
-from outrider.drafting.coreml.package import saved
-from outrider.drafting.coreml.package.package import open_package
-from outrider.drafting.coreml.package.saved import Constant, Operation, SavedModel
-from outrider.drafting.coreml.runtime import interpreter
+from outrider.drafters.coreml.converter import weights
+from outrider.drafters.coreml.converter.converter import Options, convert
+from outrider.drafters.coreml.converter.weights import GROUP, Int4, Int8
+from outrider.drafters.coreml.package import saved
+from outrider.drafters.coreml.package.package import open_package
+from outrider.drafters.coreml.package.saved import Constant, SavedModel, SavedOperation
+from outrider.drafters.coreml.runtime import interpreter
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 
@@ -129,7 +129,7 @@ def _matrices_on_disk(model: SavedModel) -> list[NDArray[np.float16]]:
     return found
 
 
-def _parts(model: SavedModel, operation: Operation) -> dict[str, NDArray[np.generic]]:
+def _parts(model: SavedModel, operation: SavedOperation) -> dict[str, NDArray[np.generic]]:
     parts = {}
     for name, (binding,) in operation.arguments.items():
         assert isinstance(binding, Constant)

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from outrider.drafting.coreml.package.layout import Mode
-from outrider.drafting.coreml.package.package import Package
-from outrider.drafting.coreml.trials import selection
-from outrider.drafting.coreml.trials.selection import (
+from outrider.drafters.coreml.package.layout import Mode
+from outrider.drafters.coreml.package.package import Package
+from outrider.drafters.coreml.trials import selection
+from outrider.drafters.coreml.trials.selection import (
     VARIANTS,
     OfCheckpoint,
     OnePackage,
+    ProbeVerdict,
     Selection,
     Tried,
     Variant,
-    Verdict,
     Verdicts,
 )
-from outrider.drafting.coreml.trials.trial import Trial
+from outrider.drafters.coreml.trials.trial import Trial
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 
@@ -62,13 +62,13 @@ class Scripted:
     def __init__(self, ends: dict[str, float | str], final: str = "") -> None:
         self._ends, self._final, self.tried = ends, final, list[str]()
 
-    def __call__(self, package: Package, units: str) -> Verdict:
+    def __call__(self, package: Package, units: str) -> ProbeVerdict:
         variant = str(Variant(package.layout.mode, package.layout.weights))
         self.tried.append(f"{units} {variant}")
         end = self._ends.get(f"{units} {variant}", self._ends.get(units, KILLED))
         if isinstance(end, str):
-            return Verdict(units, None, end, final=end == self._final)
-        return Verdict(units, trial(units, end))
+            return ProbeVerdict(units, None, end, final=end == self._final)
+        return ProbeVerdict(units, trial(units, end))
 
 
 def choose(packages: Made, memory: Path, script: Scripted, thorough: bool = False) -> tuple[Selection, list[str]]:
@@ -177,8 +177,8 @@ def test_a_memory_that_can_not_be_read_is_made_anew(bench: Callable[..., Bench],
 
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     rows = [
-        Tried(Variant(Mode.HYBRID, "int8"), 1024, "a", Verdict("CPU_ONLY", None, KILLED, final=True)),
-        Tried(Variant(Mode.ONEHOT, "fp16"), 64, "a", Verdict("CPU_AND_NE", GOOD)),
+        Tried(Variant(Mode.HYBRID, "int8"), 1024, "a", ProbeVerdict("CPU_ONLY", None, KILLED, final=True)),
+        Tried(Variant(Mode.ONEHOT, "fp16"), 64, "a", ProbeVerdict("CPU_AND_NE", GOOD)),
     ]
     kept = Verdicts(tmp_path, "f" * 64)
     for row in rows:

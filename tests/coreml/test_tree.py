@@ -11,14 +11,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafting.coreml.host.drafter import CoreMLDrafter, CoreMLTree
-from outrider.drafting.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafting.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, State
-from outrider.drafting.drafter import DrafterFault, DrawingDrafter, TokenTree
-from outrider.drafting.fan_out import POLICIES, Calibration
-from outrider.drafting.growth import Wanted
-from outrider.drafting.mlx import MlxDrafter
-from outrider.drafting.work_ahead import WorkAhead
+from outrider.drafters.coreml.host.drafter import CoreMLDrafter, CoreMLTree
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.drafter import DrafterFault, DrawingDrafter, TokenTree
+from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.growth import BranchTask
+from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.sampling import Sampler
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -249,7 +249,7 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
     model, known = made.mlx(), list(text[:24])
     with opened(made, known) as tree:
         work = WorkAhead(tree, (), POLICIES["best-first"], Calibration())
-        work.commit((), Wanted((), 3, 6))
+        work.commit((), BranchTask((), 3, 6))
         for _ in range(3):
             chains: dict[tuple[int, ...], tuple[int, ...]] = {}
             while work.busy:
@@ -263,7 +263,7 @@ def test_the_work_ahead_runs_on_it(bench: Callable[..., Bench], text: list[int])
                     path.append(token)
             committed, verifying = next(iter(chains.items()))
             known += committed
-            work.commit(committed, Wanted(verifying, 3, 6))
+            work.commit(committed, BranchTask(verifying, 3, 6))
         assert tree.column_tokens() == known
 
 
@@ -427,10 +427,10 @@ class _Watched:
         self.gate = threading.Event()
         self.gate.set()
 
-    def new_state(self) -> State | None:
+    def new_state(self) -> RuntimeState | None:
         return self._inner.new_state()
 
-    def call(self, function: str, inputs: Inputs, state: State | None) -> Outputs:
+    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
         self.calls.append(function)
         self.threads.add(threading.current_thread())
         self.buffers.setdefault(function, set()).update(array.ctypes.data for array in inputs.values())

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.drafter import Drafter, TokenTree
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.mlx import MlxDrafter
-from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.drafters.drafter import Drafter, TokenTree
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.engine.loading import load
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Message, Open, Prefilled, Resync, Shutdown
 from outrider.protocol.sampling import SamplingParams

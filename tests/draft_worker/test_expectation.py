@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.draft_worker.worker import FADE, DraftWorker, Operation, Usual
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.draft_worker.worker import FADE, DraftWorker, Operation, OpLatency
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.protocol.messages import Commit, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, VirtualClock, answered
@@ -20,10 +20,10 @@ TEXT = tuple(range(60))
 
 
 def test_the_longest_counts_and_fades() -> None:
-    usual = Usual()
+    usual = OpLatency()
     assert usual.expected_ms(Operation.GROW) == 0.0
     for milliseconds in (10.0, 50.0, 10.0, 10.0):
-        usual.took(Operation.GROW, milliseconds)
+        usual.record(Operation.GROW, milliseconds)
     assert usual.expected_ms(Operation.GROW) == pytest.approx(50 * FADE**2)
     assert usual.expected_ms(Operation.GROW, Operation.READ) == 0.0, "it has never read"
 

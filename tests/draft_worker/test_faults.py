@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.protocol.messages import Branches, Fault, Open
 from outrider.protocol.sampling import SamplingParams
 from tests.system.links import FakeLink, answered

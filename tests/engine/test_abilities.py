@@ -19,7 +19,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.harness.model_configs import config_of, model_types
 from tests.harness.tiny_models import write_model
-from tools.model_types import FAILED, SPECULATES, WRONG, Row, examine, merged
+from tools.model_types import FAILED, SPECULATES, WRONG, ModelTypeRow, examine, merged
 
 Loaded = Callable[..., LoadedModel]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -53,15 +53,15 @@ def test_a_type_whose_trial_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     def fails(model: LoadedModel) -> None:
         raise AttributeError("no attribute 'weight'")
 
-    monkeypatch.setattr("tools.model_types.open_texts", fails)
+    monkeypatch.setattr("tools.model_types.open_kv_cache", fails)
     row = examine("llama", tied=True)
     assert row.target == FAILED and "no attribute 'weight'" in row.why
 
 
 def test_a_type_that_is_the_same_tied_and_untied_is_one_row() -> None:
-    rows = [Row(name, tied, SPECULATES) for name in "ab" for tied in (True, False)]
+    rows = [ModelTypeRow(name, tied, SPECULATES) for name in "ab" for tied in (True, False)]
     rows[2] = replace(rows[2], target=FAILED)
-    assert merged(rows) == [Row("a", None, SPECULATES), *rows[2:]]
+    assert merged(rows) == [ModelTypeRow("a", None, SPECULATES), *rows[2:]]
 
 
 def unknown(model: LoadedModel) -> LoadedModel:

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from outrider.engine.residual import Draws, target_sampler
 from outrider.engine.sampling import Sampler, warp
-from outrider.engine.steps import Asked, score
+from outrider.engine.steps import SamplingMetadata, score
 from outrider.protocol.sampling import SamplingParams
 
 SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "500"))
@@ -103,12 +103,14 @@ def test_every_path_scores_half_precision_as_float32(kind: str, changes: dict) -
         target, draft = target_sampler(params, V), Sampler(params, V, normalised=False)
         assert mx.array_equal(warp(logits, HISTORY, params), warp(wide, HISTORY, params))
         assert mx.array_equal(target.scores(logits, [3], HISTORY), target.scores(wide, [3], HISTORY))
-        ours, exact = (score([Asked(draft, [3], HISTORY)], given).row(0) for given in (logits, wide))
+        ours, exact = (score([SamplingMetadata(draft, [3], HISTORY)], given).row(0) for given in (logits, wide))
         assert mx.array_equal(ours, exact)
     p = [target.log_p(given, HISTORY) for given in (logits, wide)]  # type: ignore[attr-defined]
     assert np.array_equal(*p)
     draws = Draws(seed=9, width=8, saguaro=0.5, cached=2)
-    for got, want in zip(*(draws.score(Asked(draft, [3], HISTORY), g, [3]).q(0) for g in (logits, wide)), strict=True):  # type: ignore[attr-defined]
+    for got, want in zip(
+        *(draws.score(SamplingMetadata(draft, [3], HISTORY), g, [3]).q(0) for g in (logits, wide)), strict=True
+    ):  # type: ignore[attr-defined]
         assert np.array_equal(got, want)
 
 
@@ -130,7 +132,7 @@ def test_a_temperature_near_zero_is_greedy(kind: str, temp: float, changes: dict
     params = SamplingParams(temp=temp, seed=2, rule=rule, **changes)
     sampler = target_sampler(params, V)
     assert mx.argmax(sampler.scores(logits, [8]), axis=-1).item() == 17
-    step = score([Asked(Sampler(params, V, normalised=False), [8])], logits)
+    step = score([SamplingMetadata(Sampler(params, V, normalised=False), [8])], logits)
     assert step.best() == [17]
     if params.is_residual:
         assert int(sampler.log_p(logits)[0].argmax()) == 17  # type: ignore[attr-defined]

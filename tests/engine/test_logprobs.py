@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
+from outrider.engine.kv_cache import CacheSlot, FlatKVCache, SeparateKVCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.texts import FlatTexts, SeparateTexts, Slot
-from outrider.engine.verify import Ask, Verdict, begin, verify
+from outrider.engine.verify import VerifyInput, VerifyOutput, begin, verify
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import NEVER, Logprobs, joined
@@ -31,9 +31,11 @@ SETTINGS = {
 every_setting = pytest.mark.parametrize("setting", SETTINGS)
 
 
-def slot_of(model: LoadedModel, params: SamplingParams, texts: FlatTexts | SeparateTexts | None = None) -> Slot:
+def slot_of(
+    model: LoadedModel, params: SamplingParams, kv_cache: FlatKVCache | SeparateKVCache | None = None
+) -> CacheSlot:
     constraint = Compiler(model.folder).constraint(params.grammar, (0,), len(PROMPT))
-    slot = Slot(model, texts or SeparateTexts(model.model), PROMPT, params, constraint)
+    slot = CacheSlot(model, kv_cache or SeparateKVCache(model.model), PROMPT, params, constraint)
     slot.feed_all_but(1)
     return slot
 
@@ -69,7 +71,7 @@ def check(model: LoadedModel, params: SamplingParams, tokens: Sequence[int], tol
         assert len(set(told.ids[i, 1:].tolist())) == width - 1
 
 
-def tokens_and_logprobs(slot: Slot, verdicts: Sequence[Verdict]) -> tuple[list[int], Logprobs]:
+def tokens_and_logprobs(slot: CacheSlot, verdicts: Sequence[VerifyOutput]) -> tuple[list[int], Logprobs]:
     return slot.tokens[len(PROMPT) :], joined([v.logprobs for v in verdicts if v.logprobs is not None])
 
 
@@ -97,15 +99,15 @@ def test_of_chains_right_and_wrong(loaded: Loaded, setting: str, right: int) -> 
 
 def test_in_company_and_begun_before_the_last_was_read(loaded: Loaded) -> None:
     model = loaded()
-    texts = FlatTexts(model.model)
-    slots = {name: slot_of(model, params, texts) for name, params in SETTINGS.items()}
-    found: dict[str, list[Verdict]] = {name: [] for name in slots}
+    kv_cache = FlatKVCache(model.model)
+    slots = {name: slot_of(model, params, kv_cache) for name, params in SETTINGS.items()}
+    found: dict[str, list[VerifyOutput]] = {name: [] for name in slots}
     for _ in range(COUNT // 2):
-        first = begin([Ask(slot) for slot in slots.values()])
-        second = begin([Ask(slot) for slot in slots.values()], (), first)
+        first = begin([VerifyInput(slot) for slot in slots.values()])
+        second = begin([VerifyInput(slot) for slot in slots.values()], (), first)
         for forward in (first, second):
             for name, verdict in zip(slots, forward.verdicts(), strict=True):
-                assert isinstance(verdict, Verdict)
+                assert isinstance(verdict, VerifyOutput)
                 found[name].append(verdict)
     for name, slot in slots.items():
         check(model, SETTINGS[name], *tokens_and_logprobs(slot, found[name]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.engine import memory
-from outrider.engine.memory import Held, give_back
+from outrider.engine.memory import PeakMemory, give_back
 
 PAGE = 4096
 
@@ -35,7 +35,7 @@ def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_
 ) -> None:
     given: list[int] = []
     monkeypatch.setattr(memory, "give_back", lambda: given.append(number))
-    held = Held()
+    held = PeakMemory()
     for number in range(200):
         held.ended(idle=number % 100 == 99)
     assert given == [63, 99, 163, 199]
@@ -43,7 +43,7 @@ def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_
 
 @pytest.mark.skipif(memory.mx.default_device().type != memory.mx.cpu, reason="on a GPU it is MLX's own count")
 def test_on_a_cpu_the_peak_counts_what_mlx_does_not_hold() -> None:
-    held = Held()
+    held = PeakMemory()
     held.restart()
     block = np.ones(16 * 2**20, np.float32)
     assert held.bytes() >= block.nbytes

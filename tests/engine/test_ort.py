@@ -16,18 +16,18 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from outrider.engine.columns import OneRow
-from outrider.engine.hidden_states import TapPoints, Taps
-from outrider.engine.load_checks import open_texts, tree_form
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
+from outrider.engine.kv_cache import Feed, FlatKVCache
+from outrider.engine.kv_rows import DenseKVRows
+from outrider.engine.load_checks import open_kv_cache, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort import forward
 from outrider.engine.ort import forward as ort_forward
-from outrider.engine.ort.flat import OrtRow
-from outrider.engine.ort.forward import Forward, Part
+from outrider.engine.ort.flat import OrtKVRows
+from outrider.engine.ort.forward import OrtForward, OrtSegment
 from outrider.engine.ort.graph import Affine, build
-from outrider.engine.prompt_cache import Start
+from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import Feed, FlatTexts
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -86,12 +86,12 @@ def on_mlx(model: LoadedModel) -> LoadedModel:
 def test_ragged_chains_have_the_logits_that_mlx_gives_them(loaded: Loaded, family: str) -> None:
     model, found = loaded(family), []
     assert model.cpu is not None and not model.cpu.quantised
-    for texts in (open_texts(model), FlatTexts(model.model)):
-        places = [texts.open() for _ in range(3)]
+    for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
+        places = [kv_cache.open() for _ in range(3)]
         for number, (place, length) in enumerate(zip(places, (30, 7, 60), strict=True)):  # past gemma's window of 32
-            texts.forward([Feed(place, told(number, length), 0, True)])
+            kv_cache.forward([Feed(place, told(number, length), 0, True)])
         feeds = [Feed(place, told(9, count), count) for place, count in zip(places, (5, 1, 3), strict=True)]
-        found.append(np.array(texts.forward(feeds)))
+        found.append(np.array(kv_cache.forward(feeds)))
     assert np.abs(found[0] - found[1]).max() < 2e-4
     assert not np.array_equal(*found)  # else one of them was not asked
 
@@ -101,7 +101,7 @@ def test_other_families_are_left_to_mlx(loaded: Loaded, family: str) -> None:
     model = loaded(family)
     assert model.cpu is None
     with pytest.raises(ModelError):
-        OrtRow(model)
+        OrtKVRows(model)
 
 
 @pytest.mark.parametrize("family", SERVED)
@@ -110,8 +110,8 @@ def test_quantised_weights_stay_what_they_are(quantised: Quantised, family: str)
     model = quantised(family)
     assert model.cpu is not None and model.cpu.quantised
     assert model.number_format.startswith("int8-onnxruntime-")
-    texts, tokens = open_texts(model), told(1, 40)
-    found = fed(texts, texts.open(), tokens)
+    kv_cache, tokens = open_kv_cache(model), told(1, 40)
+    found = fed(kv_cache, kv_cache.open(), tokens)
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(found - own).mean()) < 0.1 * own.std()
 
@@ -125,12 +125,12 @@ def test_every_form_of_affine_weights_is_exact(
     layer = model.model.layers[0].mlp.down_proj
     points = Affine.of(layer).zero_points()
     assert (points is None) == (kind == "uneven")
-    texts, tokens = open_texts(model), told(1, 12)
+    kv_cache, tokens = open_kv_cache(model), told(1, 12)
     own = np.array(model.model(mx.array([tokens]))[0])
-    assert np.sqrt(np.square(fed(texts, texts.open(), tokens) - own).mean()) < 0.1 * own.std()
+    assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
     if kind == "uneven":  # rounding what is no integer would be another model
         monkeypatch.setattr(Affine, "zero_points", lambda self: np.rint(-self.biases / self.scales).astype(np.uint8))
-        wrong = ort_forward.Forward(model.model, "llama", False)
+        wrong = ort_forward.OrtForward(model.model, "llama", False)
         found = forward.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
@@ -141,78 +141,80 @@ def test_every_form_of_affine_weights_is_exact(
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bits: int, group: int, kind: str) -> None:
     """1 to 32 tokens a forward, chains and pieces of prompts alike."""
-    texts = open_texts(quantised(family, bits, group, kind))
-    tokens, whole = told(3, 70), texts.open()
-    truth = fed(texts, whole, tokens, True)
+    kv_cache = open_kv_cache(quantised(family, bits, group, kind))
+    tokens, whole = told(3, 70), kv_cache.open()
+    truth = fed(kv_cache, whole, tokens, True)
     for width in range(1, 33):
-        text = texts.open()
-        parts = [fed(texts, text, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
+        sequence = kv_cache.open()
+        parts = [fed(kv_cache, sequence, tokens[i : i + width], width > 16) for i in range(0, len(tokens), width)]
         assert np.array_equal(np.concatenate(parts), truth), width
-        texts.close(text)
+        kv_cache.close(sequence)
 
 
 def test_bits_are_the_same_in_company(quantised: Quantised) -> None:
     """Neighbours of other lengths before and behind, one that reads its prompt, one that is idle, one that leaves."""
-    texts = open_texts(quantised())
+    kv_cache = open_kv_cache(quantised())
     tokens = told(3, 60)
-    truth = fed(texts, texts.open(), tokens)
-    others = [texts.open() for _ in range(2)]
-    own = texts.open()
-    others += [texts.open() for _ in range(2)]
+    truth = fed(kv_cache, kv_cache.open(), tokens)
+    others = [kv_cache.open() for _ in range(2)]
+    own = kv_cache.open()
+    others += [kv_cache.open() for _ in range(2)]
     found, counts = [], iter((7, 1, 2, 1, 13, 5, 1, 8, 1, 3, 18))
     while own.length < 60:
         number, count = own.length, next(counts)
         feeds = [Feed(o, told(i, 4 + number % 5), 1 + number % 3) for i, o in enumerate(others) if number % 4 != i]
         before = min(number % 3, len(feeds))
         feeds.insert(before, Feed(own, tokens[number : number + count], count))
-        feeds.append(Feed(texts.open(), told(8, 40), 0, True))
-        logits, begin = np.array(texts.forward(feeds)), sum(feed.wanted for feed in feeds[:before])
+        feeds.append(Feed(kv_cache.open(), told(8, 40), 0, True))
+        logits, begin = np.array(kv_cache.forward(feeds)), sum(feed.wanted for feed in feeds[:before])
         found.append(logits[begin : begin + count])
-        texts.close(feeds[-1].text)
+        kv_cache.close(feeds[-1].sequence)
         if number > 20 and others:
-            texts.close(others.pop(0))
+            kv_cache.close(others.pop(0))
     assert np.array_equal(np.concatenate(found), truth)
 
 
 def test_bits_are_the_same_after_rollbacks_and_copies(quantised: Quantised) -> None:
-    texts = open_texts(quantised())
+    kv_cache = open_kv_cache(quantised())
     tokens = told(3, 50)
-    truth = fed(texts, texts.open(), tokens)
-    text = texts.open()
-    fed(texts, text, tokens[:20])
+    truth = fed(kv_cache, kv_cache.open(), tokens)
+    sequence = kv_cache.open()
+    fed(kv_cache, sequence, tokens[:20])
     for length in (19, 11, 3):
-        fed(texts, text, told(5, 9))
-        text.roll_back(length)
-        fed(texts, text, tokens[length:20])
-    assert np.array_equal(fed(texts, text, tokens[20:30]), truth[20:30])
-    saved = texts.save(text, 25)
-    fed(texts, text, told(6, 30))
-    other = texts.open()
-    texts.adopt(other, Start(saved, 23))
-    assert np.array_equal(fed(texts, other, tokens[23:]), truth[23:])
+        fed(kv_cache, sequence, told(5, 9))
+        sequence.roll_back(length)
+        fed(kv_cache, sequence, tokens[length:20])
+    assert np.array_equal(fed(kv_cache, sequence, tokens[20:30]), truth[20:30])
+    saved = kv_cache.save(sequence, 25)
+    fed(kv_cache, sequence, told(6, 30))
+    other = kv_cache.open()
+    kv_cache.adopt(other, CachedPrefix(saved, 23))
+    assert np.array_equal(fed(kv_cache, other, tokens[23:]), truth[23:])
 
 
 def test_an_idle_text_is_not_written_to(quantised: Quantised) -> None:
     """It lies between two that are fed, in the buffers that the forward has."""
-    texts = open_texts(quantised())
-    places = [texts.open() for _ in range(3)]
+    kv_cache = open_kv_cache(quantised())
+    places = [kv_cache.open() for _ in range(3)]
     for number, place in enumerate(places):
-        fed(texts, place, told(number, 20))
-    before = [np.array(part) for part in texts.save(places[1], 20).layers[0]]
-    texts.forward([Feed(place, told(4, 6), 6) for place in (places[0], places[2])])
-    after = [np.array(part) for part in texts.save(places[1], 20).layers[0]]
+        fed(kv_cache, place, told(number, 20))
+    before = [np.array(part) for part in kv_cache.save(places[1], 20).layers[0]]
+    kv_cache.forward([Feed(place, told(4, 6), 6) for place in (places[0], places[2])])
+    after = [np.array(part) for part in kv_cache.save(places[1], 20).layers[0]]
     assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("points", [TapPoints((1,)), TapPoints(before_norm=True), TapPoints((0, 2), after_norm=True)])
-def test_hidden_rows_are_the_model_s(loaded: Loaded, points: TapPoints) -> None:
+@pytest.mark.parametrize(
+    "points", [HiddenStatePoints((1,)), HiddenStatePoints(before_norm=True), HiddenStatePoints((0, 2), after_norm=True)]
+)
+def test_hidden_rows_are_the_model_s(loaded: Loaded, points: HiddenStatePoints) -> None:
     model, found = loaded("llama"), []
-    for texts in (open_texts(model), FlatTexts(model.model)):
-        texts.tap(Taps(model.model, points))
+    for kv_cache in (open_kv_cache(model), FlatKVCache(model.model)):
+        kv_cache.tap_hidden_states(HiddenStates(model.model, points))
         heard: list[mx.array] = []
-        places = [texts.open() for _ in range(2)]
-        texts.forward([Feed(places[0], told(1, 9), 0, True, heard.append), Feed(places[1], told(2, 3), 3)])
-        texts.forward([Feed(place, told(3, 2), 2, False, heard.append) for place in places])
+        places = [kv_cache.open() for _ in range(2)]
+        kv_cache.forward([Feed(places[0], told(1, 9), 0, True, heard.append), Feed(places[1], told(2, 3), 3)])
+        kv_cache.forward([Feed(place, told(3, 2), 2, False, heard.append) for place in places])
         found.append(np.concatenate([np.array(rows) for rows in heard]))
     assert found[0].shape == (13, points.count * 64)
     assert np.abs(found[0] - found[1]).max() < 1e-4
@@ -221,11 +223,11 @@ def test_hidden_rows_are_the_model_s(loaded: Loaded, points: TapPoints) -> None:
 def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> None:
     """What a forward returned is its reader's, whatever the next one over the same buffers is asked for."""
     model = loaded("llama")
-    forward = Forward(model.model, model.model_type, masked=False)
+    forward = OrtForward(model.model, model.model_type, masked=False)
     layers = [
         tuple(np.zeros((1, shape.kv_heads, 64, shape.width), np.float32) for _ in range(2)) for shape in forward.shapes
     ]
-    part, wanted = Part(0, 0, np.arange(4)), np.arange(4)
+    part, wanted = OrtSegment(0, 0, np.arange(4)), np.arange(4)
     rows = forward(np.array([1, 2, 3, 4]), [part], layers, wanted, (1,))["layer1"]
     before = rows.copy()
     forward(np.array([9, 8, 7, 6]), [part], layers, wanted)
@@ -235,7 +237,7 @@ def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> Non
 def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
     """Layers' buffers grow one after the other, so one may lie where a smaller one lay."""
     model = loaded("llama")
-    forward = Forward(model.model, model.model_type, masked=False)
+    forward = OrtForward(model.model, model.model_type, masked=False)
     memory = [np.zeros(2 * 64 * shape.kv_heads * shape.width, np.float32) for shape in forward.shapes for _ in range(2)]
 
     def layers(columns: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -247,7 +249,7 @@ def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
             found.append((pair[0], pair[1]))
         return found
 
-    tokens, part, wanted = np.array([1, 2, 3, 4]), Part(0, 0, np.arange(4)), np.arange(4)
+    tokens, part, wanted = np.array([1, 2, 3, 4]), OrtSegment(0, 0, np.arange(4)), np.arange(4)
     for columns in (64, 128):
         forward(tokens, [part], layers(columns), wanted)
     shape = forward.shapes[1]
@@ -260,10 +262,10 @@ def test_a_tree_says_what_mlx_says(loaded: Loaded, family: str) -> None:
     """Through forks, a commit, more forks and a gather; also past the first buffer of columns."""
     model, params = loaded(family), SamplingParams(temp=0.8, seed=3)
     prompt = [(7 * i) % 250 for i in range(300)]
-    assert tree_form(model) is OrtRow
+    assert tree_form(model) is OrtKVRows
     both = [
-        Tree(columns, Sampler(params, model.vocab_size, normalised=False), model.context_length, prompt)
-        for columns in (OrtRow(model), OneRow(on_mlx(model)))
+        Tree(kv_rows, Sampler(params, model.vocab_size, normalised=False), model.context_length, prompt)
+        for kv_rows in (OrtKVRows(model), DenseKVRows(on_mlx(model)))
     ]
     for _ in range(3):
         bests = []
@@ -281,11 +283,11 @@ def test_a_tree_says_what_mlx_says(loaded: Loaded, family: str) -> None:
 def test_trees_that_end_leave_their_rows_to_others(quantised: Quantised) -> None:
     """What a row held before says nothing in the next text."""
     model = quantised(trees=True)
-    assert tree_form(model) is OrtRow
+    assert tree_form(model) is OrtKVRows
 
     def tree(tokens: Sequence[int]) -> Tree:
         sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
-        return Tree(OrtRow(model), sampler, model.context_length, tokens)
+        return Tree(OrtKVRows(model), sampler, model.context_length, tokens)
 
     first, second = tree(told(1, 40)), tree(told(2, 9))
     alone = np.array(second.scores(second.feed([second.root], [5])[0]))
@@ -298,23 +300,23 @@ def test_trees_that_end_leave_their_rows_to_others(quantised: Quantised) -> None
 
 def test_a_rounded_target_takes_no_trees(quantised: Quantised, loaded: Loaded) -> None:
     """A side branch's keys are added up in another order than its chain's would be."""
-    assert not open_texts(quantised()).trees
-    assert open_texts(loaded("llama")).trees
+    assert not open_kv_cache(quantised()).trees
+    assert open_kv_cache(loaded("llama")).trees
 
 
 def test_no_step_is_begun_ahead_where_it_would_be_made_at_once(loaded: Loaded) -> None:
-    assert not open_texts(loaded("llama")).open().marks_freely
+    assert not open_kv_cache(loaded("llama")).open().marks_freely
 
 
 def test_what_is_saved_stays_when_its_place_is_written_again(loaded: Loaded) -> None:
     """Forwards write in place: nothing may share a text's columns."""
-    texts = open_texts(loaded("llama"))
-    text = texts.open()
-    fed(texts, text, told(1, 30))
-    saved = texts.save(text, 30)
+    kv_cache = open_kv_cache(loaded("llama"))
+    sequence = kv_cache.open()
+    fed(kv_cache, sequence, told(1, 30))
+    saved = kv_cache.save(sequence, 30)
     before = [np.array(keys) for keys, _ in saved.layers]
-    text.roll_back(3)
-    fed(texts, text, told(2, 20))
+    sequence.roll_back(3)
+    fed(kv_cache, sequence, told(2, 20))
     assert all(np.array_equal(old, keys) for old, (keys, _) in zip(before, saved.layers, strict=True))
 
 

@@ -8,32 +8,37 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.cache import first_columns
-from outrider.engine.columns import OneRow
-from outrider.engine.load_checks import Form, open_texts, open_tree, tree_cost, tree_form
+from outrider.engine.cache import first_rows
+from outrider.engine.kv_cache import CacheSlot, Feed
+from outrider.engine.kv_rows import DenseKVRows
+from outrider.engine.load_checks import Form, open_kv_cache, open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtRow
-from outrider.engine.prompt_cache import LEAST, PromptCache, Saved, Start
-from outrider.engine.rows import Rows
+from outrider.engine.ort.flat import OrtKVRows
+from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import Feed, Slot
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
 Loaded = Callable[..., LoadedModel]
 COST = KvCost(0, 8)
-FORMS: list[tuple[Form, str]] = [(OrtRow, "llama"), (OneRow, "llama"), (OneRow, "gemma3_text"), (Rows, "qwen3_next")]
+FORMS: list[tuple[Form, str]] = [
+    (OrtKVRows, "llama"),
+    (DenseKVRows, "llama"),
+    (DenseKVRows, "gemma3_text"),
+    (RecurrentKVRows, "qwen3_next"),
+]
 
 
 def text(count: int, seed: int = 0) -> list[int]:
     return [(31 * i + 7 * seed) % 250 + 2 for i in range(count)]
 
 
-def saved(tokens: Sequence[int], whole: bool = False) -> Saved:
+def saved(tokens: Sequence[int], whole: bool = False) -> SavedPrefix:
     """A byte a token for keys, and seven for values."""
     layers = ((np.zeros((1, len(tokens), 1), np.int8), np.zeros((1, len(tokens), 7), np.int8)),)
-    return Saved(len(tokens), layers, (np.zeros(0, np.int8),) if whole else ())
+    return SavedPrefix(len(tokens), layers, (np.zeros(0, np.int8),) if whole else ())
 
 
 class Running:
@@ -43,7 +48,7 @@ class Running:
     def lendable(self) -> Sequence[int]:
         return self.tokens
 
-    def save(self, length: int) -> Saved:
+    def save(self, length: int) -> SavedPrefix:
         return saved(self.tokens[:length])
 
 
@@ -117,29 +122,29 @@ def test_nothing_is_kept_without_room() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "qwen3_next"])
 def test_a_text_that_begins_with_a_copy_goes_on_as_if_it_had_read(loaded: Loaded, family: str) -> None:
     model, prompt = loaded(family, seed=2), text(90)
-    texts = open_texts(model)
-    others, source = texts.open(), texts.open()
-    texts.forward([Feed(others, text(30, 3), 1), Feed(source, prompt[:40], 0, True)])
-    texts.forward([Feed(source, prompt[40:70], 1)])
-    copy = texts.save(source, 70)
+    kv_cache = open_kv_cache(model)
+    others, source = kv_cache.open(), kv_cache.open()
+    kv_cache.forward([Feed(others, text(30, 3), 1), Feed(source, prompt[:40], 0, True)])
+    kv_cache.forward([Feed(source, prompt[40:70], 1)])
+    copy = kv_cache.save(source, 70)
     assert copy.nbytes == copy.cost.of(70) and bool(copy.states) == (not source.exact)
-    texts.forward([Feed(source, text(9, 5), 1)])
-    texts.close(source)
+    kv_cache.forward([Feed(source, text(9, 5), 1)])
+    kv_cache.close(source)
     lengths = [70] if copy.states else [70, 44, 1]
     for length in lengths:
-        begun = texts.open()
-        texts.adopt(begun, Start(copy, length))
-        logits = texts.forward([Feed(others, [7, 8], 2), Feed(begun, prompt[length:], 2)])
+        begun = kv_cache.open()
+        kv_cache.adopt(begun, CachedPrefix(copy, length))
+        logits = kv_cache.forward([Feed(others, [7, 8], 2), Feed(begun, prompt[length:], 2)])
         own = model.model(mx.array([prompt]))[0, -2:]
         assert float(mx.abs(logits[2:] - own).max().item()) < 1e-3
-        texts.close(begun)
+        kv_cache.close(begun)
 
 
 def test_what_was_saved_does_not_hold_on_to_the_buffer() -> None:
     buffer = mx.zeros((2, 1, 4096, 16)) + 1
     mx.eval(buffer)
     before = mx.get_active_memory()
-    copy = first_columns(buffer, 40, row=1)
+    copy = first_rows(buffer, 40, row=1)
     mx.eval(copy)
     held = buffer.nbytes
     del buffer
@@ -150,15 +155,15 @@ def test_what_was_saved_does_not_hold_on_to_the_buffer() -> None:
 def test_a_slot_that_is_cut_short_saves_committed_tokens_only(loaded: Loaded, family: str) -> None:
     """A chain that was never ruled on stands behind them."""
     model, prompt = loaded(family, seed=2), text(50)
-    texts = open_texts(model)
-    slot = Slot(model, texts, prompt, SamplingParams())
+    kv_cache = open_kv_cache(model)
+    slot = CacheSlot(model, kv_cache, prompt, SamplingParams())
     slot.feed_all_but(1)
-    slot.text.mark()
+    slot.sequence.mark()
     slot.forward([prompt[-1], 9, 9, 9])
     copy = slot.save(len(slot.tokens))
-    assert copy.length == (50 if slot.text.exact else 49)
-    begun = Slot(model, texts, [*prompt, 5, 6], SamplingParams())
-    begun.begin(Start(copy, copy.length))
+    assert copy.length == (50 if slot.sequence.exact else 49)
+    begun = CacheSlot(model, kv_cache, [*prompt, 5, 6], SamplingParams())
+    begun.begin(CachedPrefix(copy, copy.length))
     own = model.model(mx.array([begun.tokens]))[0, -1]
     assert float(mx.abs(begun.forward(begun.unfed)[-1] - own).max().item()) < 1e-3
 
@@ -183,7 +188,7 @@ def test_a_tree_with_a_warm_cache_is_that_of_a_cold_one(loaded: Loaded, form: Fo
     assert warm.cached == 41 and warm.column_tokens() == line == cold.column_tokens()
     distance = mx.abs(warm.scores(warm.root) - cold.scores(cold.root)).max()
     assert float(distance.item()) < 1e-3
-    if form is not Rows:
+    if form is not RecurrentKVRows:
         beside = opened([*line[:50], 1, 1], cache)
         assert beside.cached == 50, "lent by the tree that still grows"
 
@@ -192,4 +197,4 @@ def test_a_tree_that_failed_is_not_kept(loaded: Loaded) -> None:
     model = loaded("llama", seed=1)
     cache = PromptCache(tree_cost(model), 1 << 30)
     open_tree(model, text(40), SamplingParams(), cache=cache).close(spoilt=True)
-    assert cache.use.entries == 0 and tree_form(model) is OrtRow
+    assert cache.use.entries == 0 and tree_form(model) is OrtKVRows

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from outrider.engine.columns import KeysValues
-from outrider.engine.handover import ReadColumns, ReadingFault
+from outrider.engine.kv_rows import KeysValues
+from outrider.engine.kv_transfer import PrefilledKVRows, ReadingFault
 
 
 class Watched:
@@ -33,12 +33,12 @@ class Watched:
 
 
 class Reader:
-    """Takes `takes` tokens, four at a time, and fails after `good` of these pieces."""
+    """Takes `readable` tokens, four at a time, and fails after `good` of these pieces."""
 
     def __init__(self, takes: int, good: int = 99) -> None:
         self._takes, self._good = takes, good
 
-    def takes(self, count: int) -> int:
+    def readable(self, count: int) -> int:
         return min(self._takes, count)
 
     def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
@@ -61,7 +61,7 @@ class Reader:
 )
 def test_the_model_reads_what_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
     columns, seen = Watched(), list[tuple[int, int]]()
-    reading = ReadColumns(columns, reader)  # type: ignore[arg-type]
+    reading = PrefilledKVRows(columns, reader)  # type: ignore[arg-type]
     reading.prefill(list(range(10)), lambda *at: seen.append(at), 11)
     assert columns.told == told and reading.read == told[-1][1]
     assert seen == [(end, 11) for what, _, end in told if what == "adopt" and end < 10]
@@ -74,5 +74,5 @@ def test_progress_that_raises_ends_the_reading() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ReadColumns(columns, Reader(10)).prefill(list(range(10)), stop, 11)  # type: ignore[arg-type]
+        PrefilledKVRows(columns, Reader(10)).prefill(list(range(10)), stop, 11)  # type: ignore[arg-type]
     assert columns.told == [("adopt", 0, 4)]

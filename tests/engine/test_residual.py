@@ -20,11 +20,11 @@ import pytest
 import scipy
 
 from outrider.engine import residual
+from outrider.engine.kv_cache import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.noise import Purpose, stream
 from outrider.engine.residual import Draws, Keys, ResidualSampler, draw
 from outrider.engine.sampling import Sampler, warp
-from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.columns import JointRow, OneRow
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtRow
+from outrider.engine.ort.flat import OrtKVRows
+from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
-from outrider.engine.rows import Rows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
@@ -29,7 +29,13 @@ KINDS = (
     SamplingParams(temp=0.9, seed=6, rule="residual"),
     SamplingParams(temp=0.7, seed=8, top_p=0.9, repetition_penalty=1.3),
 )
-FORMS = [("llama", OrtRow), ("qwen3", JointRow), ("gemma3_text", JointRow), ("gemma2", OneRow), ("qwen3_5", Rows)]
+FORMS = [
+    ("llama", OrtKVRows),
+    ("qwen3", JointKVRows),
+    ("gemma3_text", JointKVRows),
+    ("gemma2", DenseKVRows),
+    ("qwen3_5", RecurrentKVRows),
+]
 
 
 def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
@@ -86,7 +92,9 @@ def test_a_tree_in_company_is_the_tree_alone(loaded: Loaded, family: str, form: 
         same(ours, theirs, [ours.root])
 
 
-@pytest.mark.parametrize(("family", "form"), [("llama", OrtRow), ("qwen3", JointRow), ("qwen3_5", Rows)])
+@pytest.mark.parametrize(
+    ("family", "form"), [("llama", OrtKVRows), ("qwen3", JointKVRows), ("qwen3_5", RecurrentKVRows)]
+)
 def test_a_forward_that_fails_leaves_every_tree_as_it_was(
     loaded: Loaded, family: str, form: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

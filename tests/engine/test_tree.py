@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.columns import JointRow, OneRow
+from outrider.engine.kv_cache import open_slots
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows
 from outrider.engine.load_checks import open_tree, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtRow
-from outrider.engine.rows import Rows
+from outrider.engine.ort.flat import OrtKVRows
+from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import open_slots
 from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -119,12 +119,12 @@ def test_nodes_under_filters_and_penalties(loaded: Loaded, family: str, setting:
     assert grown.worst < 1e-4
 
 
-@pytest.mark.parametrize("form", [OrtRow, OneRow, Rows])
+@pytest.mark.parametrize("form", [OrtKVRows, DenseKVRows, RecurrentKVRows])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
 def test_text_that_nobody_drafted_is_read_in_pieces(loaded: Loaded, family: str, form: Callable[..., Any]) -> None:
     """After drafts that came to nothing, and again after some that hold; then the tree grows as ever."""
     model = loaded(family)
-    if form is not Rows and (not model.attention_only or (family, form) == ("gemma3_text", OrtRow)):
+    if form is not RecurrentKVRows and (not model.attention_only or (family, form) == ("gemma3_text", OrtKVRows)):
         pytest.skip("not a form of this model")
     grown = Grown(model, PENALISED, [2 + 11 * i % 250 for i in range(23)], family)
     sampler = Sampler(PENALISED, model.vocab_size, normalised=False)
@@ -190,7 +190,7 @@ def test_the_window_of_a_sliding_layer_is_kept(loaded: Loaded) -> None:
 def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
     model = loaded("llama")
     sampler = Sampler(GREEDY, model.vocab_size, normalised=False)
-    row, rows = (Tree(form(model), sampler, 1024, range(30, 50)) for form in (OneRow, Rows))
+    row, rows = (Tree(form(model), sampler, 1024, range(30, 50)) for form in (DenseKVRows, RecurrentKVRows))
     for tree in (row, rows):
         tree.feed([0, 0, 1, 2, 3], [7, 8, 9, 10, 4])
         tree.commit([1, 3])
@@ -201,8 +201,8 @@ def test_pure_attention_works_as_rows_too(loaded: Loaded) -> None:
 
 def test_forms(loaded: Loaded) -> None:
     for family in FAMILIES:
-        joins = JointRow if family not in OWN_ATTENTION else OneRow
-        assert tree_form(replace(loaded(family, seed=6), cpu=None)) is (Rows if family in HYBRIDS else joins)
+        joins = JointKVRows if family not in OWN_ATTENTION else DenseKVRows
+        assert tree_form(replace(loaded(family, seed=6), cpu=None)) is (RecurrentKVRows if family in HYBRIDS else joins)
 
 
 def test_chains_are_lazy_and_equal_step_by_step(loaded: Loaded) -> None:
@@ -320,12 +320,12 @@ def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch:
     """Without the mask nothing works; without a position for each token, a row for each token still does."""
     model = replace(loaded("llama", seed=77), cpu=None)
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.engine.columns.Frame.mask", lambda *_: None)
+        patch.setattr("outrider.engine.kv_rows.TreeAttentionMetadata.mask", lambda *_: None)
         with pytest.raises(ModelError, match="choose another"):
             tree_form(model)
     for layer in model.model.layers:
         layer.self_attn.rope = partial(one_position_a_row, layer.self_attn.rope.inner)
-    assert tree_form(model) is Rows  # one token a row needs no wrapper
+    assert tree_form(model) is RecurrentKVRows  # one token a row needs no wrapper
 
 
 TOY = {"vocab_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "scale": 1.5, "bos_token_id": 0}

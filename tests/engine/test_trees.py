@@ -10,10 +10,10 @@ import mlx.core as mx
 import pytest
 
 from outrider.engine import load_checks
-from outrider.engine.load_checks import Own, open_texts
+from outrider.engine.kv_cache import CacheSlot, FlatKVCache, open_slots
+from outrider.engine.load_checks import ReferenceLogits, open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.texts import FlatTexts, Slot, open_slots
-from outrider.engine.verify import Ask, Reading, begin, verify
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import depths, fault, line, spine, walk
@@ -24,8 +24,8 @@ GREEDY = SamplingParams()
 FLAT = ("llama", "llama3", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
 
 
-def slots_of(model: LoadedModel, params: Sequence[SamplingParams], prompts: Sequence[list[int]]) -> list[Slot]:
-    return open_slots(model, prompts, params, texts=open_texts(model))
+def slots_of(model: LoadedModel, params: Sequence[SamplingParams], prompts: Sequence[list[int]]) -> list[CacheSlot]:
+    return open_slots(model, prompts, params, kv_cache=open_kv_cache(model))
 
 
 def grown(truth: Sequence[int], right: int, draws: random.Random, size: int) -> tuple[list[int], list[int]]:
@@ -50,7 +50,7 @@ def grown(truth: Sequence[int], right: int, draws: random.Random, size: int) -> 
     return tokens, parents
 
 
-def check_remembered(model: LoadedModel, slot: Slot) -> None:
+def check_remembered(model: LoadedModel, slot: CacheSlot) -> None:
     """The columns are those of a fresh prefill."""
     assert slot.fed == len(slot.tokens) - 1
     (fresh,) = slots_of(model, [GREEDY], [slot.tokens])
@@ -84,23 +84,23 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
     params = [SETTINGS["sampled"], GREEDY, PENALISED, SETTINGS["sampled"]]
     prompts = [PROMPT, PROMPT[:4], [9, *PROMPT, 3], [5, 6]]
     truths = [decoded(model, own, 90, prompt) for own, prompt in zip(params, prompts, strict=True)]
-    texts = open_texts(model)
-    slots = open_slots(model, prompts, params, texts=texts)
-    reader = Slot(model, texts, [2 + i % 250 for i in range(90)], GREEDY)
+    kv_cache = open_kv_cache(model)
+    slots = open_slots(model, prompts, params, kv_cache=kv_cache)
+    reader = CacheSlot(model, kv_cache, [2 + i % 250 for i in range(90)], GREEDY)
     while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 15:
         asks, rights = [], []
         for number, (slot, prompt, truth) in enumerate(zip(slots, prompts, truths, strict=True)):
             rest = truth[len(slot.tokens) - len(prompt) :]
             if number == 3:
-                asks.append(Ask(slot, tuple(rest[:2])))
+                asks.append(VerifyInput(slot, tuple(rest[:2])))
                 rights.append(min(2, len(rest)))
                 continue
             right = draws.randint(0, min(3, len(rest) - 1))
             tokens, parents = grown(rest, right, draws, draws.randrange(max(right, 1), 9))
-            asks.append(Ask(slot, tuple(tokens), parents=tuple(parents)))
+            asks.append(VerifyInput(slot, tuple(tokens), parents=tuple(parents)))
             rights.append(right)
         unread = len(reader.unfed) - 1
-        verdicts = begin(asks, [Reading(reader, min(unread, 20))] if unread else []).verdicts()
+        verdicts = begin(asks, [PrefillChunk(reader, min(unread, 20))] if unread else []).verdicts()
         for verdict, right in zip(verdicts, rights, strict=True):
             assert not isinstance(verdict, OutriderError) and verdict.accepted == right
     for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
@@ -110,13 +110,13 @@ def test_trees_chains_steps_and_prompts_share_a_forward(loaded: Loaded) -> None:
 
 def test_what_is_read_beside_a_tree_is_remembered(loaded: Loaded) -> None:
     model = loaded("gemma3_text")
-    texts = open_texts(model)
-    (slot,) = open_slots(model, [PROMPT], [GREEDY], texts=texts)
-    reader = Slot(model, texts, [2 + i % 250 for i in range(90)], GREEDY)
+    kv_cache = open_kv_cache(model)
+    (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=kv_cache)
+    reader = CacheSlot(model, kv_cache, [2 + i % 250 for i in range(90)], GREEDY)
     truth = decoded(model, GREEDY, 30)
     for _ in range(3):
         rest = truth[len(slot.tokens) - len(PROMPT) :]
-        begin([Ask(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [Reading(reader, 29)]).verdicts()
+        begin([VerifyInput(slot, (9, *rest[:4]), parents=(-1, -1, 1, 2, 3))], [PrefillChunk(reader, 29)]).verdicts()
     assert slot.tokens == PROMPT + truth[:15]
     reader.feed_all_but(1)
     check_remembered(model, slot)
@@ -124,16 +124,16 @@ def test_what_is_read_beside_a_tree_is_remembered(loaded: Loaded) -> None:
 
 
 def test_a_branch_that_is_not_the_first_is_heard_row_by_row(loaded: Loaded) -> None:
-    from outrider.engine.hidden_states import TapPoints, Taps
+    from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 
     model = loaded("qwen3", 3)
     truth = decoded(model, GREEDY, 12)
 
     def rows(*asks: tuple[list[int], list[int]]) -> mx.array:
-        texts = open_texts(model)
-        texts.tap(Taps(model.model, TapPoints((1,), after_norm=True)))
+        kv_cache = open_kv_cache(model)
+        kv_cache.tap_hidden_states(HiddenStates(model.model, HiddenStatePoints((1,), after_norm=True)))
         heard: list[mx.array] = []
-        (slot,) = open_slots(model, [PROMPT], [GREEDY], texts=texts)
+        (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=kv_cache)
         slot.listener = lambda place, found: heard.append(found)
         for tokens, parents in asks:
             verify(slot, tokens, parents=parents)
@@ -192,25 +192,25 @@ def test_who_samples_residual_is_given_chains(loaded: Loaded) -> None:
 
 def test_a_target_that_was_not_found_able_refuses_trees(loaded: Loaded) -> None:
     model = loaded("llama")
-    (slot,) = open_slots(model, [PROMPT], [GREEDY], texts=FlatTexts(model.model, trees=False))
+    (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=FlatKVCache(model.model, trees=False))
     with pytest.raises(InvalidRequest, match="verifies chains alone"):
         verify(slot, [4, 5], parents=[-1, -1])
-    assert not open_texts(loaded("qwen3_5")).trees
+    assert not open_kv_cache(loaded("qwen3_5")).trees
 
 
 def test_the_check_at_load_sees_a_wrong_position_and_a_wrong_mask(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = loaded("llama")
-    assert load_checks.drafts_agree(model, Own(model))
+    assert load_checks.drafts_agree(model, ReferenceLogits(model))
     from outrider.engine import flat
 
     with monkeypatch.context() as patch:
         patch.setattr(flat, "depths", lambda parents: list(range(len(parents))))
-        assert not load_checks.drafts_agree(model, Own(model))
+        assert not load_checks.drafts_agree(model, ReferenceLogits(model))
     with monkeypatch.context() as patch:
         patch.setattr(flat, "_ancestry", lambda parents: mx.tri(len(parents)) > 0)
-        assert not load_checks.drafts_agree(model, Own(model))
+        assert not load_checks.drafts_agree(model, ReferenceLogits(model))
 
 
 def test_trees_are_described_by_their_parents() -> None:
@@ -237,7 +237,7 @@ def test_a_model_is_asked_once_for_each_text_that_several_ways_are_tried_with(mo
         return mx.arange(4.0)[None, None]
 
     monkeypatch.setattr("outrider.engine.load_checks.make_prompt_cache", lambda model: None)
-    own = Own(SimpleNamespace(model=model, cpu=None))  # type: ignore[arg-type]
+    own = ReferenceLogits(SimpleNamespace(model=model, cpu=None))  # type: ignore[arg-type]
     assert own.distance([1, 2], mx.arange(4.0)) == own.distance((1, 2), mx.arange(4.0)) == 0
     assert own.distance([1], mx.zeros(4)) > 1
     assert asked == [[[1, 2]], [[1]]]

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
 from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.cache import KVState, LengthCache, RollbackError
+from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache, open_slots
 from outrider.engine.loading import LoadedModel
-from outrider.engine.texts import Feed, SeparateTexts, Slot, open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -32,7 +32,7 @@ PENALISED = SamplingParams(
 SETTINGS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}
 
 
-def slot_of(model: LoadedModel, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT) -> Slot:
+def slot_of(model: LoadedModel, params: SamplingParams = GREEDY, prompt: list[int] = PROMPT) -> CacheSlot:
     return open_slots(model, [prompt], [params])[0]
 
 
@@ -46,11 +46,11 @@ def spoilt(truth: list[int], right: int) -> list[int]:
     return [token if i < right else (token + 1) % 258 for i, token in enumerate(truth)]
 
 
-def check_slot(slot: Slot) -> None:
+def check_slot(slot: CacheSlot) -> None:
     assert slot.fed < len(slot.tokens)
-    if slot.text.exact:
+    if slot.sequence.exact:
         assert slot.fed == len(slot.tokens) - 1
-        assert all(cache.offset == slot.fed for cache in slot.text.caches)
+        assert all(cache.offset == slot.fed for cache in slot.sequence.caches)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -155,14 +155,14 @@ def test_running_ahead_and_stopping_changes_nothing(loaded: Loaded, family: str,
 @pytest.mark.parametrize("family", ["llama", *HYBRIDS])
 def test_nothing_is_computed_that_nobody_reads(loaded: Loaded, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth, slot, fed = decoded(loaded(family), GREEDY, 5), slot_of(loaded(family)), 0
-    forward = type(slot.texts).forward
+    forward = type(slot.kv_cache).forward
 
-    def counted(self: SeparateTexts, feeds: Sequence[Feed]) -> mx.array:
+    def counted(self: SeparateKVCache, feeds: Sequence[Feed]) -> mx.array:
         nonlocal fed
         fed += sum(feed.count for feed in feeds)
         return forward(self, feeds)
 
-    monkeypatch.setattr(type(slot.texts), "forward", counted)
+    monkeypatch.setattr(type(slot.kv_cache), "forward", counted)
     unfed = len(slot.unfed)
     assert run_ahead(slot, 5) == truth
     assert fed == unfed + 4
@@ -203,17 +203,17 @@ def test_the_buffer_grows_past_every_boundary(loaded: Loaded) -> None:
         check_rows = slot.forward(slot.unfed)[-1]
         whole = model.model(mx.array([slot.tokens]))[0, -1]
         assert mx.allclose(check_rows, whole, atol=1e-4)
-        slot.text.roll_back(len(slot.tokens) - 1)
+        slot.sequence.roll_back(len(slot.tokens) - 1)
 
 
 def test_rollback_never_fails_in_silence(loaded: Loaded) -> None:
     slot = slot_of(loaded("llama"))
     with pytest.raises(RollbackError, match="only 8"):
-        slot.text.roll_back(9)
+        slot.sequence.roll_back(9)
 
     hybrid = slot_of(loaded("qwen3_5"))
     with pytest.raises(RollbackError, match="no state was marked"):
-        hybrid.text.roll_back(4)
+        hybrid.sequence.roll_back(4)
 
 
 class Chunked:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from outrider.fleet.plan import Plan
+from outrider.fleet.plan import FleetPlan
 from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 
 if TYPE_CHECKING:
-    from outrider.fleet.place import Place
+    from outrider.fleet.engine_address import EngineAddress
 
 KEY = "a-key-of-the-tests"
 PROMPT = "def find_all(pattern, text):\n"
@@ -59,7 +59,7 @@ class Fleet:
     kind: str
     url: str
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[EngineAddress]:
         """Where the engines are that are there."""
         from ray import serve
         from ray.exceptions import RayError
@@ -67,12 +67,12 @@ class Fleet:
 
         engines = serve.get_deployment_handle(self.kind, self.name)
         try:
-            found: list[Place] = engines.broadcast("place").results(timeout_s=5)
+            found: list[EngineAddress] = engines.broadcast("place").results(timeout_s=5)
         except (RayError, RayServeException, TimeoutError):  # one has just died
             return []
         return found
 
-    def stats(self) -> list[tuple[Place, Stats]]:
+    def stats(self) -> list[tuple[EngineAddress, Stats]]:
         """What each says of itself."""
         found = []
         for place in self.places():
@@ -87,7 +87,7 @@ class Fleet:
         workers = [worker for _, one in self.stats() for worker in one.workers]
         return sum(worker.role == "target" and worker.state == "ready" for worker in workers) == engines
 
-    def busy(self) -> tuple[Place, Stats]:
+    def busy(self) -> tuple[EngineAddress, Stats]:
         """The engine that has a text."""
         found = [one for one in self.stats() if one[1].active]
         if len(found) != 1:
@@ -140,7 +140,7 @@ def kill(process: psutil.Process) -> None:
 
 
 @contextmanager
-def running(plan: Plan, name: str, engines: int) -> Iterator[Fleet]:
+def running(plan: FleetPlan, name: str, engines: int) -> Iterator[Fleet]:
     """The plan as an application of the Ray that this process is connected to, whole."""
     from ray import serve
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.fleet.plan import Gate, Plan
+from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
 from tests.fleet.house import KEY, PATIENCE, PROMPT, Fleet, kill, running, server_of, until
 
@@ -33,8 +33,8 @@ def fleet(hosts: Any, unlike: LocalCluster) -> Iterator[Fleet]:
         servers = [LocalCluster(endpoint="tcp://127.0.0.1:0", shards=ranks, pin_cores=False) for ranks in SHARDS]
         for server in servers:
             stack.callback(server.close)
-        gate = Gate(http=HttpSettings(port=0, api_keys=(KEY,)))
-        plan = Plan(ServeSettings(), attached=tuple(server.endpoint for server in (*servers, unlike)), gate=gate)
+        gate = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
+        plan = FleetPlan(ServeSettings(), attached=tuple(server.endpoint for server in (*servers, unlike)), gate=gate)
         yield stack.enter_context(running(plan, "attached", len(servers)))
 
 

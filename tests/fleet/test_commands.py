@@ -19,7 +19,16 @@ import pytest
 from outrider.fleet.commands import COMMANDS
 from outrider.fleet.commands.status import table
 from outrider.fleet.commands.unit import Unit
-from outrider.fleet.host import Host, Resources, Running, checked_token, end, is_loopback, made_token, require_free
+from outrider.fleet.host import (
+    FleetHost,
+    HostProcess,
+    Resources,
+    checked_token,
+    end,
+    is_loopback,
+    made_token,
+    require_free,
+)
 from outrider.orchestrator.cli import main
 from outrider.protocol.errors import EndpointError, KeyFault
 
@@ -46,14 +55,14 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture
-def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
     """A process with one of its own, which does not end with it, as if Ray had been started."""
     monkeypatch.setattr("outrider.fleet.host.STOP_SECONDS", 0.5)
     process = subprocess.Popen(SLEEP)
     found = psutil.Process(process.pid)
     while not found.children():
         pass
-    yield Running(False, "192.0.2.1:6379", process.pid, found.create_time())
+    yield HostProcess(False, "192.0.2.1:6379", process.pid, found.create_time())
     for one in (*found.children(recursive=True), found) if found.is_running() else ():
         one.kill()
     process.wait()
@@ -152,19 +161,19 @@ def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
         checked_token(tmp_path / "fleet")
 
 
-def test_only_what_was_started_here_is_ended(family: Running) -> None:
+def test_only_what_was_started_here_is_ended(family: HostProcess) -> None:
     """All of its own with it; and a process that has the number now, but began at another time, is somebody else's."""
     process = family.process()
     assert process is not None
     own = process.children()
-    end(Running(family.head, family.address, family.pid, family.began - 1))
+    end(HostProcess(family.head, family.address, family.pid, family.began - 1))
     assert process.is_running()
     end(family)
     assert family.process() is None and not psutil.wait_procs(own, 10)[1]
 
 
-def test_what_runs_is_known_to_the_next_command(family: Running, tmp_path: Path, run: Run) -> None:
-    host = Host(tmp_path)
+def test_what_runs_is_known_to_the_next_command(family: HostProcess, tmp_path: Path, run: Run) -> None:
+    host = FleetHost(tmp_path)
     assert host.running() is None
     host.keep(family)
     assert host.running() == family
@@ -173,9 +182,9 @@ def test_what_runs_is_known_to_the_next_command(family: Running, tmp_path: Path,
     assert "No fleet runs on this host." in run("down", "--folder", str(tmp_path))[2]
 
 
-def test_a_host_has_one_head(family: Running, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_has_one_head(family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
-    Host(tmp_path).keep(replace(family, head=True))
+    FleetHost(tmp_path).keep(replace(family, head=True))
     for command in (("head", "--port", "7001"), ("join", "192.0.2.9:6379")):
         code, _, err = run(*command, "--folder", str(tmp_path))
         assert code == 2 and f"this host is the head of the fleet at {family.address} already" in err
@@ -185,8 +194,8 @@ def test_a_host_has_one_head(family: Running, tmp_path: Path, run: Run, monkeypa
 def test_ray_is_closed_to_others_tells_nobody_and_keeps_what_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, started = Host(tmp_path), list[list[str]]()
-    monkeypatch.setattr(Host, "_start", lambda _, head, address, line, *more: started.append(line))
+    host, started = FleetHost(tmp_path), list[list[str]]()
+    monkeypatch.setattr(FleetHost, "_start", lambda _, head, address, line, *more: started.append(line))
     host.start_head("10.0.0.1", 6379, Resources(), tmp_path / "token")
     assert {"--dashboard-host=127.0.0.1", "--disable-usage-stats"} <= set(started[0])
     told = host.environment("10.0.0.1:6379", tmp_path / "token")
@@ -196,10 +205,10 @@ def test_ray_is_closed_to_others_tells_nobody_and_keeps_what_it_knows(
 
 
 def test_a_head_that_died_keeps_what_it_knew_and_one_that_was_ended_or_moved_does_not(
-    family: Running, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, known = Host(tmp_path), tmp_path / "gcs" / "known"
-    monkeypatch.setattr(Host, "_start", lambda *_: family)
+    host, known = FleetHost(tmp_path), tmp_path / "gcs" / "known"
+    monkeypatch.setattr(FleetHost, "_start", lambda *_: family)
 
     def left(ip: str, begun_at: str = "192.0.2.1:6379") -> bool:
         known.parent.mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.fleet.host import Resources
-from outrider.fleet.plan import Drafter, Placed, check_fits
+from outrider.fleet.plan import DrafterPlan, Placed, check_fits
 from outrider.protocol.errors import InvalidRequest
 
 MAC, LINUX = {"metal": 1.0, "ane": 1.0, "CPU": 8.0}, {"CPU": 64.0, "memory": 2.0**36}
@@ -17,8 +17,8 @@ METAL, ANE = Resources(metal=1), Resources(ane=1)
     [
         Placed(),
         Placed(needs=Resources(cpu=60, memory="32GiB")),
-        Placed(needs=METAL, drafter=Drafter("same-host", ANE)),
-        Placed(needs=METAL, drafter=Drafter("other-host", Resources(cpu=4))),
+        Placed(needs=METAL, drafter=DrafterPlan("same-host", ANE)),
+        Placed(needs=METAL, drafter=DrafterPlan("other-host", Resources(cpu=4))),
         Placed(replicas=9, needs=METAL),  # some wait for a host that joins later
     ],
 )
@@ -31,12 +31,12 @@ def test_what_hosts_have_is_passed_over(placed: Placed) -> None:
     [
         (Placed(needs=Resources(cuda=1)), "placed needs cuda 1, and no host of the fleet offers that; expected"),
         (Placed(needs=Resources(cpu=65)), "placed needs cpu 65"),
-        (Placed(needs=METAL, drafter=Drafter("same-host", Resources(cpu=9))), "placed needs metal 1, cpu 9"),
+        (Placed(needs=METAL, drafter=DrafterPlan("same-host", Resources(cpu=9))), "placed needs metal 1, cpu 9"),
         (
-            Placed(needs=METAL, drafter=Drafter("other-host", ANE)),
+            Placed(needs=METAL, drafter=DrafterPlan("other-host", ANE)),
             "needs ane 1, and no host beside the engine's offers",
         ),
-        (Placed(drafter=Drafter("other-host", Resources(cuda=1))), "placed.drafter on other-host needs cuda 1"),
+        (Placed(drafter=DrafterPlan("other-host", Resources(cuda=1))), "placed.drafter on other-host needs cuda 1"),
     ],
 )
 def test_what_none_has_is_told(placed: Placed, sentence: str) -> None:

@@ -10,19 +10,19 @@ import psutil
 import pytest
 
 from outrider.fleet.host import Resources
-from outrider.fleet.plan import Gate, Placed, Plan, Scale
+from outrider.fleet.plan import FleetPlan, IngressPlan, Placed, Scale
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from tests.fleet.house import KEY, Fleet, kill, running, target_of, until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
-GATE = Gate(http=HttpSettings(port=0, api_keys=(KEY,)))
+GATE = IngressPlan(http=HttpSettings(port=0, api_keys=(KEY,)))
 METAL = Resources(metal=1)
 
 
 def test_with_load_an_engine_comes_without_it_goes_and_texts_are_the_same(hosts: Any, alone: str) -> None:
     scale = Scale(min=1, max=2, requests_per_engine=1, upscale_delay_s=0, downscale_delay_s=0)
-    plan = Plan(ServeSettings(memory=False), Placed(needs=METAL), gate=GATE, scale=scale)
+    plan = FleetPlan(ServeSettings(memory=False), Placed(needs=METAL), gate=GATE, scale=scale)
     with running(plan, "scaled", 1) as fleet:
         assert set(read(fleet, 4, lambda: fleet.whole(2))) == {alone}
         assert set(read(fleet, 1, lambda: len(fleet.places()) == 1)) == {alone}
@@ -48,7 +48,7 @@ def read(fleet: Fleet, readers: int, enough: Callable[[], bool]) -> list[str]:
 
 
 def test_an_engine_may_have_a_target_of_several_ranks_and_a_rank_s_death_is_a_pause(hosts: Any, alone: str) -> None:
-    plan = Plan(ServeSettings(memory=False, shards=2), Placed(needs=METAL), gate=GATE)
+    plan = FleetPlan(ServeSettings(memory=False, shards=2), Placed(needs=METAL), gate=GATE)
     with running(plan, "ranks", 1) as fleet:
         before = fleet.places()
         killed: list[psutil.Process] = []

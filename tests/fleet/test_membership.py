@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from outrider.fleet.host import Host, Running
+from outrider.fleet.host import FleetHost, HostProcess
 from outrider.orchestrator.cli import main
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
@@ -66,15 +66,15 @@ def test_who_has_another_version_does_not_join(
 
 
 def test_who_lacks_a_model_does_not_join(call: Callable[..., Said], address: str) -> None:
-    from outrider.fleet.membership import Head
+    from outrider.fleet.membership import FleetHead
 
-    Head(address).tell_models(["/no/such/model"])  # as `outrider fleet run` does
+    FleetHead(address).tell_models(["/no/such/model"])  # as `outrider fleet run` does
     try:
         for more, missing in (((), "/no/such/model"), (("--model", "/no/such/other"), "/no/such/other")):
             code, err = call("join", address, *more)
             assert code == 3 and "this host lacks a model of the fleet" in err and missing in err
     finally:
-        Head(address).tell_models([])
+        FleetHead(address).tell_models([])
 
 
 def test_who_has_another_token_does_not_join(folder: Path, address: str) -> None:
@@ -93,7 +93,7 @@ def test_where_nobody_is_is_told(call: Callable[..., Said]) -> None:
 def at_head(hosts: Any, folder: Path) -> Path:
     """As if this process had started the head."""
     own = psutil.Process()
-    Host(folder).keep(Running(True, hosts.address, own.pid, own.create_time()))
+    FleetHost(folder).keep(HostProcess(True, hosts.address, own.pid, own.create_time()))
     return folder
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from outrider.fleet.host import Resources
-from outrider.fleet.plan import Drafter, Gate, Placed, Plan
+from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from tests.fleet.house import (
@@ -30,14 +30,14 @@ from tests.fleet.house import (
 )
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
-DRAFTER = Drafter(on="other-host", needs=Resources(ane=1))
+DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 
 
 @pytest.fixture(scope="module")
 def fleet(hosts: Any) -> Iterator[Fleet]:
     http = HttpSettings(port=0, api_keys=(KEY,))
     placed = Placed(replicas=2, needs=Resources(metal=1), drafter=DRAFTER)
-    with running(Plan(ServeSettings(memory=False), placed, gate=Gate(http=http)), "placed", 2) as found:
+    with running(FleetPlan(ServeSettings(memory=False), placed, gate=IngressPlan(http=http)), "placed", 2) as found:
         yield found
 
 

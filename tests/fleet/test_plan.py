@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from outrider.fleet.host import Resources, to_declare
-from outrider.fleet.plan import Drafter, Gate, Placed, Plan, Scale
+from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale
 from outrider.fleet.plan_file import plan_of, read_plan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
@@ -37,17 +37,17 @@ def file(tmp_path, monkeypatch):
 
 
 def test_every_key_has_its_place(file):
-    assert read_plan(file(WHOLE)) == Plan(
+    assert read_plan(file(WHOLE)) == FleetPlan(
         engine=ServeSettings(model="org/big", draft_model="org/small", max_active=4),
-        placed=Placed(4, Resources(metal=1), Drafter("other-host", Resources(ane=1))),
+        placed=Placed(4, Resources(metal=1), DrafterPlan("other-host", Resources(ane=1))),
         attached=("tcp://10.0.0.11:7777", "tcp://10.0.0.12:7777"),
-        gate=Gate(2, sessions=False, tries=3, http=HttpSettings(port=8001, api_keys=("one",))),
+        gate=IngressPlan(2, sessions=False, tries=3, http=HttpSettings(port=8001, api_keys=("one",))),
     )
 
 
 def test_a_key_alone_means_what_is_usual(file):
-    assert read_plan(file("placed:\n")) == Plan(placed=Placed())
-    assert read_plan(file("placed: {drafter: same-host}\nscale: {max: 3}\n")) == Plan(
+    assert read_plan(file("placed:\n")) == FleetPlan(placed=Placed())
+    assert read_plan(file("placed: {drafter: same-host}\nscale: {max: 3}\n")) == FleetPlan(
         placed=Placed(), scale=Scale(max=3)
     )
 
@@ -75,7 +75,9 @@ def test_resources_in_rays_words():
     assert Resources(0.5, 0, 0, 2, "1KiB").as_ray() == {"metal": 0.5, "CPU": 2, "memory": 1024}
     assert to_declare(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
     assert str(Resources(metal=0.5, memory=2**31)) == "metal 0.5, memory 2.0 GiB"
-    assert Placed(needs=Resources(cpu=1), drafter=Drafter("same-host", Resources(cpu=2))).bundle() == Resources(cpu=3)
+    assert Placed(needs=Resources(cpu=1), drafter=DrafterPlan("same-host", Resources(cpu=2))).bundle() == Resources(
+        cpu=3
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from outrider.fleet.turns import MISSED_SECONDS, Turns
+from outrider.fleet.engine_selector import MISSED_SECONDS, EngineSelector
 
 NAMES = [f"session {number}" for number in range(60)]
 
@@ -17,7 +17,7 @@ class Clock:
 
 
 def test_a_text_without_a_session_goes_where_the_least_is_under_way_for_each_engine() -> None:
-    turns, chosen = Turns((2, 1)), list[int]()
+    turns, chosen = EngineSelector((2, 1)), list[int]()
     with ExitStack() as stack:
         for _ in range(6):
             chosen.append(turns.choose(""))
@@ -27,14 +27,14 @@ def test_a_text_without_a_session_goes_where_the_least_is_under_way_for_each_eng
 
 
 def test_sessions_are_spread_by_how_many_engines_there_are_and_alike_at_all_gates() -> None:
-    kinds = [Turns((2, 1)).choose(name) for name in NAMES]
-    assert kinds == [Turns((2, 1)).choose(name) for name in NAMES]
+    kinds = [EngineSelector((2, 1)).choose(name) for name in NAMES]
+    assert kinds == [EngineSelector((2, 1)).choose(name) for name in NAMES]
     assert 0 < sum(kinds) < len(NAMES) / 2
 
 
 def test_a_kind_whose_last_engine_is_lost_is_not_asked_for_a_while() -> None:
     clock = Clock()
-    turns = Turns((2, 1), clock)
+    turns = EngineSelector((2, 1), clock)
     before = [turns.choose(name) for name in NAMES]
     turns.lost(1, "one")
     assert {turns.choose(name) for name in ["", *NAMES]} == {0}
@@ -43,7 +43,7 @@ def test_a_kind_whose_last_engine_is_lost_is_not_asked_for_a_while() -> None:
 
 
 def test_one_of_two_that_is_lost_again_and_again_is_one() -> None:
-    turns = Turns((2, 1))
+    turns = EngineSelector((2, 1))
     before = [turns.choose(name) for name in NAMES]
     for _ in range(4):
         turns.lost(0, "one")
@@ -53,7 +53,7 @@ def test_one_of_two_that_is_lost_again_and_again_is_one() -> None:
 
 
 def test_a_kind_that_does_not_answer_is_passed_over_unless_there_is_no_other() -> None:
-    turns = Turns((2, 1))
+    turns = EngineSelector((2, 1))
     turns.silent(0)
     assert {turns.choose(name) for name in ["", *NAMES]} == {1}
     turns.silent(1)

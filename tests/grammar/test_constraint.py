@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from outrider.grammar import compiler
 from outrider.grammar.compiler import Compiler, Vocabulary, check, vocabulary_of
 from outrider.grammar.constraint import Constraint
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.learning.forecasts import DEPTHS, Plan
-from outrider.orchestrator.core.learning.texts import CODE, FREE, HELD, REPEATING, Text
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.policy.forecasts import DEPTHS, RoundPlan
+from outrider.orchestrator.core.policy.text_profiles import CODE, FREE, HELD, REPEATING, TextProfile
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import OwnDrafter
+from outrider.protocol.abilities import InProcessDrafter
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.sampling import SamplingParams
 
@@ -45,7 +45,7 @@ class Machine:
     rng: random.Random
     planner: Planner | None = None
 
-    def round(self, kind: str, plan: Plan, text: Text | None = None) -> tuple[int, float]:
+    def round(self, kind: str, plan: RoundPlan, text: TextProfile | None = None) -> tuple[int, float]:
         """A round of this plan in a text of this class: its tokens, and how long it took."""
         if plan.mode == "ar":
             return 1, PLAIN_MS
@@ -62,34 +62,34 @@ class Machine:
         return next((place for place in range(depth) if self.rng.random() >= chance), depth)
 
     def _teach(
-        self, kind: str, plan: Plan, depth: int, held: int, hit: bool, took_ms: float, text: Text | None
+        self, kind: str, plan: RoundPlan, depth: int, held: int, hit: bool, took_ms: float, text: TextProfile | None
     ) -> None:
         if self.planner is None or text is None:
             return
         estimates = self.planner.estimates
-        estimates.saw_verify(depth + 1, took_ms)
+        estimates.observe_verify(depth + 1, took_ms)
         copied = self._held(HOLDS[kind][NGRAM], COPIED)
-        estimates.saw_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
-        texts = self.planner.texts
-        texts.saw_copy(text, COPIED, copied)
+        estimates.observe_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
+        texts = self.planner.profiles
+        texts.observe_copy(text, COPIED, copied)
         if plan.drafter == NGRAM:
             return
-        texts.saw_chain(text, plan.drafter, depth, held)
+        texts.observe_chain(text, plan.drafter, depth, held)
         if plan.mode == "ssd":
-            estimates.saw_lookup(hit, plan.branches)
-            estimates.saw_depth(plan.branches, STEP_MS[WORKER])
+            estimates.observe_lookup(hit, plan.branches)
+            estimates.observe_depth(plan.branches, STEP_MS[WORKER])
         if plan.drafter:
-            estimates.saw_own(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
+            estimates.observe_in_process(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
             return
-        estimates.saw_chain(depth, held)
-        estimates.saw_draft(depth, depth * STEP_MS[WORKER])
-        estimates.saw_link(LINK_MS)
+        estimates.observe_chain(depth, held)
+        estimates.observe_draft(depth, depth * STEP_MS[WORKER])
+        estimates.observe_link(LINK_MS)
 
 
 def best_of(kind: str) -> float:
     """Tokens a millisecond of the best way of a class."""
-    plans = [Plan("ar", 1), Plan("sd", COPIED, 16, NGRAM)]
-    plans += [Plan(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
+    plans = [RoundPlan("ar", 1), RoundPlan("sd", COPIED, 16, NGRAM)]
+    plans += [RoundPlan(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
     return max(_rate(kind, plan) for plan in plans)
 
 
@@ -99,7 +99,7 @@ def _ways() -> Iterator[tuple[str, str]]:
         yield "sd", who
 
 
-def _rate(kind: str, plan: Plan) -> float:
+def _rate(kind: str, plan: RoundPlan) -> float:
     machine = Machine(random.Random(1))
     rounds = [machine.round(kind, plan) for _ in range(4000)]
     return sum(tokens for tokens, _ in rounds) / sum(ms for _, ms in rounds)
@@ -130,7 +130,7 @@ def _served(
 ) -> Iterator[tuple[str, int, float]]:
     """The requests of a fresh server: the class of each, its tokens, and how long it took."""
     rng = random.Random(seed)
-    own = (OwnDrafter(ONE, is_head=True, agreement=0.6), OwnDrafter(OTHER, is_head=True, agreement=0.6))
+    own = (InProcessDrafter(ONE, is_head=True, agreement=0.6), InProcessDrafter(OTHER, is_head=True, agreement=0.6))
     planner = Planner(RoundSettings(8, 16), own=lambda: own)
     machine = Machine(rng, planner)
     admit = Admit("r", (1, 2), SamplingParams(), "auto", frozenset())
@@ -148,14 +148,14 @@ def _told(rng: random.Random, looks: str, wrong: float) -> str:
 
 def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: int, told: str) -> tuple[int, float]:
     said, took_ms = 0, 0.0
-    text = planner.texts.begun(told, greedy=True)
+    text = planner.profiles.open(told, greedy=True)
     while said < tokens:
-        controller = planner._controller(admit, planner._means(admit, 1), text.kind, text.odds)
-        plan = controller.plan()
+        policy = planner._policy(admit, planner._sources(admit, 1), text.kind, text.odds)
+        plan = policy.plan()
         brought, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":
-            planner.estimates.saw_plain(1, ms)
-        planner.estimates.saw_round(brought, ms)
-        controller.saw_round(plan, brought, ms)
+            planner.estimates.observe_plain(1, ms)
+        planner.estimates.observe_round(brought, ms)
+        policy.observe_round(plan, brought, ms)
         said, took_ms = said + brought, took_ms + ms
     return said, took_ms

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from outrider.bench.prompts import mixed
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 
 
 @cache

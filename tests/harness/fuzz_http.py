@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol import values
 from tests.harness.scripted_model import END, write_scripted
 from tools.web.site import Site, site

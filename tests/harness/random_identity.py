@@ -25,8 +25,8 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import Output, certify, faults
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol import values
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.embedded import embedded_codec, words

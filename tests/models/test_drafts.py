@@ -17,9 +17,9 @@ from mlx_lm.utils import load_model, save_config
 
 from models import train
 from models.training.recipe import Shape
+from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.loading import load
-from outrider.engine.texts import Feed, FlatTexts
-from outrider.orchestrator.pair.pulled import assemble_draft
+from outrider.orchestrator.pairing.pulled import assemble_draft
 from outrider.protocol.errors import InvalidRequest, ModelError
 from tests.models import heads
 
@@ -224,8 +224,8 @@ def test_an_assembled_draft_says_what_the_trained_one_says(
     with torch.no_grad(), model.stored():
         own = model.logits(model(torch.tensor([tokens])))[0].numpy()
     assert served.vocab_size == 300
-    texts = FlatTexts(served.model)
-    said = np.array(texts.forward([Feed(texts.open(), tokens, len(tokens))]), np.float32)
+    kv_cache = FlatKVCache(served.model)
+    said = np.array(kv_cache.forward([Feed(kv_cache.open(), tokens, len(tokens))]), np.float32)
     kept = best["outputs"].numpy()
     assert np.allclose(said[:, kept], own, atol=0.02 * own.std())
     assert np.isneginf(np.delete(said, kept, axis=1)).all()

@@ -24,10 +24,10 @@ from models.training.heads.store import Lesson  # noqa: E402
 from models.training.heads.target import read_target  # noqa: E402
 from models.training.heads.writer import write  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
-from outrider.drafting.heads import load as loading  # noqa: E402
-from outrider.drafting.heads.ahead import AheadHead  # noqa: E402
-from outrider.drafting.heads.chains import Contexts  # noqa: E402
-from outrider.drafting.heads.pairs import PairFeed, Pairs  # noqa: E402
+from outrider.drafters.heads import load as loading  # noqa: E402
+from outrider.drafters.heads.ahead import AheadHead  # noqa: E402
+from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache  # noqa: E402
+from outrider.drafters.heads.proposers import FeatureKVCache  # noqa: E402
 from outrider.engine.loading import load  # noqa: E402
 from outrider.protocol.digest import digest  # noqa: E402
 from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402
@@ -198,7 +198,7 @@ def test_the_loader_computes_the_blocks_that_were_trained(target: Path, tmp_path
         steps = [np.array(step.hidden @ learner.output.T) for step in learner(lesson)]
         anchors = learner(lesson)[0].where.tolist()
     for block, anchor in enumerate(anchors):
-        contexts = Contexts(head)
+        contexts = FeatureKVCache(head)
         features = head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))
         fed = mx.array(np.array(lesson.tokens[0])[1 : anchor + 1], mx.int32)
         hidden = contexts.slots([PairFeed(contexts.open(), fed, features)], [made.steps])
@@ -230,7 +230,7 @@ def test_blocks_learn_behind_prefixes_as_the_draft_worker_has_them(target: Path,
         if anchor >= 60 - made.steps - 1:
             break
         tree = ahead.open(tokens[: anchor + 1].tolist(), SamplingParams())
-        tree.hear(0, np.array(head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))))
+        tree.add_features(0, np.array(head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))))
         node = tree.root
         for token in tokens[anchor + 1 : anchor + 1 + count].tolist():
             (node,) = tree.feed([node], [token])
@@ -256,14 +256,14 @@ def test_the_loader_computes_the_exit_that_was_trained(target: Path, tmp_path: P
 
 def chain(head: Any, model: Any, lesson: Lesson, row: int, steps: int) -> list[np.ndarray]:
     """The loader's logits behind the true pairs up to `row`, and behind those that it then makes itself."""
-    pairs, tokens = Pairs(head), np.array(lesson.tokens[0])
+    pairs, tokens = PairKVCache(head), np.array(lesson.tokens[0])
     rows = lesson.rows[0, : row + 1]
     tapped = rows.flatten(1) if head.points.layers else model.norm(rows[:, -1])
     features = head.fuse(mx.array(tapped.numpy()))
-    text, found = pairs.open(), []
+    sequence, found = pairs.open(), []
     fed = mx.array(tokens[1 : row + 2], mx.int32)
     for step in range(steps):
-        hidden = pairs.forward([PairFeed(text, fed, features)])
+        hidden = pairs.forward([PairFeed(sequence, fed, features)])
         found.append(np.array(head.logits(hidden))[0])
         features, fed = head.onward(hidden), mx.array(tokens[row + step + 2 : row + step + 3], mx.int32)
     return found

@@ -13,15 +13,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.load import load as load_head
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.load import load as load_head
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, embedded_heads
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, embedded_heads
 from outrider.protocol.heads import head_kind
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.colocated import beside_target
-from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.in_process_drafter import beside_target
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.embedded import mixed_tokens
 from tests.system.links import FakeLink, answered
@@ -43,9 +43,11 @@ def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome
         for n, prompt in enumerate(prompts)
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, own=OwnDrafters({"own": beside_target(own)}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=InProcessDrafters({"own": beside_target(own)}))  # type: ignore[arg-type]
     answered(worker, link, ())
-    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, (), going_on=True, draft=DEPTH, room=LENGTH) for o in opens]
+    go = [
+        Verify(o.request, 0, 1, len(o.tokens) + 1, (), autonomous=True, draft=DEPTH, max_tokens=LENGTH) for o in opens
+    ]
     found = answered(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     return found

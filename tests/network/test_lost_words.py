@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.events import Admit, Ended
+from outrider.orchestrator.events import Admit, RequestEnded
 from outrider.protocol.messages import (
     Branches,
     Close,
@@ -88,7 +88,7 @@ def test_a_word_that_is_lost_stalls_no_request(
         return isinstance(message, kind) and len(seen) == nth
 
     losing(is_lost)
-    assert isinstance(run(world(), mode), Ended)
+    assert isinstance(run(world(), mode), RequestEnded)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,14 +104,14 @@ def test_the_answer_to_a_lost_word_may_be_lost_too(world: Any, losing: Any, mode
         return said[key] < 3 and len(said) < 30
 
     losing(is_lost)
-    assert isinstance(run(world(), mode, 20_000), Ended)
+    assert isinstance(run(world(), mode, 20_000), RequestEnded)
 
 
 def test_a_target_that_went_on_beyond_a_lost_outcome_begins_anew(world: Any, losing: Any) -> None:
     """It has forgotten that outcome by the time it is asked again."""
     cluster = world(ngrams=False)
     losing(lambda message: isinstance(message, Outcome) and message.round == 4 and message.epoch == 0)
-    assert isinstance(run(cluster, "ar"), Ended)
+    assert isinstance(run(cluster, "ar"), RequestEnded)
     assert cluster.journal.counts["heard"] and cluster.watch.requests["r"].place[0] == 1
 
 
@@ -128,7 +128,7 @@ def test_an_open_said_twice_begins_nothing_anew(world: Any, monkeypatch: pytest.
                 put(node.link.down, opened[0])
 
     monkeypatch.setattr(Way, "put", late)
-    assert isinstance(run(cluster, "ssd"), Ended)
+    assert isinstance(run(cluster, "ssd"), RequestEnded)
     assert cluster.watch.requests["r"].place[0] == 0
 
 

@@ -147,7 +147,7 @@ def brief(message: object) -> str:
     place = [getattr(message, name, None) for name in ("epoch", "round", "base_len")]
     numbers = "/".join(str(number) for number in place if number is not None)
     extra = []
-    for name in ("chain", "accepted", "bonus", "onward", "tokens", "verifying", "going_on"):
+    for name in ("chain", "accepted", "bonus", "next_proposal", "tokens", "verifying", "autonomous"):
         value = getattr(message, name, None)
         if value is not None and value is not False and not hasattr(value, "dtype"):
             extra.append(f"{name}={value}")

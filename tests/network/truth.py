@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from outrider.engine.kv_cache import CacheSlot, open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import Slot, open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
 
@@ -19,7 +19,7 @@ class Text:
     """A request's tokens as the target says them by itself, one step a token, without an end."""
 
     def __init__(self, model: LoadedModel, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        self._slot: Slot = open_slots(model, [prompt], [sampling])[0]
+        self._slot: CacheSlot = open_slots(model, [prompt], [sampling])[0]
 
     def first(self, count: int) -> list[int]:
         """So many, the prompt's among them."""

@@ -13,10 +13,18 @@ from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.outage import GUILTY
-from outrider.orchestrator.core.proposals.proposal import Source
-from outrider.orchestrator.core.rounds import Rounds
-from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, ToFront
+from outrider.orchestrator.core.proposals.proposal import ProposalSource
+from outrider.orchestrator.core.scheduler import Scheduler
+from outrider.orchestrator.core.target_recovery import GUILTY
+from outrider.orchestrator.events import (
+    Admit,
+    Committed,
+    PrefillProgress,
+    RequestBegan,
+    RequestEnded,
+    RequestFailed,
+    ToFront,
+)
 from outrider.protocol.codec import encode
 from outrider.protocol.messages import (
     Branches,
@@ -88,7 +96,7 @@ class Watched:
 class Watch:
     """Hears of everything in one cluster; raises Violation."""
 
-    rounds: Rounds
+    rounds: Scheduler
 
     def __init__(
         self,
@@ -123,19 +131,19 @@ class Watch:
 
     # --- what is told ---------------------------------------------------------------------------------------------
 
-    def told(self, event: ToFront) -> None:
+    def on_hidden_states(self, event: ToFront) -> None:
         watched = self.requests[event.request]  # type: ignore[union-attr]
         match event:
-            case Began():
+            case RequestBegan():
                 self._judge("once", not watched.began, f"{event.request} began twice")
                 watched.began = True
             case Committed():
                 self._committed(watched, event)
-            case Ended() | Broke():
+            case RequestEnded() | RequestFailed():
                 self._judge("once", watched.ending is None, f"{event.request} ended twice: {watched.ending}, {event}")
                 watched.ending = event
                 self._ended(watched, event)
-            case PrefillAt():
+            case PrefillProgress():
                 self._judge("once", watched.ending is None, f"{event} was told after the end")
 
     def _committed(self, watched: Watched, event: Committed) -> None:
@@ -147,11 +155,11 @@ class Watch:
         self._judge("once", len(told) <= len(said), f"{name} was told {len(told) - len(said)} tokens past its end")
         self._judge("text", told == said[: len(told)], f"{name} was told {told}, not {said[: len(told)]}")
 
-    def _ended(self, watched: Watched, event: Ended | Broke) -> None:
+    def _ended(self, watched: Watched, event: RequestEnded | RequestFailed) -> None:
         name = event.request
-        died_of_it = isinstance(event, Broke) and watched.deaths >= GUILTY and event.message
-        self._judge("lives", isinstance(event, Ended) or bool(died_of_it), f"{name} broke: {event}")
-        if isinstance(event, Broke):
+        died_of_it = isinstance(event, RequestFailed) and watched.deaths >= GUILTY and event.message
+        self._judge("lives", isinstance(event, RequestEnded) or bool(died_of_it), f"{name} broke: {event}")
+        if isinstance(event, RequestFailed):
             return
         if event.reason == watched.stopped:
             self.judged["end"] += 1
@@ -164,7 +172,7 @@ class Watch:
             )
         self._books(watched, event)
 
-    def _books(self, watched: Watched, event: Ended) -> None:
+    def _books(self, watched: Watched, event: RequestEnded) -> None:
         times, name = event.timings, event.request
         self._judge(
             "books", times.predicted_n == len(watched.tokens), f"{name}: {times.predicted_n} tokens are counted"
@@ -201,8 +209,8 @@ class Watch:
 
     def _served(self, watched: Watched, message: Verify) -> None:
         request = self.rounds._requests[message.request]
-        if request.proposal.source is Source.CACHE:
-            chain = tuple(request.proposal.chain[node] for node in request.proposal.own)
+        if request.proposal.source is ProposalSource.CACHE:
+            chain = tuple(request.proposal.chain[node] for node in request.proposal.in_process)
             committed = tuple(request.tokens[request.base_len - request.accepted - 1 :])
             place = (message.epoch, message.round - 1, message.base_len - len(committed), committed)
             held = any(key[:4] == place and key[4][: len(chain)] == chain for key in watched.prepared)
@@ -212,7 +220,7 @@ class Watch:
         self, watched: Watched, message: Prepare, committed: tuple[int, ...], chain: tuple[int, ...]
     ) -> None:
         proposal = self.rounds._requests[message.request].prepared[committed]
-        own = tuple(proposal.chain[node] for node in proposal.own)
+        own = tuple(proposal.chain[node] for node in proposal.in_process)
         place = (message.epoch, message.round, message.base_len, committed)
         held = any(key[:4] == place and key[4][: len(own)] == own for key in watched.prepared)
         self._judge("served", held, f"{message}: {chain} was prepared by nobody for {place}")
@@ -253,7 +261,7 @@ class Watch:
         keys = [_key(message) for message in messages if isinstance(message, Outcome)]
         return len(set(keys)) < len(keys) or not self._taken.isdisjoint(keys)
 
-    def hears(self, messages: Sequence[Message]) -> None:
+    def wants(self, messages: Sequence[Message]) -> None:
         """The rounds are about to be told this."""
         self._stale_before, self._again = self.rounds.stale, self.says_again(messages)
         self._told_before = {name: len(watched.tokens) for name, watched in self.requests.items()}
@@ -284,7 +292,7 @@ class Watch:
             self._looks_at_drafter(worker, watched)
 
     def _looks_at_target(self, worker: Any) -> None:
-        running, texts, cache = worker._running, worker._texts._texts, worker._prompts.cache
+        running, texts, cache = worker._running, worker._texts._sequences, worker._prompts.cache
         for name, one in running.items():
             self._are_committed(name, one.slot.tokens)
             for part in one._drafting.values():

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.worker import MOST_LIES
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import Abilities, OwnDrafter
+from outrider.protocol.abilities import Abilities, InProcessDrafter
 from outrider.protocol.messages import KvMemory, Message, Outcome
-from outrider.target_worker.colocated import Colocated
-from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.in_process_drafter import InProcessModel
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather
@@ -119,7 +119,7 @@ class World(HonestWorkers):
         self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of whom
         self._weather: dict[str, Weather] = {}
         rounds = RoundSettings(setting.depth, setting.branches, setting.full_depth, setting.ngrams)
-        self.rounds = Rounds(self, rounds, self.watch.told, Trace(None))
+        self.rounds = Scheduler(self, rounds, self.watch.on_hidden_states, Trace(None))
         drafters = 0 if setting.colocated else setting.drafters
         self.nodes = {name: self._started(name) for name in (TARGET, *(f"draft-{n}" for n in range(drafters)))}
         self.watch.rounds = self.rounds
@@ -132,7 +132,7 @@ class World(HonestWorkers):
 
     @property
     def target_abilities(self) -> Abilities:
-        own = (OwnDrafter("draft"),) if self.setting.colocated else ()
+        own = (InProcessDrafter("draft"),) if self.setting.colocated else ()
         return replace(abilities(self._target), drafters=own)
 
     def model(self, name: str) -> object:
@@ -150,7 +150,7 @@ class World(HonestWorkers):
     def vocabulary(self, name: str) -> int:
         return self._draft.vocab_size
 
-    def lied(self, name: str, kind: str) -> None:
+    def record_lie(self, name: str, kind: str) -> None:
         """Who does so too often is ended; it comes back as one that is believed again."""
         node = self.nodes[name]
         node.lies += 1
@@ -165,7 +165,7 @@ class World(HonestWorkers):
         self.watch.sent(name, message)
         self._going.setdefault(name, []).append(message)
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """What each worker is to hear leaves, together."""
         for name, messages in self._going.items():
             node = self.nodes[name]
@@ -179,13 +179,13 @@ class World(HonestWorkers):
         self.watch.begins(admit)
         self.journal.write("begin", admit.request, [admit.mode])
         self.rounds.begin(admit, self._clock())
-        self.let_go()
+        self.flush_and_yield()
 
     def stop(self, request: str, reason: str) -> None:
         self.watch.stops(request, reason)
         self.journal.write("stop", request, [reason])
         self.rounds.stop(request, reason)
-        self.let_go()
+        self.flush_and_yield()
 
     def tick(self) -> None:
         """Some time: what is due arrives, workers get on, waits end, losses are noticed."""
@@ -202,7 +202,7 @@ class World(HonestWorkers):
                 node.turns(self._rng.choice((0, 1, 1, 2, 5)) if self._gets_on(node.name) else 0)
                 self.watch.looks_at(node.worker, node.watched)
         self.rounds.on_time(self._clock())
-        self.let_go()
+        self.flush_and_yield()
 
     def pause(self, seconds: int) -> None:
         """The orchestrator sleeps for so long, or all of the machine does."""
@@ -275,9 +275,9 @@ class World(HonestWorkers):
             self._take(arrived)
 
     def _take(self, arrived: list[tuple[str, Message]]) -> None:
-        self.watch.hears([message for _, message in arrived])
+        self.watch.wants([message for _, message in arrived])
         self.rounds.handle_all(arrived, self._clock())
-        self.let_go()
+        self.flush_and_yield()
         for node in self.nodes.values():
             told = f"{node.name} has told {node.link.up.lies} lies, and {node.lies} were found"
             self.watch.judge("honest", node.lies <= node.link.up.lies, told)
@@ -318,22 +318,22 @@ class World(HonestWorkers):
                 case "thawed" if node.alive and not node.stopped and not node.known:
                     node.known = True
                     self._found(node.name)
-            self.let_go()
+            self.flush_and_yield()
 
     def _lost(self, node: Node) -> None:
         was_known, node.known = node.known, False
         if node.name == TARGET:
             self.watch.loses_target()
-            self.rounds.lost_target("the target died", False)
+            self.rounds.on_target_lost("the target died", False)
         elif was_known:
-            self.rounds.lost_drafter(node.name, f"{node.name} was lost", self._clock())
+            self.rounds.on_drafter_lost(node.name, f"{node.name} was lost", self._clock())
 
     def _found(self, name: str) -> None:
         """A worker can be used, again."""
         if name == TARGET:
-            self.rounds.found_target()
+            self.rounds.on_target_found()
         else:
-            self.rounds.found_drafter(name)
+            self.rounds.on_drafter_found(name)
 
     def _started(self, name: str) -> Node:
         """A new process of this name, which has been let in."""
@@ -343,7 +343,9 @@ class World(HonestWorkers):
         down.weather = up.weather = self._weather.get(name, CLEAR)
         link.inbox.append(KvMemory(KV_LIMIT))
         if name == TARGET:
-            own = OwnDrafters({"draft": Colocated(MlxDrafter(self._draft))} if self.setting.colocated else {})
+            own = InProcessDrafters(
+                {"draft": InProcessModel(MlxDrafter(self._draft))} if self.setting.colocated else {}
+            )
             return Node(name, link, TargetWorker(link, self._target, own=own))  # type: ignore[arg-type]
         watched = WatchedDrafter(MlxDrafter(self._others.get(name, self._draft)))
         return Node(name, link, DraftWorker(link, watched, POLICIES["best-first"]), watched)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.replay import ReplayDrafter, Script
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.events import Admit, Committed, Ended, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -34,7 +34,7 @@ class OracleTarget:
         self.text = text
         self.context = context
         self.verified: list[Verify] = []
-        self.going_on: Verify | None = None
+        self.autonomous: Verify | None = None
         self.plain: Verify | None = None
         self._halted = False
         self._prepared: Prepare | None = None
@@ -46,9 +46,9 @@ class OracleTarget:
                 return [Outcome(message.request, message.epoch, message.round, at, 0, self.text[at], Span(0, 1))]
             case Prepare():
                 self._prepared = message
-            case Verify(going_on=False):
+            case Verify(autonomous=False):
                 self.verified.append(message)
-                return self._onward(message)
+                return self._next_proposal(message)
             case Verify():
                 self.verified.append(message)
                 self.plain = message
@@ -63,12 +63,12 @@ class OracleTarget:
         plain = self.plain
         if plain is None:
             return None
-        more = plain.room > 1 and not self._halted
-        following = replace(plain, round=plain.round + 1, base_len=plain.base_len + 1, room=plain.room - 1)
+        more = plain.max_tokens > 1 and not self._halted
+        following = replace(plain, round=plain.round + 1, base_len=plain.base_len + 1, max_tokens=plain.max_tokens - 1)
         self.plain, self._halted = following if more else None, False
-        return replace(self._outcome(plain), onward=() if more else None)
+        return replace(self._outcome(plain), next_proposal=() if more else None)
 
-    def _onward(self, message: Verify) -> list[Message]:
+    def _next_proposal(self, message: Verify) -> list[Message]:
         """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
         outcome = self._outcome(message)
         if self._prepared is None or self._prepared.round != message.round:
@@ -77,8 +77,8 @@ class OracleTarget:
         chain, parents = self._prepared.chain(committed) or (None, ())
         if chain is not None:
             at = outcome.base_len + outcome.accepted + 1
-            self.going_on = Verify(message.request, message.epoch, message.round + 1, at, chain, parents=parents)
-        return [replace(outcome, onward=chain, onward_parents=parents)]
+            self.autonomous = Verify(message.request, message.epoch, message.round + 1, at, chain, parents=parents)
+        return [replace(outcome, next_proposal=chain, next_parents=parents)]
 
     def _outcome(self, message: Verify) -> Outcome:
         at, nodes = message.base_len, held(self.text, message)
@@ -126,7 +126,7 @@ class Cluster(HonestWorkers):
         self._drop = drop
         self._now = 0
         settings = RoundSettings(depth, branches, full_depth, ngrams, simulated)
-        self.rounds = Rounds(self, settings, self.told.append, Trace(None))
+        self.rounds = Scheduler(self, settings, self.told.append, Trace(None))
 
     @property
     def target_context(self) -> int:
@@ -146,7 +146,7 @@ class Cluster(HonestWorkers):
         if not self._drop(message):
             self._to_target.append(through_the_codec(message))
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
     def send_drafter(self, name: str, message: Message) -> None:
@@ -164,12 +164,12 @@ class Cluster(HonestWorkers):
         origins: bool = False,
         rounds: bool = False,
         request: str = "r",
-    ) -> Ended:
+    ) -> RequestEnded:
         sampling = replace(sampling, max_tokens=max_tokens)
         self.rounds.begin(Admit(request, prompt, sampling, mode, eos, origins=origins, rounds=rounds), self._now)
         for _ in range(100 * max_tokens + 1000):
             if not self.rounds.active:
-                return next(event for event in self.told if isinstance(event, Ended))
+                return next(event for event in self.told if isinstance(event, RequestEnded))
             self._turn()
         raise TimeoutError(f"the request hangs: {self.told[-3:]}")
 
@@ -194,9 +194,9 @@ class Cluster(HonestWorkers):
             for outcome in self.target.answer(self._to_target.popleft()):
                 if not self._drop(outcome):
                     self.rounds.handle("target-0", through_the_codec(outcome), self._now)
-            if self.target.going_on is not None:
-                self._to_target.appendleft(self.target.going_on)
-                self.target.going_on = None
+            if self.target.autonomous is not None:
+                self._to_target.appendleft(self.target.autonomous)
+                self.target.autonomous = None
         elif (outcome := self.target.step()) is not None:
             if not self._drop(outcome):
                 self.rounds.handle("target-0", through_the_codec(outcome), self._now)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.pairing import choose_pair, read_pair
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.directory import private_directory
 from tests.orchestrator.stand import Stand

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.replay import ReplayDrafter, Script
-from outrider.orchestrator.events import Admit, Broke, Committed, Ended
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed
 from outrider.protocol.messages import Close, Message, Open, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster, OracleTarget
@@ -38,12 +38,12 @@ class Targets:
         self._latest = OracleTarget(())
 
     @property
-    def going_on(self) -> Verify | None:
-        return self._latest.going_on
+    def autonomous(self) -> Verify | None:
+        return self._latest.autonomous
 
-    @going_on.setter
-    def going_on(self, message: Verify | None) -> None:
-        self._latest.going_on = message
+    @autonomous.setter
+    def autonomous(self, message: Verify | None) -> None:
+        self._latest.autonomous = message
 
     def answer(self, message: Message) -> list[Message]:
         name = message.request  # type: ignore[union-attr]
@@ -118,26 +118,26 @@ class Mortal(Cluster):
         self.deaths += 1
         self._to_target.clear()
         self.target = Targets({}, {})  # type: ignore[assignment]
-        self.rounds.lost_target("target worker target-0 ended with code -9", for_good)
+        self.rounds.on_target_lost("target worker target-0 ended with code -9", for_good)
 
     def find_target(self) -> None:
         self.target = Targets(self.texts, self.poison)  # type: ignore[assignment]
         self.alive = True
         self.opened.append([])
-        self.rounds.found_target()
+        self.rounds.on_target_found()
 
     def kill_drafter(self) -> None:
         self.worker = None
         self.link = FakeLink("draft-0")
-        self.rounds.lost_drafter("draft-0", "draft worker draft-0 ended with code -9", self._now)
+        self.rounds.on_drafter_lost("draft-0", "draft worker draft-0 ended with code -9", self._now)
 
     def find_drafter(self) -> None:
         self.worker = DraftWorker(self.link, ReplayDrafter(self.script), POLICIES["best-first"])  # type: ignore[arg-type]
-        self.rounds.found_drafter("draft-0")
+        self.rounds.on_drafter_found("draft-0")
 
     def text_of(self, name: str) -> list[int]:
         told = [event for event in self.told if isinstance(event, Committed) and event.request == name]
         return [token for event in told for token in event.tokens]
 
-    def end(self, name: str) -> Ended | Broke:
-        return next(e for e in self.told if isinstance(e, Ended | Broke) and e.request == name)
+    def end(self, name: str) -> RequestEnded | RequestFailed:
+        return next(e for e in self.told if isinstance(e, RequestEnded | RequestFailed) and e.request == name)

@@ -12,14 +12,14 @@ import zmq
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
-    Began,
     Committed,
-    End,
-    Ended,
-    Lines,
+    EndServer,
     Mailbox,
     Quit,
+    RequestBegan,
+    RequestEnded,
     Stop,
+    ThreadQueues,
     ToCore,
     ToFront,
     WorkersChanged,
@@ -28,8 +28,8 @@ from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.handshake import Announcement
-from outrider.orchestrator.pair.pairing import PairText
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.pairing import PairText
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.stats import Durations
 
@@ -70,7 +70,7 @@ class ScriptedCore:
                             self.outbox.put(answer)
                     case Stop(request=request, reason=reason):
                         timings = Timings(predicted_n=99, predicted_ms=10.0)
-                        self.outbox.put(Ended(request, reason, timings, until=lambda n: Timings(predicted_n=n)))
+                        self.outbox.put(RequestEnded(request, reason, timings, until=lambda n: Timings(predicted_n=n)))
                     case Quit():
                         return
 
@@ -94,7 +94,9 @@ class Stand:
         self.sockets = ClientSocket(self.context, endpoint)
         self.endpoint = self.sockets.endpoint
         self.codec = text.codec
-        self.lines = Lines(Mailbox[ToCore](self.context), Mailbox[ToFront](self.context), Mailbox[End](self.context))
+        self.lines = ThreadQueues(
+            Mailbox[ToCore](self.context), Mailbox[ToFront](self.context), Mailbox[EndServer](self.context)
+        )
         self.core = ScriptedCore(self.lines.core, self.lines.events)
         self.announced: list[Announcement] = []
         self.admission = Admission(text)
@@ -116,7 +118,7 @@ class Stand:
         if self.context.closed:
             return
         if self._threads[1].is_alive():
-            self.lines.orders.put(End())
+            self.lines.orders.put(EndServer())
             self._threads[1].join(JOIN_SECONDS)
         self.lines.core.put(Quit())
         self._threads[0].join(JOIN_SECONDS)
@@ -134,9 +136,9 @@ def says(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> Pla
         groups = [tokens[i : i + size] for i in range(0, len(tokens), size)]
         timings = Timings(prompt_n=len(admit.tokens), predicted_n=len(tokens), predicted_ms=10.0)
         return [
-            Began(admit.request, "ssd"),
+            RequestBegan(admit.request, "ssd"),
             *(Committed(admit.request, group) for group in groups),
-            Ended(admit.request, reason, timings, until=lambda n: replace(timings, predicted_n=n)),
+            RequestEnded(admit.request, reason, timings, until=lambda n: replace(timings, predicted_n=n)),
         ]
 
     return play

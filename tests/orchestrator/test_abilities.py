@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.events import Began
+from outrider.orchestrator.events import RequestBegan
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Verify
 from tests.orchestrator.cluster_in_process import Cluster
@@ -23,6 +23,6 @@ def test_a_target_without_chains_decodes_plainly_in_every_mode(mode: str) -> Non
     ended = cluster.run(TEXT[:5], 40, mode)
     assert cluster.generated == list(TEXT[5:45])
     assert not any(message.chain or message.draft for message in cluster.told_target if isinstance(message, Verify))
-    began = next(event for event in cluster.told if isinstance(event, Began))
+    began = next(event for event in cluster.told if isinstance(event, RequestBegan))
     assert began.mode == "ar"
     assert [*began.notes, *ended.notes].count(cluster.said[0]) == (0 if mode == "ar" else 2)

@@ -6,25 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.account import RECENT_ROUNDS, Account
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.request_metrics import RECENT_ROUNDS, RequestMetrics
 from outrider.protocol.messages import Outcome, Span
 
-HIT = Proposal((1, 2, 3), Source.CACHE, lookup=Lookup.HIT)
+HIT = Proposal((1, 2, 3), ProposalSource.CACHE, lookup=Lookup.HIT)
 SECOND_NS = 1_000_000_000
 
 
-def account(rounds: int, accepted: int = 2) -> Account:
+def account(rounds: int, accepted: int = 2) -> RequestMetrics:
     """The prompt's round, then hits of three tokens each of which so many hold, each booked as the core does: what
     follows on an outcome before the outcome."""
-    found = Account(admitted_ns=SECOND_NS // 2)
+    found = RequestMetrics(admitted_ns=SECOND_NS // 2)
     proposal = Proposal()
     for number in range(rounds + 1):
         if number < rounds:
-            found.proposed(number + 1, HIT, accepted)
+            found.on_proposed(number + 1, HIT, accepted)
         outcome = Outcome("r", 0, number, 0, accepted if number else 0, 9, Span(0, 5_000_000), idle_ns=1_000_000)
         kept = accepted + 1 if number else 1
-        found.ended(number, proposal, outcome, kept, (number + 1) * SECOND_NS)
+        found.on_ended(number, proposal, outcome, kept, (number + 1) * SECOND_NS)
         proposal = HIT
     return found
 
@@ -53,22 +53,22 @@ def test_of_the_last_round_counts_what_lies_before_the_end(kept: int, drafted: i
 @pytest.mark.parametrize(
     ("source", "lookup", "counts"),
     [
-        (Source.NONE, Lookup.MISS, (1, 0, 0, 0)),
-        (Source.NGRAM, Lookup.MISS, (0, 1, 0, 0)),
-        (Source.DRAFTER, Lookup.MISS, (0, 0, 1, 0)),
-        (Source.CACHE, Lookup.LATE, (0, 0, 0, 1)),
-        (Source.NGRAM, Lookup.LATE, (0, 0, 0, 1)),
+        (ProposalSource.NONE, Lookup.MISS, (1, 0, 0, 0)),
+        (ProposalSource.NGRAM, Lookup.MISS, (0, 1, 0, 0)),
+        (ProposalSource.DRAFTER, Lookup.MISS, (0, 0, 1, 0)),
+        (ProposalSource.CACHE, Lookup.LATE, (0, 0, 0, 1)),
+        (ProposalSource.NGRAM, Lookup.LATE, (0, 0, 0, 1)),
     ],
 )
 def test_a_miss_is_counted_by_what_followed(
-    source: Source, lookup: Lookup, counts: tuple[int, ...], asked: bool
+    source: ProposalSource, lookup: Lookup, counts: tuple[int, ...], asked: bool
 ) -> None:
     found = account(3)
     if asked:  # the miss is known before what follows it
-        found.asked(4, 2)
+        found.on_asked(4, 2)
     late = asked and lookup is Lookup.MISS
-    found.proposed(4, Proposal((1,), source, Lookup.NONE if late else lookup), 2)
-    found.ended(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1, 9 * SECOND_NS)
+    found.on_proposed(4, Proposal((1,), source, Lookup.NONE if late else lookup), 2)
+    found.on_ended(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1, 9 * SECOND_NS)
     times = found.timings(7, 11)
     followed = (times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted, times.cache_late)
     assert followed == counts and times.cache_misses == 1
@@ -76,8 +76,8 @@ def test_a_miss_is_counted_by_what_followed(
 
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
-    found.asked(5, 2)
-    found.proposed(5, replace(HIT, lookup=Lookup.LATE), 2)
+    found.on_asked(5, 2)
+    found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 2)
     assert found.timings(7, 13) == account(4).timings(7, 13)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.next_round import Alternation
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.events import Admit, Ended, ToFront
+from outrider.orchestrator.events import Admit, RequestEnded, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Commit, Drafted, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -44,7 +44,7 @@ class Wires(HonestWorkers):
     def send_drafter(self, name: str, message: Message) -> None:
         self.drafter.append(message)
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
 
@@ -53,12 +53,12 @@ class Play:
 
     def __init__(self, requests: int, row_ms: float, draft_ms: float, max_tokens: int = 12) -> None:
         self.wires, self.front, self.now = Wires(), list[ToFront](), 0
-        self.rounds = Rounds(self.wires, RoundSettings(DEPTH, 8, ngrams=False), self.front.append, Trace(None))
+        self.rounds = Scheduler(self.wires, RoundSettings(DEPTH, 8, ngrams=False), self.front.append, Trace(None))
         self._row_ms, self._draft_ms = row_ms, draft_ms
         self.forwards: list[list[str]] = []
         for rows in (4, 4 * requests):
-            self.rounds._planner.estimates.saw_verify(rows, 1.0 + row_ms * rows, 4)
-        self.rounds._planner.estimates.saw_draft(DEPTH, draft_ms)
+            self.rounds._planner.estimates.observe_verify(rows, 1.0 + row_ms * rows, 4)
+        self.rounds._planner.estimates.observe_draft(DEPTH, draft_ms)
         for name in "abcd"[:requests]:
             sampling = SamplingParams(max_tokens=max_tokens)
             self.rounds.begin(Admit(name, (1, 2, 3), sampling, "sd", frozenset()), 0)
@@ -104,7 +104,7 @@ def test_halves_take_turns_where_rows_are_dear_and_drafts_slow() -> None:
     play.to_the_end()
     assert len(play.forwards[0]) == 2 and sorted([*play.forwards[0], *play.forwards[1]]) == list("abcd")
     assert all(len(members) == 2 for members in play.forwards[:-2])  # a text's last token needs no draft
-    assert [event.reason for event in play.front if isinstance(event, Ended)] == ["length"] * 4
+    assert [event.reason for event in play.front if isinstance(event, RequestEnded)] == ["length"] * 4
 
 
 @pytest.mark.parametrize(("row_ms", "draft_ms"), [(0.01, 0.5), (5.0, 0.5)])
@@ -146,11 +146,11 @@ def test_nobody_waits_for_a_half_of_which_somebody_is_always_under_way() -> None
 def test_a_target_that_is_lost_takes_what_was_held_with_it() -> None:
     play = Play(2, row_ms=5.0, draft_ms=40.0)
     play.drafted()
-    play.rounds.lost_target("gone", False)
+    play.rounds.on_target_lost("gone", False)
     assert all(request.held is None for request in play.rounds._requests.values())
 
 
 def test_one_alone_never_alternates() -> None:
     estimates = Estimates()
-    estimates.saw_draft(DEPTH, 100.0)
+    estimates.observe_draft(DEPTH, 100.0)
     assert not Alternation(estimates).pays(1, DEPTH)

@@ -21,9 +21,9 @@ from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main, module_of
 from outrider.orchestrator.cli.parser import Parser
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.events import Admit, Began, Committed, Ended
+from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, PACKAGE
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, PACKAGE
 from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Stats, Timings
@@ -271,7 +271,7 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
 
 
 def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pair.chat.chat_template", lambda folder: "{{ messages }}")
+    monkeypatch.setattr("outrider.orchestrator.pairing.chat.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
         _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)
@@ -295,9 +295,9 @@ def test_the_prompt_may_be_an_argument(run, stand, codec, arguments):
 def test_a_text_that_was_cut_off_says_so_and_why(run, stand, codec, limit, prompt, words):
     tokens = codec.encode("def f(x): return 1", special=False)[:3]
     stand.core.play = lambda admit: [
-        Began(admit.request, "ssd"),
+        RequestBegan(admit.request, "ssd"),
         Committed(admit.request, tokens),
-        Ended(admit.request, "length", Timings(predicted_n=3)),
+        RequestEnded(admit.request, "length", Timings(predicted_n=3)),
     ]
     code, _, err = run("generate", prompt, "--connect", stand.endpoint, "-m", limit or "3")
     assert code == 0 and err.splitlines()[-1].startswith(words)
@@ -443,8 +443,8 @@ def test_a_grammar_and_log_probabilities_go_there_and_come_back(run, stand, code
     tokens = codec.encode("12", special=False)
     rows = Logprobs(np.array([[t, t] for t in tokens], np.int32), np.full((len(tokens), 2), -0.25, np.float32))
     stand.core.play = lambda admit: [
-        Began(admit.request, "ssd"), Committed(admit.request, tokens, rows),
-        Ended(admit.request, "length", Timings(predicted_n=len(tokens))),
+        RequestBegan(admit.request, "ssd"), Committed(admit.request, tokens, rows),
+        RequestEnded(admit.request, "length", Timings(predicted_n=len(tokens))),
     ]  # fmt: skip
     file, schema = tmp_path / "output.json", tmp_path / "schema.json"
     schema.write_text('{"type": "integer"}')

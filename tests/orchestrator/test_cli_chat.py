@@ -19,11 +19,19 @@ import pytest
 
 from outrider.orchestrator.cli import chat, main
 from outrider.orchestrator.cli.chat import COLOURS, PLAIN, WORDS
-from outrider.orchestrator.cli.editor import Entry, entry_of
-from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, Stop, WorkersChanged
+from outrider.orchestrator.cli.editor import UserInput, entry_of
+from outrider.orchestrator.events import (
+    Admit,
+    Committed,
+    RequestBegan,
+    RequestEnded,
+    RequestFailed,
+    Stop,
+    WorkersChanged,
+)
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.chat import render
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.chat import render
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.certificate import Report
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Timings
@@ -67,7 +75,7 @@ def talk(served, monkeypatch, capsys):
 
 @pytest.fixture
 def templated(monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pair.chat.chat_template", lambda folder: TEMPLATE)
+    monkeypatch.setattr("outrider.orchestrator.pairing.chat.chat_template", lambda folder: TEMPLATE)
 
 
 def prompts(served):
@@ -116,9 +124,9 @@ def test_tokens_have_the_colours_of_their_origins_and_the_text_is_the_same(serve
     tokens = served.codec.encode("def f(x): return 'é☃'\n", special=False)
     told = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
     served.core.play = lambda admit: [
-        Began(admit.request, "ssd"),
+        RequestBegan(admit.request, "ssd"),
         *(Committed(admit.request, tokens[i : i + 3], origins=told[i : i + 3]) for i in range(0, len(tokens), 3)),
-        Ended(admit.request, "length", Timings(predicted_n=len(tokens))),
+        RequestEnded(admit.request, "length", Timings(predicted_n=len(tokens))),
     ]
     _, out, err = talk("x", flags=("--colors",), person=False)
     assert served.core.told[0].origins
@@ -144,7 +152,10 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(served, talk, templat
     def interrupted(admit):
         if len(prompts(served)) > 1:
             return says(served.codec, "done")(admit)
-        return [Began(admit.request, "ssd"), Committed(admit.request, served.codec.encode("half", special=False))]
+        return [
+            RequestBegan(admit.request, "ssd"),
+            Committed(admit.request, served.codec.encode("half", special=False)),
+        ]
 
     class Interrupting(chat.Painter):
         def of(self, chunk):
@@ -220,7 +231,7 @@ class Typist:
 def test_a_signal_on_a_terminal_stops_the_answer_and_quit_ends(served, tmp_path):
     """The target never gets to its end by itself."""
     half = served.codec.encode("half", special=False)
-    served.core.play = lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, half)]
+    served.core.play = lambda admit: [RequestBegan(admit.request, "ssd"), Committed(admit.request, half)]
     with Typist(tmp_path, "--connect", served.endpoint) as typist:
         typist.until(READY)
         typist.types(b"one\r")
@@ -283,7 +294,7 @@ def test_a_pipe_is_read_as_it_comes(served, talk):
     ],
 )
 def test_a_block_is_its_text_and_no_command(typed, text, command):
-    assert entry_of(typed) == Entry(text, command)
+    assert entry_of(typed) == UserInput(text, command)
 
 
 def test_a_full_context_is_said_and_the_oldest_message_makes_room(served, talk, templated):
@@ -399,7 +410,7 @@ def test_a_failure_is_told_and_a_person_goes_on(served, talk, templated, person)
     def play(admit):
         if len(prompts(served)) > 1:
             return says(served.codec, "yes")(admit)
-        return [Began(admit.request, "ssd"), Broke(admit.request, "WorkerError", "the target was lost")]
+        return [RequestBegan(admit.request, "ssd"), RequestFailed(admit.request, "WorkerError", "the target was lost")]
 
     served.core.play = play
     code, out, err = talk("one", "two", person=person)

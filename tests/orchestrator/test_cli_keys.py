@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import zmq
 
-from outrider.orchestrator.auth import Gate
+from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.cli import main
 from outrider.protocol.endpoints import Bound, bind
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import DRAFTER, Allowed, Keyring
+from outrider.protocol.keyring import DRAFTER, AllowedKey, Keyring
 from outrider.protocol.keys import make_pair
 
 KEY = make_pair().public
@@ -112,7 +112,7 @@ class Served:
         self.ring = Keyring(folder)
         self.ring.make()
         self.context: zmq.Context[Any] = zmq.Context()
-        self.gate = Gate(self.context, self.ring)
+        self.gate = CurveAuth(self.context, self.ring)
         self.bound: Bound = bind(self.context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ def test_a_drafter_knocks_before_it_loads_and_is_handed_its_keys(run: Run, tmp_p
     try:
         code, out, err = run(*join, "--server-key", served.gate.own.public)
         assert (code, out) == (8, "") and f"refuses this side's key {own}" in err and "`outrider keys allow`" in err
-        served.ring.allow(Allowed(DRAFTER, own, "mini"))
+        served.ring.allow(AllowedKey(DRAFTER, own, "mini"))
         code, out, err = run(*join, "--server-key", KEY)
         assert (code, out) == (8, "") and f"has a server with another key than {KEY}" in err
         code, out, err = run(*join, "--server-key", served.gate.own.public)

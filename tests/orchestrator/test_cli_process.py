@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.orchestrator.stand import says
 
 LIMIT = 200.0

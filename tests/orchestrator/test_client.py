@@ -19,10 +19,10 @@ import zmq
 import outrider
 from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resumed
 from outrider.orchestrator.client.client import Patience
-from outrider.orchestrator.client.dialogue import Choices, GenerationResult, Wish
-from outrider.orchestrator.events import Admit, Began, Committed, Stop
+from outrider.orchestrator.client.dialogue import GenerateOptions, GenerateRequest, GenerationResult
+from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
 from outrider.protocol.directory import private_directory
-from outrider.protocol.endpoints import knock
+from outrider.protocol.endpoints import probe
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
@@ -33,14 +33,17 @@ SILENCE = 0.3
 
 def test_what_may_be_wished_for_is_checked_and_told():
     """`prompt`, `sampling` and `rounds` are arguments of their own."""
-    wishes, told = list(get_type_hints(Choices)), Client.generate.__doc__ or ""
-    assert sorted([*wishes, "prompt", "sampling", "rounds"]) == sorted(field.name for field in fields(Wish))
+    wishes, told = list(get_type_hints(GenerateOptions)), Client.generate.__doc__ or ""
+    assert sorted([*wishes, "prompt", "sampling", "rounds"]) == sorted(field.name for field in fields(GenerateRequest))
     assert not [name for name in wishes if name not in told]
 
 
 def begins(codec):
     """A core that commits something and never ends by itself."""
-    return lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, codec.encode("a b", special=False))]
+    return lambda admit: [
+        RequestBegan(admit.request, "ssd"),
+        Committed(admit.request, codec.encode("a b", special=False)),
+    ]
 
 
 def test_the_facade_has_the_same_names():
@@ -98,7 +101,7 @@ def test_an_endpoint_that_is_none_is_a_sentence(make, endpoint):
 
 @pytest.mark.parametrize("make", [Client, AsyncClient])
 def test_a_socket_that_is_not_there_is_known_before_anything_is_waited_for(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(Patience, "silent", lambda self: pytest.fail("it waited"))
+    monkeypatch.setattr(Patience, "on_silence", lambda self: pytest.fail("it waited"))
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "dead"))
     with socket.socket() as closed:
@@ -129,12 +132,12 @@ def test_patience_ends_when_a_question_was_not_answered_for_too_long(mute):
     patience = Patience(mute, 10.0)
     for _ in range(3):
         for _ in range(11):
-            assert isinstance(patience.silent(), StatsQuery)
-        patience.heard()
+            assert isinstance(patience.on_silence(), StatsQuery)
+        patience.on_message()
     for _ in range(11):
-        patience.silent()
+        patience.on_silence()
     with pytest.raises(EndpointError, match="for 10 s"):
-        patience.silent()
+        patience.on_silence()
 
 
 @pytest.mark.parametrize("make", [LocalCluster.client, LocalCluster.async_client])
@@ -145,26 +148,26 @@ def test_a_cluster_of_ones_own_is_waited_for_as_long_as_it_lives(mute, make):
     cluster._process = SimpleNamespace(poll=lambda: ended[0])
     patience = make(cluster).patience()
     for _ in range(3600):
-        assert isinstance(patience.silent(), StatsQuery)
+        assert isinstance(patience.on_silence(), StatsQuery)
     ended[0] = -9
     with pytest.raises(ServerStopped, match=r"died \(signal 9\)"):
-        patience.silent()
+        patience.on_silence()
     with pytest.raises(EndpointError, match="for 2 s"):
         impatient = Client(mute, 2.0).patience()
         for _ in range(4):
-            impatient.silent()
+            impatient.on_silence()
 
 
 def test_a_far_server_that_shakes_no_hands_has_as_much_time_as_any(monkeypatch):
     """It may have been stopped: only a key that is refused ends the patience at once."""
     monkeypatch.setattr("outrider.protocol.endpoints.SECONDS", 0.01)
-    monkeypatch.setattr("outrider.orchestrator.client.client.knock", partial(knock, seconds=0.01))
+    monkeypatch.setattr("outrider.orchestrator.client.client.probe", partial(probe, seconds=0.01))
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         patience = Patience(f"tcp://127.0.0.1:{stopped.getsockname()[1]}", 10.0)
         for _ in range(11):
-            assert isinstance(patience.silent(), StatsQuery)
+            assert isinstance(patience.on_silence(), StatsQuery)
         with pytest.raises(EndpointError, match="for 10 s"):
-            patience.silent()
+            patience.on_silence()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "long", None])
@@ -178,7 +181,7 @@ def test_a_server_that_is_only_busy_is_heard(stand, codec, monkeypatch):
     """The core is silent; the front's answers to the client's questions show that the server lives."""
     heard = threading.Semaphore(0)
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
-    monkeypatch.setattr(Patience, "heard", lambda self: heard.release() or setattr(self, "_asked", 0))
+    monkeypatch.setattr(Patience, "on_message", lambda self: heard.release() or setattr(self, "_asked", 0))
     results: list[GenerationResult] = []
     client = stand.client(np.float32(100))
     thread = threading.Thread(target=lambda: results.append(client.generate("x")))
@@ -448,7 +451,7 @@ def test_a_closed_stream_cancels_and_says_so(stand, codec):
 @pytest.mark.parametrize("brings", ["chunks", "nothing"])
 def test_a_stream_that_another_thread_reads_may_be_closed(stand, codec, monkeypatch, brings):
     monkeypatch.setattr("outrider.orchestrator.client.client.ASK_AFTER_SECONDS", 0.02)
-    stand.core.play = begins(codec) if brings == "chunks" else lambda admit: [Began(admit.request, "ssd")]
+    stand.core.play = begins(codec) if brings == "chunks" else lambda admit: [RequestBegan(admit.request, "ssd")]
     stream, left = stand.client().stream("x"), threading.Event()
     thread = threading.Thread(target=lambda: list(stream) == [] or left.set())
     thread.start()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.events import Admit, Committed, Ended
-from outrider.protocol.abilities import Abilities, OwnDrafter
+from outrider.orchestrator.events import Admit, Committed, RequestEnded
+from outrider.protocol.abilities import Abilities, InProcessDrafter
 from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
@@ -23,7 +23,7 @@ class Target(HonestWorkers):
     """Accepts `accepted` tokens of every chain; drafting a token takes 2 ms, a verify 10 ms and 1 ms a chain token."""
 
     target_context = 1000
-    target_abilities = Abilities(drafters=(OwnDrafter("draft"),))
+    target_abilities = Abilities(drafters=(InProcessDrafter("draft"),))
 
     def __init__(self, accepted: int, ngrams: bool = False) -> None:
         self.told: list[Any] = []
@@ -31,7 +31,7 @@ class Target(HonestWorkers):
         self.accepted = accepted
         settings = RoundSettings(4, 8, ngrams=ngrams)
         self.trace = Recorded()
-        self.rounds = Rounds(self, settings, self.events.append, self.trace)
+        self.rounds = Scheduler(self, settings, self.events.append, self.trace)
         self._now, self._next = 0, 100
 
     def notes(self) -> list[str]:
@@ -49,35 +49,37 @@ class Target(HonestWorkers):
     def send_drafter(self, name: str, message: Any) -> None:
         raise AssertionError("there is none")
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Nothing waits here."""
 
-    def run(self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset(), origins: bool = False) -> Ended:
+    def run(
+        self, max_tokens: int, mode: str = "sd", eos: frozenset[int] = frozenset(), origins: bool = False
+    ) -> RequestEnded:
         self.told.clear()
         sampling = SamplingParams(max_tokens=max_tokens)
         self.rounds.begin(Admit("r", (1, 2, 3), sampling, mode, eos, origins=origins), self._now)
         self._answer(0, 3, 0, 0)
         for _ in range(1000):
             if not self.rounds.active:
-                return next(event for event in reversed(self.events) if isinstance(event, Ended))
+                return next(event for event in reversed(self.events) if isinstance(event, RequestEnded))
             self._rounds_of([message for message in self.told if isinstance(message, Verify)][-1])
         raise TimeoutError("the request hangs")
 
     def _rounds_of(self, verify: Verify) -> None:
-        base_len, number, room = verify.base_len, verify.round, verify.room or len(verify.chain) + 1
+        base_len, number, room = verify.base_len, verify.round, verify.max_tokens or len(verify.chain) + 1
         more = True
         while more:
             halted = isinstance(self.told[-1], Halt)
             depth = min(verify.draft, room - 1) if verify.draft else len(verify.chain)
             accepted = min(self.accepted, depth) if verify.draft else 0
-            more = verify.going_on and not halted and room > accepted + 1
+            more = verify.autonomous and not halted and room > accepted + 1
             self._answer(number, base_len, depth, accepted, bool(verify.draft), () if more else None)
             base_len, number, room = base_len + accepted + 1, number + 1, room - accepted - 1
             if isinstance(self.told[-1], Close):
                 return
 
     def _answer(
-        self, number: int, base_len: int, depth: int, accepted: int, own: bool = False, onward: Any = None
+        self, number: int, base_len: int, depth: int, accepted: int, own: bool = False, next_proposal: Any = None
     ) -> None:
         drafted = self._now + (2 * MS * depth if own else 0)
         ended = drafted + (10 + depth) * MS
@@ -85,7 +87,7 @@ class Target(HonestWorkers):
         self._next += accepted + 1
         outcome = Outcome(
             "r", 0, number, base_len, accepted, self._next - 1, Span(drafted, ended), drafted - self._now,
-            onward, drafted=chain, drafting=Span(self._now, drafted) if own else None,
+            next_proposal, drafted=chain, drafting=Span(self._now, drafted) if own else None,
         )  # fmt: skip
         self._now = ended
         self.rounds.handle("target-0", outcome, self._now)
@@ -108,7 +110,7 @@ def test_one_verify_asks_for_the_whole_request_and_says_how_much_room_there_is()
     target = Target(accepted=2)
     target.run(60)
     (verify,) = [message for message in target.told if isinstance(message, Verify)]
-    assert (verify.chain, verify.draft, verify.going_on, verify.room) == ((), 4, True, 59)
+    assert (verify.chain, verify.draft, verify.autonomous, verify.max_tokens) == ((), 4, True, 59)
 
 
 @pytest.mark.parametrize(("max_tokens", "rounds"), [(61, 20), (62, 21), (63, 21)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
 from outrider.orchestrator.core.proposals.tree import LONGEST_COPY, best_tail, copied, filled, longest_copy
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
@@ -19,10 +19,10 @@ def estimates(row_ms: float = 0.5, holds: bool = True, drafted: int = 3) -> Esti
     found = Estimates()
     for _ in range(200):
         for rows in range(1, 14):
-            found.saw_verify(rows, 10.0 + row_ms * (rows - 1))
-        found.saw_copy(LONG, LONG.chain if holds else (0,))
-        found.saw_chain(3, drafted)
-        found.saw_round(2, 10.0)
+            found.observe_verify(rows, 10.0 + row_ms * (rows - 1))
+        found.observe_copy(LONG, LONG.chain if holds else (0,))
+        found.observe_chain(3, drafted)
+        found.observe_round(2, 10.0)
     return found
 
 
@@ -46,7 +46,7 @@ def test_what_a_row_costs_is_learned_from_rows_that_differ(rows: tuple[int, ...]
     found = Estimates()
     for number in range(300):
         for count in rows:
-            found.saw_verify(count, 10.0 + 5.0 * (number % 7) + (count - 1) * 2.0)
+            found.observe_verify(count, 10.0 + 5.0 * (number % 7) + (count - 1) * 2.0)
     assert found.row_ms() == pytest.approx(2.0 if len(rows) > 1 else 0.1 * found.verify_ms(1), rel=0.1)
 
 
@@ -54,10 +54,10 @@ def test_copies_that_held_in_one_text_are_soon_given_up_in_another() -> None:
     """A greedy text that repeats itself is followed by a sampled one that does not."""
     found = estimates()
     for _ in range(300):
-        found.saw_copy(LONG, LONG.chain)
+        found.observe_copy(LONG, LONG.chain)
     assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) == 12
     for _ in range(20):
-        found.saw_copy(LONG, (LONG.chain[0], 0))
+        found.observe_copy(LONG, (LONG.chain[0], 0))
     assert len(best_tail(found, Copy((1,) * 12, 5)).tokens) <= 4
 
 
@@ -65,21 +65,23 @@ def test_copies_that_held_in_one_text_are_soon_given_up_in_another() -> None:
 
 
 def branch(*chain: int) -> Proposal:
-    return Proposal(chain, Source.CACHE, lookup=Lookup.HIT)
+    return Proposal(chain, ProposalSource.CACHE, lookup=Lookup.HIT)
 
 
 def test_a_branch_in_a_text_that_repeats_goes_on_as_the_text_did() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     found = filled(estimates(), ngrams, branch(3, 4, 5), committed=(2,), room=50)
     assert found.chain[:6] == (3, 4, 5, 6, 7, 1) and 6 <= len(found.chain) <= LONGEST_COPY
-    assert found.lookup is Lookup.HIT and found.copied == len(found.chain) - (3 if found.source is Source.CACHE else 0)
+    assert found.lookup is Lookup.HIT and found.copied == len(found.chain) - (
+        3 if found.source is ProposalSource.CACHE else 0
+    )
 
 
 def test_a_better_copy_stands_in_the_place_of_a_branch_and_a_worse_one_does_not() -> None:
     ngrams = NgramIndex((*LOOP, *LOOP, 1))
     other = branch(9, 9, 9)
     taken = filled(estimates(drafted=0), ngrams, other, committed=(2,), room=50)
-    assert taken.source is Source.NGRAM and taken.lookup is Lookup.HIT and taken.chain[:3] == (3, 4, 5)
+    assert taken.source is ProposalSource.NGRAM and taken.lookup is Lookup.HIT and taken.chain[:3] == (3, 4, 5)
     kept = filled(estimates(holds=False), ngrams, other, committed=(2,), room=50)
     assert kept == other
 
@@ -96,7 +98,7 @@ def test_no_chain_is_longer_than_its_room(room: int) -> None:
 
 
 def test_nothing_worth_copying_is_a_decoding_step() -> None:
-    assert copied(best_tail(estimates(holds=False), COPY)).source is Source.NONE
+    assert copied(best_tail(estimates(holds=False), COPY)).source is ProposalSource.NONE
 
 
 # --- the first rounds ---------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ def test_a_few_slow_forwards_at_the_start_do_not_make_rows_seem_dear() -> None:
     """Eight rounds, of which one was disturbed: what is known of rows anyway outweighs them."""
     found = Estimates()
     for rows, milliseconds in ((5, 22.0), (5, 23.0), (3, 21.0), (6, 45.0), (5, 22.0), (5, 23.0), (4, 22.0), (5, 22.0)):
-        found.saw_verify(rows, milliseconds)
+        found.observe_verify(rows, milliseconds)
     assert found.row_ms() < 0.2 * found.forward_ms(1)
 
 
@@ -114,14 +116,14 @@ def test_what_a_copy_would_have_brought_is_learned_though_it_was_never_verified(
     found = Estimates()
     before = found.copied(5).rate(0)
     for _ in range(10):
-        found.saw_copy(LONG, LONG.chain[:3])
+        found.observe_copy(LONG, LONG.chain[:3])
     assert found.copied(5).rate(0) > 0.95 > before and found.copied(5).rate(1) > 0.9
     for _ in range(10):
-        found.saw_copy(LONG, (0, 1, 2))
+        found.observe_copy(LONG, (0, 1, 2))
     assert found.copied(5).rate(0) < 0.6
 
 
 def test_a_text_without_a_copy_teaches_nothing() -> None:
     found, fresh = Estimates(), Estimates()
-    found.saw_copy(Copy(), (1, 2, 3))
+    found.observe_copy(Copy(), (1, 2, 3))
     assert [found.copied(n).rate(0) for n in range(6)] == [fresh.copied(n).rate(0) for n in range(6)]

@@ -8,20 +8,32 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import prompts
-from outrider.orchestrator.core.learning.controller import Controller
-from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.texts import CODE, FREE, HELD, REPEATING, SILENT_ROUNDS, TOKENS, Drift, kind_of
-from outrider.orchestrator.core.learning.tuning import Choice, load, write
 from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import MOST_WISHED, Planner
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.policy import Policy
+from outrider.orchestrator.core.policy.text_profiles import (
+    CODE,
+    FREE,
+    HELD,
+    REPEATING,
+    SILENT_ROUNDS,
+    TOKENS,
+    Drift,
+    kind_of,
+)
+from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
-from outrider.protocol.abilities import OwnDrafter
+from outrider.protocol.abilities import InProcessDrafter
 from outrider.protocol.sampling import SamplingParams
 
-GOOD, POOR = OwnDrafter("eagle3", is_head=True, agreement=0.8), OwnDrafter("mtp", is_head=True, agreement=0.1)
+GOOD, POOR = (
+    InProcessDrafter("eagle3", is_head=True, agreement=0.8),
+    InProcessDrafter("mtp", is_head=True, agreement=0.1),
+)
 STEP_MS = 10.0
 
 
@@ -29,50 +41,50 @@ def asked(mode: str = "auto", drafter: str = "") -> Admit:
     return Admit("r", (1, 2), SamplingParams(), mode, frozenset(), drafter=drafter)
 
 
-def planner(*own: OwnDrafter, ngrams: bool = True) -> Planner:
+def planner(*own: InProcessDrafter, ngrams: bool = True) -> Planner:
     return Planner(RoundSettings(4, 16, ngrams=ngrams), own=lambda: own)
 
 
-def plan(found: Planner, admit: Admit, workers: int = 1) -> Plan:
+def plan(found: Planner, admit: Admit, workers: int = 1) -> RoundPlan:
     return found.first_plan(admit, workers)[0]
 
 
 def test_without_a_name_draft_workers_draft_then_heads_then_the_text() -> None:
-    assert plan(planner(GOOD), asked("ssd")) == Plan("ssd", 4, 16)
-    assert plan(planner(GOOD), asked("sd")) == Plan("sd", 4, 16)
-    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == Plan("sd", 4, 16, "eagle3")
-    assert plan(planner(GOOD), asked("ssd"), workers=0) == Plan("sd", 4, 16, "eagle3")
-    assert plan(planner(), asked("sd"), workers=0) == Plan("sd", 4, 16)
+    assert plan(planner(GOOD), asked("ssd")) == RoundPlan("ssd", 4, 16)
+    assert plan(planner(GOOD), asked("sd")) == RoundPlan("sd", 4, 16)
+    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == RoundPlan("sd", 4, 16, "eagle3")
+    assert plan(planner(GOOD), asked("ssd"), workers=0) == RoundPlan("sd", 4, 16, "eagle3")
+    assert plan(planner(), asked("sd"), workers=0) == RoundPlan("sd", 4, 16)
 
 
 def test_who_is_named_drafts_alone() -> None:
     found = planner(POOR, GOOD)
-    assert plan(found, asked("sd", "eagle3")) == Plan("sd", 4, 16, "eagle3")
-    assert plan(found, asked("sd", "draft")) == Plan("sd", 4, 16)
-    assert plan(found, asked("sd", "ngram")) == Plan("sd", 4, 16, "ngram")
+    assert plan(found, asked("sd", "eagle3")) == RoundPlan("sd", 4, 16, "eagle3")
+    assert plan(found, asked("sd", "draft")) == RoundPlan("sd", 4, 16)
+    assert plan(found, asked("sd", "ngram")) == RoundPlan("sd", 4, 16, "ngram")
     auto = asked("auto", "mtp")
-    kinds = found._controller(auto, found._means(auto, 1))._kinds
-    assert [(way.mode, way.drafter) for way in kinds] == [("ar", ""), ("sd", "mtp")]
+    kinds = found._policy(auto, found._sources(auto, 1))._kinds
+    assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
 def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
     found, usual = planner(), asked()
-    first = found._controller(usual, found._means(usual, 1))
+    first = found._policy(usual, found._sources(usual, 1))
     for number in range(3 * MOST_WISHED):
         plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
-    assert found._controller(usual, found._means(usual, 1)) is first
-    assert len(found._controllers) == MOST_WISHED + 1
+    assert found._policy(usual, found._sources(usual, 1)) is first
+    assert len(found._policies) == MOST_WISHED + 1
 
 
-def rates(controller: Controller, found: dict[str, float], rounds: int = 4000) -> list[str]:
+def rates(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[str]:
     """Who drafts, a round; each way brings so many tokens a round of `STEP_MS`."""
     said = []
     for _ in range(rounds):
-        plan = controller.plan()
+        plan = policy.plan()
         name = plan.drafter or plan.mode
         said.append(name)
         tokens = found[name]
-        controller.saw_round(plan, int(tokens) + (len(said) % 10 < 10 * (tokens % 1)), STEP_MS)
+        policy.observe_round(plan, int(tokens) + (len(said) % 10 < 10 * (tokens % 1)), STEP_MS)
     return said
 
 
@@ -80,10 +92,10 @@ def rates(controller: Controller, found: dict[str, float], rounds: int = 4000) -
 def test_auto_comes_to_the_best_of_them_and_stays(best: str) -> None:
     """Whatever it believes of each at first."""
     estimates = Estimates()
-    estimates.meet([GOOD, POOR])
-    controller = Controller(estimates, ("ar", "sd", "ssd"), 4, 16, others=("eagle3", "mtp", "ngram"))
+    estimates.add_drafters([GOOD, POOR])
+    policy = Policy(estimates, ("ar", "sd", "ssd"), 4, 16, others=("eagle3", "mtp", "ngram"))
     found = {"ar": 1.0, "sd": 1.1, "ssd": 1.2, "eagle3": 1.3, "mtp": 1.15, "ngram": 1.05} | {best: 2.0}
-    said = rates(controller, found)
+    said = rates(policy, found)
     assert sum(name == best for name in said[2000:]) > 0.9 * 2000
     brought = sum(found[name] for name in said[1000:]) / 3000
     assert brought > 0.97 * 2.0
@@ -91,46 +103,46 @@ def test_auto_comes_to_the_best_of_them_and_stays(best: str) -> None:
 
 def test_of_one_that_never_drafted_the_trial_at_load_is_believed() -> None:
     estimates = Estimates()
-    estimates.meet([GOOD, POOR])
-    controller = Controller(estimates, ("ar",), 4, 16, others=("mtp", "eagle3"))
-    assert controller.plan().drafter == "eagle3"
+    estimates.add_drafters([GOOD, POOR])
+    policy = Policy(estimates, ("ar",), 4, 16, others=("mtp", "eagle3"))
+    assert policy.plan().drafter == "eagle3"
 
 
 def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     before = Estimates()
-    before.meet([GOOD, POOR])
+    before.add_drafters([GOOD, POOR])
     for _ in range(100):
-        before.saw_own("mtp", 4, 4, 2.0)
-    choices = (Choice("sd", 0, 0, 200.0, True, drafter="mtp"), Choice("ar", 0, 0, 90.0, True))
-    write([before.told(choices, 0.0)], path)
+        before.observe_in_process("mtp", 4, 4, 2.0)
+    choices = (TunedArm("sd", 0, 0, 200.0, True, drafter="mtp"), TunedArm("ar", 0, 0, 90.0, True))
+    write([before.snapshot(choices, 0.0)], path)
     (record,) = load(path)
     after = Estimates()
     after.start_from(record)
-    after.meet([GOOD, POOR])
-    assert after.own_ms(4, "mtp") == pytest.approx(2.0) and after.holding("mtp").rate(0) > 0.4
-    controller = Controller(after, ("ar",), 4, 16, others=("eagle3", "mtp"))
-    controller.start_from(record.choices)
-    assert controller.plan().drafter == "mtp" and "fastest measured before (200 tokens/s)" in controller.why
-    without = Controller(after, ("ar",), 4, 16, others=("eagle3",))
+    after.add_drafters([GOOD, POOR])
+    assert after.in_process_ms(4, "mtp") == pytest.approx(2.0) and after.holding("mtp").rate(0) > 0.4
+    policy = Policy(after, ("ar",), 4, 16, others=("eagle3", "mtp"))
+    policy.start_from(record.choices)
+    assert policy.plan().drafter == "mtp" and "fastest measured before (200 tokens/s)" in policy.why
+    without = Policy(after, ("ar",), 4, 16, others=("eagle3",))
     without.start_from(record.choices)
     assert without.plan().drafter != "mtp"
 
 
 def test_copies_are_forecast_by_what_rounds_show_of_them() -> None:
     estimates = Estimates()
-    controller = Controller(estimates, ("ar",), 4, 16, others=("ngram",))
+    policy = Policy(estimates, ("ar",), 4, 16, others=("ngram",))
     for _ in range(200):
-        estimates.saw_copy(Copy((5, 6, 7), 3), (5, 6, 7, 8))
-    assert controller.plan().drafter == "ngram"
+        estimates.observe_copy(Copy((5, 6, 7), 3), (5, 6, 7, 8))
+    assert policy.plan().drafter == "ngram"
 
 
 def test_one_that_says_nothing_or_nothing_that_holds_is_of_no_use() -> None:
     silent, poor, fair = Drift(), Drift(), Drift()
-    assert [bool(silent.saw(0, 0)) for _ in range(SILENT_ROUNDS)] == [False] * (SILENT_ROUNDS - 1) + [True]
-    assert [bool(poor.saw(4, 0)) for _ in range(TOKENS // 4)] == [False] * (TOKENS // 4 - 1) + [True]
-    assert not any(fair.saw(4, n % 4 == 0) for n in range(10 * TOKENS))
-    assert not any(Drift(silent=1).saw(n % 2, 0) for n in range(8))
+    assert [bool(silent.observe(0, 0)) for _ in range(SILENT_ROUNDS)] == [False] * (SILENT_ROUNDS - 1) + [True]
+    assert [bool(poor.observe(4, 0)) for _ in range(TOKENS // 4)] == [False] * (TOKENS // 4 - 1) + [True]
+    assert not any(fair.observe(4, n % 4 == 0) for n in range(10 * TOKENS))
+    assert not any(Drift(silent=1).observe(n % 2, 0) for n in range(8))
 
 
 def test_a_text_that_repeats_itself_or_is_held_is_of_its_own_kind() -> None:
@@ -152,17 +164,17 @@ def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
     first = planner(GOOD)
     best = {FREE: "eagle3", REPEATING: "ngram"}
     for kind, drafter in best.items():
-        controller = first._controller(asked(), first._means(asked(), 1), kind)
-        rates(controller, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
+        policy = first._policy(asked(), first._sources(asked(), 1), kind)
+        rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
     again = Planner(RoundSettings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
     for kind, drafter in best.items():
         assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
-    again.turn_to(2, 0)
+    again.set_load(2, 0)
     assert again.first_plan(asked(), 1, REPEATING)[0] == again.first_plan(asked(), 1, FREE)[0]
 
 
 def test_a_new_kind_of_text_begins_with_what_is_known_of_others() -> None:
     found = planner(GOOD)
-    controller = found._controller(asked(), found._means(asked(), 1))
-    rates(controller, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 3})
+    policy = found._policy(asked(), found._sources(asked(), 1))
+    rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 3})
     assert found.first_plan(asked(), 1, REPEATING)[0].drafter == "ngram"

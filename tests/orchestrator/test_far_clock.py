@@ -28,12 +28,12 @@ class Far:
         asked_ns = self.now_ns
         answered_ns = asked_ns + int(there_ms * MILLISECOND_NS)
         self.now_ns = answered_ns + int(back_ms * MILLISECOND_NS)
-        self.clock.told(asked_ns, self.theirs(answered_ns), self.now_ns)
+        self.clock.observe(asked_ns, self.theirs(answered_ns), self.now_ns)
         self.now_ns += int(seconds * SECOND_NS)
 
     def error_ns(self) -> int:
         """By how much a span that ended now would be told wrongly."""
-        told = self.clock.here(Branches("r", 0, 0, 1, 1, (), Span(0, self.theirs(self.now_ns))), self.now_ns)
+        told = self.clock.to_local(Branches("r", 0, 0, 1, 1, (), Span(0, self.theirs(self.now_ns))), self.now_ns)
         assert isinstance(told, Branches)
         return abs(told.work.ended_ns - self.now_ns)
 
@@ -78,13 +78,13 @@ def test_work_ends_before_it_is_heard_of_and_lasts_as_long_whatever_a_clock_says
     clock = FarClock()
     for work in (Span(7, 12), Span(5 * HOUR_NS, 5 * HOUR_NS + 5)):
         for _ in range(2):
-            told = clock.here(Branches("r", 0, 0, 1, 1, (), work), HOUR_NS)
+            told = clock.to_local(Branches("r", 0, 0, 1, 1, (), work), HOUR_NS)
             assert isinstance(told, Branches)
             assert 0 <= told.work.started_ns <= told.work.ended_ns <= HOUR_NS
             assert told.work.ended_ns - told.work.started_ns == 5
-            clock.told(HOUR_NS - 10, HOUR_NS - 5, HOUR_NS)
+            clock.observe(HOUR_NS - 10, HOUR_NS - 5, HOUR_NS)
         clock = FarClock()
 
 
 def test_words_without_times_stay_as_they_are() -> None:
-    assert FarClock().here(Resync("r", 0), 5) == Resync("r", 0)
+    assert FarClock().to_local(Resync("r", 0), 5) == Resync("r", 0)

@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 import zmq
 
-from outrider.orchestrator.auth import Gate, client_key
+from outrider.orchestrator.auth import CurveAuth, client_key
 from outrider.orchestrator.client.dialogue import TokenLogprob
-from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, PrefillAt, Stop, WorkersChanged
+from outrider.orchestrator.events import (
+    Admit,
+    Committed,
+    PrefillProgress,
+    RequestBegan,
+    RequestEnded,
+    RequestFailed,
+    Stop,
+    WorkersChanged,
+)
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import turns_of
 from outrider.orchestrator.handshake import Failure, Ready, Stage, as_error
@@ -23,11 +32,10 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
-from outrider.protocol.keyring import CLIENT, Allowed, Keyring
+from outrider.protocol.keyring import CLIENT, AllowedKey, Keyring
 from outrider.protocol.keys import ClientKeys, make_pair
 from outrider.protocol.messages import (
     Cancel,
-    Chunk,
     Done,
     DraftWork,
     Failed,
@@ -38,6 +46,7 @@ from outrider.protocol.messages import (
     Started,
     Stats,
     StatsQuery,
+    TextChunk,
     Timings,
 )
 from outrider.protocol.sampling import Grammar, SamplingParams
@@ -116,7 +125,7 @@ def test_seeds_differ_when_none_is_given(stand, codec):
 def test_a_stop_string_ends_the_text_before_it_and_stops_the_core(stand, codec):
     text = "abc def ghi"
     stand.core.play = lambda admit: [
-        Began(admit.request, "ssd"), Committed(admit.request, codec.encode(text, special=False))
+        RequestBegan(admit.request, "ssd"), Committed(admit.request, codec.encode(text, special=False))
     ]  # fmt: skip
     result = stand.client().generate("x", SamplingParams(stop=("c d",)))
     assert (result.text, result.finish_reason) == ("ab", "stop")
@@ -136,7 +145,7 @@ def test_log_probabilities_come_with_their_tokens_and_end_with_the_text(stand, c
     ids = np.array([[token, 7, token] for token in tokens], np.int32)
     values = np.array([[-float(i), NEVER, -0.5] for i in range(len(tokens))], np.float32)
     stand.core.play = lambda admit: [
-        Began(admit.request, "ssd"),
+        RequestBegan(admit.request, "ssd"),
         Committed(admit.request, tokens[:2], Logprobs(ids, values).part(0, 2)),
         Committed(admit.request, tokens[2:], Logprobs(ids, values).part(2, len(tokens))),
     ]
@@ -154,7 +163,7 @@ def test_origins_come_with_their_tokens_and_end_with_the_text(stand, codec):
     tokens = codec.encode("abc def ghi", special=False)
     told = tuple(Origin(i % len(Origin)) for i in range(len(tokens)))
     stand.core.play = lambda admit: [
-        Began(admit.request, "ssd"),
+        RequestBegan(admit.request, "ssd"),
         Committed(admit.request, tokens[:2], origins=told[:2] if admit.origins else None),
         Committed(admit.request, tokens[2:], origins=told[2:] if admit.origins else None),
     ]
@@ -170,9 +179,9 @@ def test_rounds_come_with_their_tokens(stand, codec):
     tokens, rounds = codec.encode("abc", special=False), [RoundRecord(n, "hit", "cache", 2, 1, 2, Span(n, n + 1), None,
         (DraftWork("draft-0", n, 1, 3, Span(n, n)),)) for n in range(2)]  # fmt: skip
     stand.core.play = lambda admit: [
-        Began(admit.request, "ssd"),
+        RequestBegan(admit.request, "ssd"),
         *(Committed(admit.request, tokens, rounds=(r,) if admit.rounds else None) for r in rounds),
-        Ended(admit.request, "length", Timings()),
+        RequestEnded(admit.request, "length", Timings()),
     ]
     chunks = list(stand.client().stream("x", rounds=True))
     assert [record for chunk in chunks for record in chunk.rounds or ()] == rounds
@@ -187,7 +196,7 @@ def test_a_model_without_an_end_token_takes_no_grammar(stand):
 
 def test_progress_of_a_long_prompt_is_told(stand, codec):
     told = []
-    stand.core.play = lambda admit: [PrefillAt(admit.request, 5, 9), *says(codec, "x")(admit)]
+    stand.core.play = lambda admit: [PrefillProgress(admit.request, 5, 9), *says(codec, "x")(admit)]
     for _ in stand.client().stream("def f(", progress=lambda done, total: told.append((done, total))):
         pass
     assert told == [(5, 9)]
@@ -195,21 +204,25 @@ def test_progress_of_a_long_prompt_is_told(stand, codec):
 
 def test_notes_of_the_start_and_of_the_end_are_both_told(stand):
     stand.core.play = lambda admit: [
-        Began(admit.request, "ar", ("no drafter",)), Ended(admit.request, "length", Timings(), ("too late",))
-    ]  # fmt: skip
+        RequestBegan(admit.request, "ar", ("no drafter",)),
+        RequestEnded(admit.request, "length", Timings(), ("too late",)),
+    ]
     result = stand.client().generate("x")
     assert result.notes == ("no drafter", "too late")
     assert "Note: no drafter\nNote: too late" in result.summary()
 
 
 def test_a_request_that_broke_raises_the_named_error(stand):
-    stand.core.play = lambda admit: [Broke(admit.request, "WorkerError", "the target died")]
+    stand.core.play = lambda admit: [RequestFailed(admit.request, "WorkerError", "the target died")]
     with pytest.raises(WorkerError, match="the target died"):
         stand.client().generate("x")
 
 
 def test_leaving_the_loop_cancels(stand, codec):
-    stand.core.play = lambda admit: [Began(admit.request, "ssd"), Committed(admit.request, codec.encode("a b c"))]
+    stand.core.play = lambda admit: [
+        RequestBegan(admit.request, "ssd"),
+        Committed(admit.request, codec.encode("a b c")),
+    ]
     for _ in stand.client().stream("x"):
         break
     stop = stand.core.wait_for(Stop)[0]
@@ -220,7 +233,7 @@ def test_a_client_that_is_gone_is_cancelled(stand):
     with RawClient(stand.endpoint) as client:
         client.say(ask())
         admit = stand.core.wait_for(Admit)[0]
-        stand.core.outbox.put(Began(admit.request, "ssd"))
+        stand.core.outbox.put(RequestBegan(admit.request, "ssd"))
         client.hear_until(Started)
     while not any(isinstance(event, Stop) for event in stand.core.told):
         stand.core.outbox.put(Committed(admit.request, (5,)))
@@ -263,7 +276,7 @@ def test_clients_take_turns(stand):
         modest.hear_until(Stats)
         for count in range(1, 5):
             admits = stand.core.wait_for(Admit, count)
-            stand.core.outbox.put(Ended(admits[-1].request, "length", Timings()))
+            stand.core.outbox.put(RequestEnded(admits[-1].request, "length", Timings()))
         order = [stand.codec.decode(admit.tokens[1:]) for admit in stand.core.wait_for(Admit, 4)]
     assert order == ["def g(", "def g(", "def m(", "def g("] or order == ["def g(", "def m(", "def g(", "def g("]
 
@@ -276,7 +289,7 @@ def test_those_for_whom_a_client_of_this_machine_asks_take_turns_like_clients(st
         gate.hear_until(Stats)
         for count in range(1, 5):
             admits = stand.core.wait_for(Admit, count)
-            stand.core.outbox.put(Ended(admits[-1].request, "length", Timings()))
+            stand.core.outbox.put(RequestEnded(admits[-1].request, "length", Timings()))
         order = [stand.codec.decode(admit.tokens[1:]) for admit in stand.core.wait_for(Admit, 4)]
     assert "def m(" in order[:3]
 
@@ -293,13 +306,13 @@ def test_whose_turn_it_is():
 def test_a_key_that_was_shown_is_told_with_each_message(tmp_path):
     ring, friend = Keyring(tmp_path / "keys"), make_pair()
     ring.make()
-    ring.allow(Allowed(CLIENT, friend.public, "friend"))
+    ring.allow(AllowedKey(CLIENT, friend.public, "friend"))
     context = zmq.Context()
-    gate = Gate(context, ring)
+    auth = CurveAuth(context, ring)
     clients = ClientSocket(context, f"ipc://{tmp_path}/clients")
     try:
-        clients.serve("tcp://127.0.0.1:0", 8, gate.keys(CLIENT))
-        for endpoint, keys in ((clients.own, None), (clients.endpoint, ClientKeys(friend, gate.own.public))):
+        clients.serve("tcp://127.0.0.1:0", 8, auth.keys(CLIENT))
+        for endpoint, keys in ((clients.own, None), (clients.endpoint, ClientKeys(friend, auth.own.public))):
             with zmq.Context.instance().socket(zmq.DEALER) as socket:
                 connect(socket, endpoint, keys)
                 socket.send_multipart(encode(StatsQuery("s")))
@@ -307,7 +320,7 @@ def test_a_key_that_was_shown_is_told_with_each_message(tmp_path):
                 assert [letter.key for letter in clients.receive(2)] == [friend.public if keys else ""]
     finally:
         clients.close()
-        gate.close()
+        auth.close()
         context.destroy(linger=0)
 
 
@@ -343,7 +356,7 @@ def test_a_server_with_nearly_all_its_connections_takes_no_new_request_and_ends_
     with RawClient(stand.endpoint) as client:
         client.say(ask("runs"))
         admit = stand.core.wait_for(Admit)[0]
-        stand.sockets.door.doors[0].most = 1
+        stand.sockets.limiter.endpoints[0].most = 1
         client.say(ask("late"))
         assert "almost reached its connection limit" in client.hear_until(Failed)[-1].message
         for event in says(codec, "fine")(admit):
@@ -421,7 +434,7 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
 
 def test_totals_go_on_past_what_one_request_can_have(stand):
     many = Timings(prompt_n=2**31 - 1, predicted_n=2**31 - 1)
-    stand.core.play = lambda admit: [Began(admit.request, "ar"), Ended(admit.request, "length", many)]
+    stand.core.play = lambda admit: [RequestBegan(admit.request, "ar"), RequestEnded(admit.request, "length", many)]
     for _ in range(2):
         stand.client().generate("x")
     assert stand.client().stats().totals.prompt_n == 2**32 - 2
@@ -518,8 +531,8 @@ def test_a_name_in_use_is_refused_and_its_request_goes_on(stand, codec):
         client.say(ask("same"))
         assert "already running" in client.hear_until(Failed)[-1].message
         stand.core.outbox.put(Committed(admit.request, codec.encode("on", special=False)))
-        stand.core.outbox.put(Ended(admit.request, "length", Timings()))
-        assert "".join(m.text for m in client.hear_until(Done) if isinstance(m, Chunk)) == "on"
+        stand.core.outbox.put(RequestEnded(admit.request, "length", Timings()))
+        assert "".join(m.text for m in client.hear_until(Done) if isinstance(m, TextChunk)) == "on"
 
 
 def test_a_chat_template_that_refuses_is_a_sentence(stand):

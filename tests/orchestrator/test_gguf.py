@@ -17,12 +17,12 @@ from gguf.quants import dequantize
 from tokenizers import Tokenizer, normalizers
 
 from outrider.engine.loading import load
-from outrider.orchestrator.pair import gguf, gguf_model, model_files, pulled
-from outrider.orchestrator.pair.chat import load_text
-from outrider.orchestrator.pair.gguf import read_gguf
-from outrider.orchestrator.pair.gguf_model import write_model
-from outrider.orchestrator.pair.model_files import find_model
-from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing import gguf, gguf_model, model_files, pulled
+from outrider.orchestrator.pairing.chat import load_text
+from outrider.orchestrator.pairing.gguf import read_gguf
+from outrider.orchestrator.pairing.gguf_model import write_model
+from outrider.orchestrator.pairing.model_files import find_model
+from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import SIZES, write_gguf

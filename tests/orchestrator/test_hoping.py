@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposals.proposer import after_miss, longest_wait_ms, worth_hoping
-from outrider.orchestrator.core.proposals.tree import Tail
+from outrider.orchestrator.core.proposals.tree import CopiedTail
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.events import Admit, Ended, ToFront
+from outrider.orchestrator.events import Admit, RequestEnded, ToFront
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
@@ -26,18 +26,18 @@ def estimates() -> Estimates:
     found = Estimates()
     for _ in range(50):
         for rows in range(1, 6):
-            found.saw_verify(rows, VERIFY_MS)
-        found.saw_depth(8, DEPTH_MS)
-        found.saw_draft(1, STEP_MS)
-        found.saw_link(1.0)
-        found.saw_chain(4, 4)
-        found.saw_round(3, VERIFY_MS)
-        found.saw_lookup(True)
+            found.observe_verify(rows, VERIFY_MS)
+        found.observe_depth(8, DEPTH_MS)
+        found.observe_draft(1, STEP_MS)
+        found.observe_link(1.0)
+        found.observe_chain(4, 4)
+        found.observe_round(3, VERIFY_MS)
+        found.observe_lookup(True)
     return found
 
 
 def hopes(estimates: Estimates, wait_ms: float) -> bool:
-    return worth_hoping(estimates, after_miss(estimates, Tail(), 4, True), 4, wait_ms)
+    return worth_hoping(estimates, after_miss(estimates, CopiedTail(), 4, True), 4, wait_ms)
 
 
 def test_a_short_wait_for_a_likely_hit_is_worth_it_and_a_long_one_is_not(estimates: Estimates) -> None:
@@ -48,7 +48,7 @@ def test_a_short_wait_for_a_likely_hit_is_worth_it_and_a_long_one_is_not(estimat
 def test_what_never_comes_is_not_hoped_for(estimates: Estimates) -> None:
     wait_ms = next(ms for ms in (3.0, 2.0, 1.0, 0.5) if hopes(estimates, ms))
     for _ in range(60):
-        estimates.saw_lookup(False)
+        estimates.observe_lookup(False)
     assert not hopes(estimates, wait_ms)
 
 
@@ -103,38 +103,38 @@ class Wires(HonestWorkers):
     def send_drafter(self, name: str, message: Message) -> None:
         pass
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         pass
 
 
 def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_whole_tree_would_take() -> None:
     wires, told = Wires(), list[ToFront]()
-    rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
-    rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    scheduler = Scheduler(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
+    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     push = Branches("r", 0, 0, 3, 1, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
     now_ns = MILLISECOND_NS
-    rounds.handle("draft-0", push, now_ns)
-    rounds.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), now_ns)
+    scheduler.handle("draft-0", push, now_ns)
+    scheduler.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), now_ns)
     asked_ns = now_ns
     assert not wires.verifies, "the branch is short and the next push near: the request waits"
     while not wires.verifies and now_ns < asked_ns + 10**9:
         now_ns += MILLISECOND_NS // 2
-        rounds.handle("draft-0", push, now_ns)
-        rounds.on_time(now_ns)
+        scheduler.handle("draft-0", push, now_ns)
+        scheduler.on_time(now_ns)
     assert wires.verifies[0].chain == (1,)
     assert now_ns - asked_ns <= (longest_wait_ms(5 * 1.0 + 0.5) + 1.0) * MILLISECOND_NS
 
 
 def test_a_branch_that_came_after_its_outcome_is_served_and_is_no_hit() -> None:
     wires, told = Wires(), list[ToFront]()
-    rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
-    rounds.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
-    rounds.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), 5 * MILLISECOND_NS)
+    scheduler = Scheduler(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
+    scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
+    scheduler.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), 5 * MILLISECOND_NS)
     assert not wires.verifies, "the first push is near: the request waits"
     late = Branches("r", 0, 0, 3, 4, (Branch((5,), (1, 2, 3, 4)),), Span(0, MILLISECOND_NS), final=True)
-    rounds.handle("draft-0", late, 6 * MILLISECOND_NS)
+    scheduler.handle("draft-0", late, 6 * MILLISECOND_NS)
     assert wires.verifies[0].chain == (1, 2, 3, 4)
-    rounds.handle("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)), 7 * MILLISECOND_NS)
-    rounds.stop("r", "cancelled")
-    timings = next(event.timings for event in told if isinstance(event, Ended))
+    scheduler.handle("target-0", Outcome("r", 0, 1, 4, 4, 5, Span(0, 1)), 7 * MILLISECOND_NS)
+    scheduler.stop("r", "cancelled")
+    timings = next(event.timings for event in told if isinstance(event, RequestEnded))
     assert (timings.cache_hits, timings.cache_misses, timings.cache_late) == (0, 1, 1)

@@ -11,17 +11,17 @@ import msgpack
 import pytest
 import zmq
 
-from outrider.orchestrator.auth import Gate
+from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.events import Speaks
+from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import worker_link
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.directory import private_directory
-from outrider.protocol.endpoints import connect, knock
+from outrider.protocol.endpoints import connect, probe
 from outrider.protocol.errors import KeyFault, WorkerError
-from outrider.protocol.keyring import DRAFTER, Allowed, Keyring
+from outrider.protocol.keyring import DRAFTER, AllowedKey, Keyring
 from outrider.protocol.keys import ClientKeys, KeyPair, make_pair
 from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
 from outrider.protocol.worker_link import WorkerLink, routing_id
@@ -38,9 +38,9 @@ class Door:
         self.ring = Keyring(folder)
         self.ring.make()
         for name, pair in (("mini", MINI), ("studio", STUDIO)):
-            self.ring.allow(Allowed(DRAFTER, pair.public, name))
+            self.ring.allow(AllowedKey(DRAFTER, pair.public, name))
         self.context: zmq.Context[Any] = zmq.Context()
-        self.gate = Gate(self.context, self.ring)
+        self.gate = CurveAuth(self.context, self.ring)
         settings = ServeSettings(workers_endpoint="tcp://127.0.0.1:0", keyed=True, keys=folder)
         self.pool = WorkerPool(self.context, settings, run_dir, self.gate)
         self.heard: list[tuple[str, Message]] = []
@@ -115,17 +115,17 @@ def test_whose_key_is_revoked_is_sent_away_and_stays_out(door: Door) -> None:
     assert "is dismissed" in reason(decode(far.recv_multipart()[-1:]) if far.poll(WAIT_MS) else Welcome(""))
     assert "its key is not allowed" in reason(door.hello(far, 7, name="mini"))  # by its old connection
     with pytest.raises(KeyFault, match="refuses this side's key"):
-        knock(door.pool.joining_endpoint, door.keys(MINI))
+        probe(door.pool.joining_endpoint, door.keys(MINI))
 
 
 def test_who_is_dismissed_for_lies_is_not_let_in_again_by_its_key(door: Door) -> None:
     far = door.peer(7, MINI)
     door.hello(far, 7, name="mini")
     for _ in range(1000):
-        door.pool.lied("mini", "frame")
+        door.pool.record_lie("mini", "frame")
     with pytest.raises(KeyFault, match="refuses this side's key"):
-        knock(door.pool.joining_endpoint, door.keys(MINI))
-    knock(door.pool.joining_endpoint, door.keys(STUDIO))
+        probe(door.pool.joining_endpoint, door.keys(MINI))
+    probe(door.pool.joining_endpoint, door.keys(STUDIO))
 
 
 def test_nobody_speaks_by_anothers_routing_id(door: Door) -> None:
@@ -148,7 +148,7 @@ def test_two_drafters_of_one_name_are_told_of_each_other(door: Door) -> None:
 
 
 def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> None:
-    door.pool.entry.language = Speaks("target-model", "abc")
+    door.pool.admission.language = ModelVocabulary("target-model", "abc")
     told = reason(door.hello(door.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
     assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
     assert isinstance(door.hello(door.peer(8, MINI), 8, vocabulary="abc"), Welcome)

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from outrider.orchestrator.core.learning.controller import Controller
-from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.forecasts import Costs, Odds, Way, joint_rate, ssd_rate
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.forecasts import Arm, Costs, Odds, joint_rate, ssd_rate
+from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.proposals.proposer import after_miss
-from outrider.orchestrator.core.proposals.tree import Tail, unites
-from outrider.protocol.abilities import OwnDrafter
+from outrider.orchestrator.core.proposals.tree import CopiedTail, unites
+from outrider.protocol.abilities import InProcessDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
 
@@ -19,29 +19,29 @@ VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
 def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estimates:
     """After many rounds: half the lookups hit, and two of three tokens hold, whoever drafted them."""
     found = Estimates()
-    found.meet([OwnDrafter(HEAD, is_head=True)])
+    found.add_drafters([InProcessDrafter(HEAD, is_head=True)])
     for turn in range(60):
         for rows in range(1, 6):
-            found.saw_verify(rows, VERIFY_MS + row_ms * rows)
-        found.saw_depth(8, 2.0)
-        found.saw_draft(1, 2.0)
-        found.saw_link(link_ms)
-        found.saw_chain(DEPTH, (0, DEPTH, DEPTH)[turn % 3])
-        found.saw_own(HEAD, DEPTH, (0, DEPTH, DEPTH)[turn % 3], DEPTH * own_ms)
-        found.saw_round(3, VERIFY_MS)
-        found.saw_lookup(bool(turn % 2))
+            found.observe_verify(rows, VERIFY_MS + row_ms * rows)
+        found.observe_depth(8, 2.0)
+        found.observe_draft(1, 2.0)
+        found.observe_link(link_ms)
+        found.observe_chain(DEPTH, (0, DEPTH, DEPTH)[turn % 3])
+        found.observe_in_process(HEAD, DEPTH, (0, DEPTH, DEPTH)[turn % 3], DEPTH * own_ms)
+        found.observe_round(3, VERIFY_MS)
+        found.observe_lookup(bool(turn % 2))
     return found
 
 
 @pytest.mark.parametrize(("own_ms", "link_ms", "drafts"), [(2.0, 30.0, True), (2.0, 0.2, False), (20.0, 30.0, False)])
 def test_after_a_miss_whoever_brings_more_for_its_time_drafts(own_ms: float, link_ms: float, drafts: bool) -> None:
-    found = after_miss(estimates(own_ms, link_ms), Tail(), DEPTH, True, HEAD)
+    found = after_miss(estimates(own_ms, link_ms), CopiedTail(), DEPTH, True, HEAD)
     assert bool(found.own) == drafts
     assert not (found.own and found.wait_for)
 
 
 def test_where_nobody_is_beside_nobody_is_asked() -> None:
-    assert not after_miss(estimates(0.1, 30.0), Tail(), DEPTH, True).own
+    assert not after_miss(estimates(0.1, 30.0), CopiedTail(), DEPTH, True).own
 
 
 @pytest.mark.parametrize(("own_ms", "row_ms", "unite"), [(0.1, 0.1, True), (5.0, 0.1, False), (0.1, 8.0, False)])
@@ -66,19 +66,19 @@ def test_the_formula_sees_what_a_quick_head_spares() -> None:
 def test_auto_takes_both_only_where_they_promise_more(own_ms: float, link_ms: float, joint: bool) -> None:
     """A drafter far away, so that all but SSD pays for it, and a head that is poor alone."""
     known = estimates(own_ms, link_ms)
-    controller = Controller(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
-    both = Way("ssd", drafter=HEAD)
-    assert both in controller._kinds
-    forecasts = controller._forecasts(1)
-    assert controller._differs(both, forecasts) == joint
+    policy = Policy(known, ("ar", "sd", "ssd"), DEPTH, 16, others=(HEAD,))
+    both = Arm("ssd", drafter=HEAD)
+    assert both in policy._kinds
+    forecasts = policy._forecasts(1)
+    assert policy._differs(both, forecasts) == joint
     taken = set()
     for _ in range(4000):
-        plan = controller.plan()
+        plan = policy.plan()
         taken.add((plan.mode, plan.drafter))
-        controller.saw_round(plan, 3, 10.0)
+        policy.observe_round(plan, 3, 10.0)
     assert (("ssd", HEAD) in taken) == joint
 
 
 def test_what_is_copied_works_ahead_of_nobody() -> None:
-    controller = Controller(Estimates(), ("ar", "sd", "ssd"), DEPTH, 16, others=("ngram",))
-    assert Way("ssd", drafter="ngram") not in controller._kinds
+    policy = Policy(Estimates(), ("ar", "sd", "ssd"), DEPTH, 16, others=("ngram",))
+    assert Arm("ssd", drafter="ngram") not in policy._kinds

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.orchestrator.machine import lan
-from outrider.orchestrator.machine.lan import Beacon, Found, find
+from outrider.orchestrator.machine.lan import Beacon, DiscoveredServer, find
 from outrider.protocol import version
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.keys import make_pair
@@ -30,12 +30,12 @@ def beacon() -> Iterator[Beacon]:
 
 
 def test_a_server_is_found_by_its_key_and_not_by_announcing_itself(beacon: Beacon) -> None:
-    assert find({OWN, OTHER}, interfaces=HERE) == Found("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
+    assert find({OWN, OTHER}, interfaces=HERE) == DiscoveredServer("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
     with pytest.raises(EndpointError, match=r"no server is here whose key is known, only tcp://127.0.0.1:45556"):
         find({OTHER}, interfaces=HERE)
 
 
-def heard(monkeypatch: pytest.MonkeyPatch, *found: Found) -> None:
+def heard(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
     monkeypatch.setattr(lan, "_announced", lambda seconds, interfaces: list(found))
 
 
@@ -43,10 +43,10 @@ def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     heard(monkeypatch)
     with pytest.raises(EndpointError, match=r"no server is announced here .* `outrider serve --advertise`"):
         find({OWN})
-    heard(monkeypatch, Found("tcp://10.0.0.1:1", OWN, "1"), Found("tcp://10.0.0.2:1", OTHER, "1"))
+    heard(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1"))
     with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):
         find({OWN, OTHER})
-    heard(monkeypatch, Found("tcp://10.0.0.1:1", OWN, "999"))
+    heard(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "999"))
     with pytest.raises(EndpointError, match=r"version 999, this side version 1; run the same release"):
         find({OWN})
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.core.learning.controller import EPISODE_ROUNDS, Controller
-from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.learning.forecasts import Plan
-from outrider.orchestrator.core.learning.tuning import SECONDS, Choice, Memory, Tuning
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS, Policy
+from outrider.orchestrator.core.policy.tuning import SECONDS, PolicyStore, TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
 
 NONE = Path("/none/tuning.json")
@@ -22,24 +22,24 @@ def experienced() -> Estimates:
     found = Estimates()
     for _ in range(200):
         for rows in (1, 4, 5, 20):
-            found.saw_verify(rows, 10.0 + 0.5 * rows)
-        found.saw_plain(1, 9.5)
-        found.saw_depth(16, 3.5)
-        found.saw_draft(4, 8.0)
-        found.saw_link(0.4)
-        found.saw_chain(4, 2)
-        found.saw_lookup(True, 16)
-        found.saw_turnaround(0.2)
+            found.observe_verify(rows, 10.0 + 0.5 * rows)
+        found.observe_plain(1, 9.5)
+        found.observe_depth(16, 3.5)
+        found.observe_draft(4, 8.0)
+        found.observe_link(0.4)
+        found.observe_chain(4, 2)
+        found.observe_lookup(True, 16)
+        found.observe_turnaround(0.2)
     return found
 
 
-RECORD = experienced().told((Choice("ssd", 0, 0, 150.0, True), Choice("ar", 0, 0, 90.0, True, 4)), 0.0)
+RECORD = experienced().snapshot((TunedArm("ssd", 0, 0, 150.0, True), TunedArm("ar", 0, 0, 90.0, True, 4)), 0.0)
 
 
 def test_what_was_learned_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "memory.json"
-    Memory(path, 0).write((RECORD,), 0)
-    assert Memory(path, 0).read(NONE) == (RECORD,)
+    PolicyStore(path, 0).write((RECORD,), 0)
+    assert PolicyStore(path, 0).read(NONE) == (RECORD,)
     fresh, old = Estimates(), experienced()
     fresh.start_from(RECORD)
     for ask in (
@@ -52,36 +52,36 @@ def test_what_was_learned_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_controller_begins_where_another_ended() -> None:
-    first = Controller(experienced(), MODES, 4, 16)
+    first = Policy(experienced(), MODES, 4, 16)
     for _ in range(40 * EPISODE_ROUNDS):
         plan = first.plan()
-        first.saw_round(plan, 2, 2 / {"ar": 0.15, "sd": 0.06, "ssd": 0.1}[plan.mode])
-    second = Controller(experienced(), MODES, 4, 16)
+        first.observe_round(plan, 2, 2 / {"ar": 0.15, "sd": 0.06, "ssd": 0.1}[plan.mode])
+    second = Policy(experienced(), MODES, 4, 16)
     second.start_from(first.learned())
-    assert second.plan() == Plan("ar", 1, 16) and "measured before" in second.why
+    assert second.plan() == RoundPlan("ar", 1, 16) and "measured before" in second.why
 
 
 def test_a_tuned_k_and_b_outlive_what_was_learned_of_others() -> None:
-    controller = Controller(Estimates(), MODES, 4, 16)
-    controller.start_from([Choice("ssd", 6, 4, 204.0), Choice("ar", 0, 0, 92.0)])
-    controller.start_from([Choice("ssd", 3, 8, 500.0, True), Choice("ssd", 6, 4, 210.0, True)])
-    assert controller.plan() == Plan("ssd", 6, 4) and "fastest measured before (210 tokens/s)" in controller.why
+    policy = Policy(Estimates(), MODES, 4, 16)
+    policy.start_from([TunedArm("ssd", 6, 4, 204.0), TunedArm("ar", 0, 0, 92.0)])
+    policy.start_from([TunedArm("ssd", 3, 8, 500.0, True), TunedArm("ssd", 6, 4, 210.0, True)])
+    assert policy.plan() == RoundPlan("ssd", 6, 4) and "fastest measured before (210 tokens/s)" in policy.why
 
 
 def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:
     tuned, learned = tmp_path / "tuning.json", tmp_path / "memory.json"
-    Memory(learned, 0).write((RECORD,), 0)
+    PolicyStore(learned, 0).write((RECORD,), 0)
     tuned.write_text("tuned")
     for moment in (1, 2**32):
         os.utime(tuned, (moment,) * 2)
-        server = Memory(learned, 0)
+        server = PolicyStore(learned, 0)
         assert server.read(tuned) == ()
     server.write((RECORD,), 0)
     for moment in (1, 2**32):
         os.utime(tuned, (moment,) * 2)
-        assert Memory(learned, 0).read(tuned) == (RECORD,), "no clock has a say in it"
+        assert PolicyStore(learned, 0).read(tuned) == (RECORD,), "no clock has a say in it"
     tuned.write_text("tuned again")
-    assert Memory(learned, 0).read(tuned) == ()
+    assert PolicyStore(learned, 0).read(tuned) == ()
 
 
 @pytest.mark.parametrize(
@@ -98,27 +98,27 @@ def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:
 def test_a_damaged_file_is_as_none(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "memory.json"
     path.write_text(content)
-    assert Memory(path, 0).read(NONE) == ()
-    Memory(path, 0).write((RECORD,), 0)
-    assert Memory(path, 0).read(NONE) == (RECORD,)
+    assert PolicyStore(path, 0).read(NONE) == ()
+    PolicyStore(path, 0).write((RECORD,), 0)
+    assert PolicyStore(path, 0).read(NONE) == (RECORD,)
 
 
 @pytest.mark.parametrize("word", ["1e999", "NaN", "Infinity", "-3.0", '"x"', "null"])
 def test_a_number_that_is_none_spoils_the_file_and_nothing_else(tmp_path: Path, word: str) -> None:
     path = tmp_path / "memory.json"
-    Memory(path, 0).write((RECORD,), 0)
+    PolicyStore(path, 0).write((RECORD,), 0)
     text = path.read_text()
     for known in ("150.0", f'"link_ms": {RECORD.link_ms}'):
         assert known in text
         path.write_text(text.replace(known, known.replace("150.0", word).replace(str(RECORD.link_ms), word)))
-        assert Memory(path, 0).read(NONE) == ()
+        assert PolicyStore(path, 0).read(NONE) == ()
 
 
 def test_where_nothing_can_be_written_nothing_is_and_that_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    memory = Memory(tmp_path / "file" / "memory.json", 0)
+    memory = PolicyStore(tmp_path / "file" / "memory.json", 0)
     for minute in range(3):
         memory.write((RECORD,), minute)
     assert (tmp_path / "file").read_text() == ""
@@ -132,19 +132,19 @@ def test_who_has_no_home_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    memory = Memory(tuning.memory_for(ServeSettings()), 0)
+    memory = PolicyStore(tuning.memory_for(ServeSettings()), 0)
     assert memory.read(tuning.path_for(ServeSettings())) == ()
     memory.write((RECORD,), 0)
 
 
 def test_without_a_memory_nothing_is_read_or_written() -> None:
-    memory = Memory(None, 0)
+    memory = PolicyStore(None, 0)
     memory.write((RECORD,), 0)
     assert memory.read(NONE) == () and not memory.is_due(10**18)
 
 
 def test_it_is_written_now_and_then(tmp_path: Path) -> None:
-    memory, later = Memory(tmp_path / "memory.json", 0), (SECONDS + 1) * 10**9
+    memory, later = PolicyStore(tmp_path / "memory.json", 0), (SECONDS + 1) * 10**9
     assert not memory.is_due(1) and memory.is_due(later)
     memory.write((RECORD,), later)
     assert not memory.is_due(later + 1)
@@ -166,5 +166,5 @@ def test_an_old_tunings_file_is_still_read(tmp_path: Path) -> None:
         ' "choices": [{"mode": "ar", "depth": 0, "branches": 0, "tokens_per_second": 90.0, "measured": false}]}]}'
     )
     assert tuning.load(path) == (
-        Tuning(9.0, ((1, 10.0),), 3.0, 2.0, 0.3, 0.3, (0.7,), 0.8, (Choice("ar", 0, 0, 90.0),)),
+        Tuning(9.0, ((1, 10.0),), 3.0, 2.0, 0.3, 0.3, (0.7,), 0.8, (TunedArm("ar", 0, 0, 90.0),)),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.pair.model_files import (
+from outrider.orchestrator.pairing.model_files import (
     EMBEDDED_DRAFT,
     EMBEDDED_TARGET,
     embedded_heads,
@@ -15,7 +15,7 @@ from outrider.orchestrator.pair.model_files import (
     find_model,
     find_own_head,
 )
-from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafting.replay import Script
+from outrider.drafters.replay import Script
 from outrider.orchestrator.limits import MOST_PEERS
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster

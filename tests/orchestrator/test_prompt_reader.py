@@ -27,7 +27,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, out: str, err: str = "
 def test_the_measurement_is_asked_about_the_draft_and_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, 0, json.dumps({"least": 128, "sentence": "from 128 tokens on", "times": None}))
     assert measured("models/draft") == "from 128 tokens on"
-    assert asked[0][-3:] == ["outrider.drafting.coreml.prompts", "--model", "models/draft"]
+    assert asked[0][-3:] == ["outrider.drafters.coreml.prompts", "--model", "models/draft"]
 
 
 def test_a_measurement_that_fails_leaves_prompts_with_mlx_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

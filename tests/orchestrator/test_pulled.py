@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.pair import model_files, pairing, pulled
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, VARIABLE, find_model
-from outrider.orchestrator.pair.pairing import choose_pair
-from outrider.orchestrator.pair.pulled import PULLED, PulledModel, Wheel, pull
+from outrider.orchestrator.pairing import model_files, pairing, pulled
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, VARIABLE, find_model
+from outrider.orchestrator.pairing.pairing import choose_pair
+from outrider.orchestrator.pairing.pulled import PULLED, PulledModel, Wheel, pull
 from outrider.orchestrator.settings import NAMED, ServeSettings
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import write_gguf

@@ -13,9 +13,9 @@ import pytest
 
 from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.orchestrator.events import Admit, Began, Committed, Ended, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
@@ -30,9 +30,9 @@ def goes_on(codec: TextCodec, until: int | None = None, text: str = TEXT) -> Pla
     tokens = codec.encode(text, special=False)
 
     def play(admit: Admit) -> list[ToFront]:
-        new = [Committed(admit.request, (token,)) for token in tokens[len(admit.said) : until]]
-        ended = Ended(admit.request, "length", Timings(predicted_n=len(new)))
-        return [Began(admit.request, "ssd"), *new, *([ended] if until is None else [])]
+        new = [Committed(admit.request, (token,)) for token in tokens[len(admit.resume_tokens) : until]]
+        ended = RequestEnded(admit.request, "length", Timings(predicted_n=len(new)))
+        return [RequestBegan(admit.request, "ssd"), *new, *([ended] if until is None else [])]
 
     return play
 
@@ -92,7 +92,7 @@ def test_the_text_goes_on_behind_what_was_received(
     assert (reader.result.text, reader.result.token_ids) == (TEXT, tokens)
     before, after = first.core.wait_for(Admit)[0], second.core.wait_for(Admit)[0]
     assert isinstance(before, Admit) and isinstance(after, Admit)
-    assert (before.said, after.said) == ((), tokens[:5])
+    assert (before.resume_tokens, after.resume_tokens) == ((), tokens[:5])
     assert (after.tokens, after.sampling) == (before.tokens, before.sampling)
     assert reader.result.timings.predicted_n == len(tokens) - 5
 
@@ -156,7 +156,7 @@ def answered(stand: Stand, said: Sequence[int], seed: int | None = 1, **changes:
     """The answer to somebody who has received these tokens of the text."""
     stream = Client(stand.endpoint).stream("x", SamplingParams(seed=seed, **changes))
     dialogue = stream._dialogue
-    dialogue.opening = replace(dialogue.opening, said=np.asarray(said, np.int32))
+    dialogue.opening = replace(dialogue.opening, resume_tokens=np.asarray(said, np.int32))
     for _ in stream:
         pass
     return stream.result

@@ -14,13 +14,21 @@ import pytest
 
 from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.client.asker import AsyncAsker, Grown
+from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
 from outrider.orchestrator.client.client import AsyncMoving
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerationResult
-from outrider.orchestrator.events import Admit, Began, Broke, Committed, Ended, ToFront, WorkersChanged
+from outrider.orchestrator.events import (
+    Admit,
+    Committed,
+    RequestBegan,
+    RequestEnded,
+    RequestFailed,
+    ToFront,
+    WorkersChanged,
+)
 from outrider.orchestrator.front.waiting import FairQueue
-from outrider.orchestrator.pair.pairing import choose_pair, read_pair
-from outrider.orchestrator.pair.tokenizer import TextCodec
+from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import (
     EndpointError,
@@ -44,13 +52,13 @@ def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> P
     text = codec.encode(TEXT, special=False)
 
     def play(admit: Admit) -> list[ToFront]:
-        until = None if tokens is None else len(admit.said) + tokens
-        new: list[ToFront] = [Committed(admit.request, (token,)) for token in text[len(admit.said) : until]]
+        until = None if tokens is None else len(admit.resume_tokens) + tokens
+        new: list[ToFront] = [Committed(admit.request, (token,)) for token in text[len(admit.resume_tokens) : until]]
         if until is None or until >= len(text):
-            last: ToFront = Ended(admit.request, "length", Timings(predicted_n=len(new)))
+            last: ToFront = RequestEnded(admit.request, "length", Timings(predicted_n=len(new)))
         else:
-            last = Broke(admit.request, kind, GONE)
-        return [Began(admit.request, "ssd"), *new, last]
+            last = RequestFailed(admit.request, kind, GONE)
+        return [RequestBegan(admit.request, "ssd"), *new, last]
 
     return play
 
@@ -83,7 +91,7 @@ def test_it_breaks_at_each_token_once_or_twice(stands: Callable[..., list[Stand]
         result = Resumed(clients(made)).generate("x", SAMPLING)
         assert (result.text, result.token_ids) == (TEXT, tokens)
         asked = [admit for stand in made for admit in stand.core.told if isinstance(admit, Admit)]
-        assert [len(admit.said) for admit in asked] == [0, first, first + first // 2][: len(asked)]
+        assert [len(admit.resume_tokens) for admit in asked] == [0, first, first + first // 2][: len(asked)]
         assert len({admit.sampling.seed for admit in asked}) == 1 and asked[0].sampling.seed is not None
         for stand in made:
             stand.stop()
@@ -211,7 +219,7 @@ class Moved(AsyncMoving):
         raise NotImplementedError
 
 
-def awaited(asker: Callable[[], AsyncAsker], sampling: SamplingParams) -> GenerationResult:
+def awaited(asker: Callable[[], AsyncBaseClient], sampling: SamplingParams) -> GenerationResult:
     async def run() -> GenerationResult:
         return await asker().generate("x", sampling)
 
@@ -257,13 +265,13 @@ def speaks(codec: TextCodec, text: str, reason: str = "length", sizes: Sequence[
 
     def play(admit: Admit) -> list[ToFront]:
         until = min(len(whole), admit.sampling.max_tokens)
-        places = [len(admit.said)]
+        places = [len(admit.resume_tokens)]
         for size in cycle(sizes):
             if places[-1] >= until:
                 break
             places.append(min(places[-1] + size, until))
         new = [Committed(admit.request, whole[a:b]) for a, b in pairwise(places)]
-        return [Began(admit.request, "ssd"), *new, Ended(admit.request, reason, Timings())]
+        return [RequestBegan(admit.request, "ssd"), *new, RequestEnded(admit.request, reason, Timings())]
 
     return play
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.orchestrator.core.learning.estimates import RowCosts
+from outrider.orchestrator.core.policy.estimates import RowCosts
 
 
 def learned(*seen: tuple[int, float]) -> RowCosts:

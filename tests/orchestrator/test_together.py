@@ -7,9 +7,17 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.events import Admit, Began, Committed, Ended, PrefillAt, ToFront, together
+from outrider.orchestrator.events import (
+    Admit,
+    Committed,
+    PrefillProgress,
+    RequestBegan,
+    RequestEnded,
+    ToFront,
+    together,
+)
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Close, Message, Outcome, RoundRecord, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
@@ -43,18 +51,18 @@ class Wires(HonestWorkers):
     def send_drafter(self, name: str, message: Message) -> None:
         raise AssertionError("there is no drafter")
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         self.said.append("let go")
 
 
-def under_way(max_tokens: int) -> tuple[Rounds, Wires]:
+def under_way(max_tokens: int) -> tuple[Scheduler, Wires]:
     """Three requests that were opened."""
     wires = Wires()
-    rounds = Rounds(wires, RoundSettings(4, 8, ngrams=False), wires.said.append, Trace(None))
+    scheduler = Scheduler(wires, RoundSettings(4, 8, ngrams=False), wires.said.append, Trace(None))
     for request in REQUESTS:
-        rounds.begin(Admit(request, (1, 2, 3), SamplingParams(max_tokens=max_tokens), "ar", frozenset()), 0)
+        scheduler.begin(Admit(request, (1, 2, 3), SamplingParams(max_tokens=max_tokens), "ar", frozenset()), 0)
     wires.said.clear()
-    return rounds, wires
+    return scheduler, wires
 
 
 def outcome(request: str) -> Outcome:
@@ -62,8 +70,8 @@ def outcome(request: str) -> Outcome:
 
 
 def test_every_verify_leaves_before_the_front_hears_of_any_token() -> None:
-    rounds, wires = under_way(9)
-    rounds.handle_all([("target-0", outcome(request)) for request in REQUESTS], 1)
+    scheduler, wires = under_way(9)
+    scheduler.handle_all([("target-0", outcome(request)) for request in REQUESTS], 1)
     kinds = [type(said) if said != "let go" else said for said in wires.said]
     assert kinds == [Verify] * 3 + ["let go"] + [Committed] * 3
     assert [said.request for said in wires.said if not isinstance(said, str)] == [*REQUESTS, *REQUESTS]  # type: ignore[union-attr]
@@ -71,23 +79,30 @@ def test_every_verify_leaves_before_the_front_hears_of_any_token() -> None:
 
 def test_an_outcome_said_twice_in_one_breath_counts_once_also_when_it_is_the_last() -> None:
     for max_tokens in (1, 9):
-        rounds, wires = under_way(max_tokens)
-        rounds.handle_all([("target-0", outcome("a"))] * 2, 1)
+        scheduler, wires = under_way(max_tokens)
+        scheduler.handle_all([("target-0", outcome("a"))] * 2, 1)
         assert [said for said in wires.said if isinstance(said, Committed)] == [Committed("a", (5,))]
-        assert rounds.stale == 1
-        ended = [said.timings.predicted_n for said in wires.said if isinstance(said, Ended)]
+        assert scheduler.stale == 1
+        ended = [said.timings.predicted_n for said in wires.said if isinstance(said, RequestEnded)]
         assert ended == ([1] if max_tokens == 1 else [])
         assert (Close("a") in wires.said) == (max_tokens == 1)
 
 
 def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_them() -> None:
     told: list[ToFront] = [
-        Began("a", "ar"), Committed("a", (1,)), Committed("b", (7,)), Committed("a", (2, 3)), PrefillAt("b", 1, 2),
-        Committed("b", (8,)), Committed("a", (4,)), Ended("a", "eos", Timings()), Committed("b", (9,)),
-    ]  # fmt: skip
+        RequestBegan("a", "ar"),
+        Committed("a", (1,)),
+        Committed("b", (7,)),
+        Committed("a", (2, 3)),
+        PrefillProgress("b", 1, 2),
+        Committed("b", (8,)),
+        Committed("a", (4,)),
+        RequestEnded("a", "eos", Timings()),
+        Committed("b", (9,)),
+    ]
     assert together(told) == [
-        Began("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), PrefillAt("b", 1, 2),
-        Committed("b", (8, 9)), Ended("a", "eos", Timings()),
+        RequestBegan("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), PrefillProgress("b", 1, 2),
+        Committed("b", (8, 9)), RequestEnded("a", "eos", Timings()),
     ]  # fmt: skip
 
 
@@ -103,9 +118,9 @@ def test_log_probabilities_origins_and_rounds_stay_with_their_tokens() -> None:
 
 
 def test_plain_rounds_whose_outcomes_come_together_say_nothing_of_their_time() -> None:
-    rounds, wires = under_way(9)
-    following = [replace(outcome("a"), round=n, base_len=3 + n, onward=()) for n in (1, 2)]
-    rounds.handle_all([("target-0", said) for said in (outcome("a"), *following)], 1)
+    scheduler, wires = under_way(9)
+    following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=()) for n in (1, 2)]
+    scheduler.handle_all([("target-0", said) for said in (outcome("a"), *following)], 1)
     assert [said.tokens for said in wires.said if isinstance(said, Committed)] == [(5,), (5,), (5,)]
-    rounds.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)
-    assert wires.said[-1] == Began("d", "auto")
+    scheduler.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)
+    assert wires.said[-1] == RequestBegan("d", "auto")

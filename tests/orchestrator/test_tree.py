@@ -7,11 +7,11 @@ from itertools import combinations
 
 import pytest
 
-from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import NgramIndex
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
-from outrider.orchestrator.core.proposals.tree import Drafts, grown, merged, worth_telling
-from outrider.protocol.messages import Beside, Outcome, Span
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposals.tree import DraftTrie, grown, merged, worth_telling
+from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import fault, lines
 from tests.orchestrator.test_copies import estimates
@@ -28,8 +28,8 @@ def steep(rows: int) -> float:
     return {1: 1.0, 2: 1.83, 3: 2.6, 4: 3.26}.get(rows, 3.26 + 0.71 * (rows - 4))
 
 
-def drafted(*odds: float) -> Drafts:
-    drafts = Drafts()
+def drafted(*odds: float) -> DraftTrie:
+    drafts = DraftTrie()
     drafts.add(range(10, 10 + len(odds)), odds, Origin.PREPARED)
     return drafts
 
@@ -73,7 +73,7 @@ def test_of_tokens_that_exclude_each_other_no_more_than_one_is_expected() -> Non
 @pytest.mark.parametrize("seed", range(5))
 def test_the_heaviest_nodes_are_the_best_tree_of_their_number(seed: int) -> None:
     """Against every tree that there is."""
-    draws, drafts = random.Random(seed), Drafts()
+    draws, drafts = random.Random(seed), DraftTrie()
     for _ in range(3):
         tokens = [draws.randrange(3) for _ in range(3)]
         drafts.add(tokens, [draws.uniform(0.05, 0.3) for _ in tokens], Origin.DRAFTED)
@@ -96,18 +96,18 @@ def test_the_heaviest_nodes_are_the_best_tree_of_their_number(seed: int) -> None
 
 
 def hit(*chain: int) -> Proposal:
-    return Proposal(chain, Source.CACHE, Lookup.HIT, drafter="draft-0")
+    return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, drafter="draft-0")
 
 
 def test_a_copy_that_says_otherwise_stands_beside_the_branch() -> None:
     known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
     for _ in range(50):
-        known.saw_beside(ngrams.lookup(4), (3, 4, 5, 6))
+        known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
     found = merged(known, ngrams, hit(3, 9, 9), (), room=50)
     assert found is not None and found.lookup is Lookup.HIT and found.drafter == "draft-0"
     assert [3, 9, 9] in lines(found.chain, found.parents) and [3, 4, 5, 6] in lines(found.chain, found.parents)
-    assert found.by.count(Origin.PREPARED) == len(found.own) == 3
-    assert [found.chain[node] for node in found.own] == [3, 9, 9]
+    assert found.by.count(Origin.PREPARED) == len(found.in_process) == 3
+    assert [found.chain[node] for node in found.in_process] == [3, 9, 9]
 
 
 def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:
@@ -121,7 +121,7 @@ def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:
 
 
 def test_what_the_drafter_thought_next_best_stands_beside_its_tokens() -> None:
-    beside = Beside((7, 8, 6), (-1, 0, 2), (0.5, 0.5, 0.5))
+    beside = Alternatives((7, 8, 6), (-1, 0, 2), (0.5, 0.5, 0.5))
     found = merged(estimates(), NgramIndex(), hit(3, 4), (), room=50, beside=beside)
     assert found is not None and Origin.GUESSED in found.by
     assert [7] in lines(found.chain, found.parents) and [3, 8] in lines(found.chain, found.parents)
@@ -134,7 +134,9 @@ def test_nothing_deeper_than_there_is_room() -> None:
 
 
 def test_an_outcome_of_a_tree_names_the_branch_that_holds() -> None:
-    tree = Proposal((3, 9, 4, 5), Source.CACHE, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2)
+    tree = Proposal(
+        (3, 9, 4, 5), ProposalSource.CACHE, parents=(-1, 0, 0, 2), by=(Origin.PREPARED,) * 2 + (Origin.COPIED,) * 2
+    )
 
     def outcome(accepted: int, path: tuple[int, ...] | None = None) -> Outcome:
         return Outcome("r", 0, 1, 9, accepted, 7, Span(0, 1), path=path)
@@ -152,5 +154,5 @@ def test_copies_that_a_drafter_contradicts_are_judged_by_themselves() -> None:
     copy = NgramIndex((1, 2, 3, 4, 5, 1, 2)).lookup(3)
     before = found.copied(copy.matched).rate(0)
     for _ in range(30):
-        found.saw_beside(copy, (9,))
-    assert found.beside(copy.matched).rate(0) < 0.05 and found.copied(copy.matched).rate(0) == before
+        found.observe_alternatives(copy, (9,))
+    assert found.alternatives(copy.matched).rate(0) < 0.05 and found.copied(copy.matched).rate(0) == before

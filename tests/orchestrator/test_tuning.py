@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core.learning import tuning
-from outrider.orchestrator.core.learning.tuning import Choice, Tuning
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 
@@ -21,7 +21,7 @@ RECORD = Tuning(
     0.4,
     (0.8, 0.7),
     0.85,
-    (Choice("ssd", 3, 8, 200.0), Choice("ar", 0, 0, 95.0)),
+    (TunedArm("ssd", 3, 8, 200.0), TunedArm("ar", 0, 0, 95.0)),
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
-from outrider.orchestrator.pair.tokenizer import compare, fingerprint, require_same
+from outrider.orchestrator.pairing.tokenizer import compare, fingerprint, require_same
 from outrider.protocol.errors import ModelError
 
 WORDS = ["a", "b", "c", "<|end|>"]

@@ -14,10 +14,10 @@ import pytest
 import zmq
 
 from outrider.orchestrator.core.workers import supervisor
-from outrider.orchestrator.core.workers.places import MAX_WORKERS
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import MOST_LIES, QUIET, SILENT, SLACK, UNKNOWN, Loss, reads_alike
-from outrider.orchestrator.limits import Allowance, Rate
+from outrider.orchestrator.core.workers.worker import MOST_LIES, QUIET, SILENT, SLACK, UNKNOWN, WorkerLoss, reads_alike
+from outrider.orchestrator.core.workers.worker_registry import MAX_WORKERS
+from outrider.orchestrator.limits import Rate, RateLimiter
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -130,7 +130,7 @@ class Peer:
             clock_ns = 0 if ahead_ns is None else clock.now() + ahead_ns
             self.beat.send_multipart(encode(Pong("", serial, progress, expected_ms, clock_ns)))
         worker = self.hall.pool._places.at(routing_id(self.incarnation))
-        while worker is not None and worker.pulse.unanswered:
+        while worker is not None and worker.heartbeat.unanswered:
             assert self.hall.pool.socket.poll(WAIT_MS)
             self.hall.listen()
 
@@ -194,13 +194,13 @@ class Hall:
     def states(self) -> dict[str, str]:
         return {worker.name: worker.state for worker in self.pool.stats()}
 
-    def losses(self) -> list[Loss]:
+    def losses(self) -> list[WorkerLoss]:
         self.arrived += [worker.name for worker in self.pool.arrivals()]
         return self.pool.losses(int(self.seconds * SECOND_NS))
 
-    def pass_time(self, pings: int, *answering: Peer, moving: bool = True, expected_ms: int = 0) -> list[Loss]:
+    def pass_time(self, pings: int, *answering: Peer, moving: bool = True, expected_ms: int = 0) -> list[WorkerLoss]:
         """Ping after ping, a second apart; who answers, answers each."""
-        losses: list[Loss] = []
+        losses: list[WorkerLoss] = []
         for _ in range(pings):
             self.seconds += 1
             self.pool.ping(int(self.seconds * SECOND_NS))
@@ -527,12 +527,12 @@ def test_a_joined_drafter_that_was_given_up_is_told_and_its_name_is_free_again(h
 # --- who died and comes back ---------------------------------------------------------------------------------------
 
 
-def kill(hall: Hall, name: str) -> list[Loss]:
+def kill(hall: Hall, name: str) -> list[WorkerLoss]:
     hall.spawned[name][1].code = -9
     return hall.losses()
 
 
-def wait(hall: Hall, seconds: float) -> list[Loss]:
+def wait(hall: Hall, seconds: float) -> list[WorkerLoss]:
     hall.seconds += seconds
     return hall.losses()
 
@@ -541,13 +541,13 @@ def wait(hall: Hall, seconds: float) -> list[Loss]:
 def test_a_worker_that_dies_is_started_again_and_takes_its_place(hall: Hall, name: str) -> None:
     for each in ("target-0", "draft-0"):
         hall.worker(each, KvCost(100, 7))
-    first, room = hall.spawned[name][0], hall.pool.kv_room
+    first, budget = hall.spawned[name][0], hall.pool.kv_budget
     assert [(loss.why, loss.gone, loss.fatal) for loss in kill(hall, name)] == [
         (f"{name.partition('-')[0]} worker {name} ended with code -9", True, False)
     ]
     assert hall.states()[name] == "restarting" and hall.starts == ["target-0", "draft-0"]
     assert wait(hall, 0.25) == [] and hall.starts[2:] == [name] and hall.spawned[name][0] != first
-    assert hall.states()[name] == "restarting" and hall.pool.target_context == 100 and hall.pool.kv_room == room
+    assert hall.states()[name] == "restarting" and hall.pool.target_context == 100 and hall.pool.kv_budget == budget
     assert hall.pool.has_target() is (name != "target-0") and hall.pool.ready is False
     hall.arrived.clear()
     hall.worker(name)
@@ -635,8 +635,8 @@ def test_a_worker_that_requests_can_do_without_is_never_given_up(
     assert hall.pool.ready and hall.pool.notes() == []
 
 
-def load_fails(hall: Hall, *, says: str, code: int = 3, times: int = 1) -> list[Loss]:
-    losses: list[Loss] = []
+def load_fails(hall: Hall, *, says: str, code: int = 3, times: int = 1) -> list[WorkerLoss]:
+    losses: list[WorkerLoss] = []
     for _ in range(times):
         wait(hall, 60)
         Peer(hall, "draft", hall.spawned["draft-0"][0]).say(Fault("", None, says))
@@ -765,7 +765,7 @@ def test_a_joined_drafter_that_lies_too_often_is_sent_away_and_does_not_come_in_
     liar = Peer(hall, "draft", 7)
     assert liar.hello("studio") == welcome("studio")
     for _ in range(MOST_LIES - 1):
-        hall.pool.lied("studio", "vocabulary")
+        hall.pool.record_lie("studio", "vocabulary")
     assert hall.losses() == [] and "studio" in hall.pool.drafters()
     liar.hot.send(b"\xc1 no message")
     hall.settle()
@@ -786,7 +786,7 @@ def test_an_own_drafter_that_lies_too_often_is_ended_and_not_started_again(hall:
     hall.worker("target-0"), hall.worker("draft-0")
     assert hall.pool.ready
     for _ in range(MOST_LIES):
-        hall.pool.lied("draft-0", "round")
+        hall.pool.record_lie("draft-0", "round")
     [loss] = hall.losses()
     assert loss.gone and not loss.fatal and hall.spawned["draft-0"][1].killed
     hall.seconds += 3600
@@ -824,7 +824,7 @@ def test_a_stranger_that_floods_is_not_read_and_disturbs_nobody(hall: Hall, capl
 
 def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     hall.worker("target-0")
-    monkeypatch.setattr(hall.pool, "_drafters", Allowance(Rate(0, 100)))
+    monkeypatch.setattr(hall.pool, "_drafters", RateLimiter(Rate(0, 100)))
     flooding = Peer(hall, "draft", 9)
     flooding.hello("studio")
     for _ in range(200):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import zmq
 
-from outrider.protocol import claim, endpoints
+from outrider.protocol import endpoints, socket_lock
 from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse, require_server
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.keys import ServerKeys, make_pair
@@ -184,7 +184,7 @@ def test_of_many_that_start_at_once_exactly_one_serves(short):
     def contend():
         for _ in range(200):
             try:
-                mine = claim.PathClaim(path)
+                mine = socket_lock.SocketLock(path)
             except EndpointError:
                 continue
             holding.append(1)
@@ -202,17 +202,17 @@ def test_of_many_that_start_at_once_exactly_one_serves(short):
 
 
 def test_a_lock_file_removed_between_open_and_lock_is_not_relied_on(short, monkeypatch):
-    path, flock, removed = str(short / "s"), claim.fcntl.flock, []
+    path, flock, removed = str(short / "s"), socket_lock.fcntl.flock, []
 
     def slow(descriptor, how):
         if not removed:
             removed.append(os.unlink(f"{path}.lock"))
         flock(descriptor, how)
 
-    monkeypatch.setattr(claim.fcntl, "flock", slow)
-    held = claim.PathClaim(path)
+    monkeypatch.setattr(socket_lock.fcntl, "flock", slow)
+    held = socket_lock.SocketLock(path)
     with pytest.raises(EndpointError, match="already served"):
-        claim.PathClaim(path)
+        socket_lock.SocketLock(path)
     held.release()
 
 
@@ -239,7 +239,7 @@ def test_a_missing_directory_and_a_forbidden_one_are_told(sockets, ipc, short, m
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(claim.os, "open", forbidden)
+    monkeypatch.setattr(socket_lock.os, "open", forbidden)
     with pytest.raises(EndpointError, match="no permission to write there"):
         bind(sockets(), ipc)
 

@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from outrider.protocol import keyring
 from outrider.protocol.errors import EndpointError, KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, Allowed, Keyring, Server, default_folder
+from outrider.protocol.keyring import CLIENT, DRAFTER, AllowedKey, Keyring, KnownServer, default_folder
 from outrider.protocol.keys import ClientKeys, from_zmq, make_pair, pair_of, parse_key, raw
 
 FAR = "tcp://studio.local:5556"
@@ -81,7 +81,7 @@ def test_keys_that_others_may_read_or_write_are_refused_with_the_remedy(ring: Ke
     with pytest.raises(KeyFault, match=f"close it with `chmod 700 {ring.folder}`"):
         ring.own()
     with pytest.raises(KeyFault, match="chmod 700"):
-        ring.allow(Allowed(CLIENT, KEY, "n"))
+        ring.allow(AllowedKey(CLIENT, KEY, "n"))
 
 
 def test_keys_of_another_user_are_refused(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_bad_file_of_the_own_key_is_refused_without_telling_what_it_holds(ring
 
 @pytest.mark.parametrize("line", ["client", "guest KEY n", "client x n", f"{KEY} laptop", "# a note"])
 def test_a_line_of_the_list_that_says_nothing_is_refused(ring: Keyring, line: str) -> None:
-    ring.allow(Allowed(CLIENT, KEY, "laptop"))
+    ring.allow(AllowedKey(CLIENT, KEY, "laptop"))
     with ring.allowed_file.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(KeyFault, match="expected"):
@@ -109,26 +109,26 @@ def test_a_line_of_the_list_that_says_nothing_is_refused(ring: Keyring, line: st
 
 def test_a_list_is_kept_and_changed(ring: Keyring) -> None:
     other = make_pair().public
-    ring.allow(Allowed(CLIENT, KEY, "laptop"))
-    ring.allow(Allowed(DRAFTER, KEY, "laptop"))
-    ring.allow(Allowed(DRAFTER, other, "mini"))
-    ring.allow(Allowed(DRAFTER, other, "mini-2"))
+    ring.allow(AllowedKey(CLIENT, KEY, "laptop"))
+    ring.allow(AllowedKey(DRAFTER, KEY, "laptop"))
+    ring.allow(AllowedKey(DRAFTER, other, "mini"))
+    ring.allow(AllowedKey(DRAFTER, other, "mini-2"))
     assert ring.allowed() == (
-        Allowed(CLIENT, KEY, "laptop"), Allowed(DRAFTER, KEY, "laptop"), Allowed(DRAFTER, other, "mini-2"),
+        AllowedKey(CLIENT, KEY, "laptop"), AllowedKey(DRAFTER, KEY, "laptop"), AllowedKey(DRAFTER, other, "mini-2"),
     )  # fmt: skip
     with pytest.raises(KeyFault, match="the name laptop is that of the client"):
-        ring.allow(Allowed(CLIENT, other, "laptop"))
+        ring.allow(AllowedKey(CLIENT, other, "laptop"))
     assert [one.role for one in ring.revoke("laptop")] == [CLIENT, DRAFTER]
-    assert ring.revoke(other) == [Allowed(DRAFTER, other, "mini-2")] and ring.allowed() == ()
+    assert ring.revoke(other) == [AllowedKey(DRAFTER, other, "mini-2")] and ring.allowed() == ()
     with pytest.raises(KeyFault, match="no allowed key is called 'laptop'"):
         ring.revoke("laptop")
 
 
 def test_a_server_is_known_by_its_place_and_the_nearer_one_counts(ring: Keyring) -> None:
     other = make_pair().public
-    ring.trust(Server("studio.local", KEY))
+    ring.trust(KnownServer("studio.local", KEY))
     assert ring.to_reach(FAR) == ClientKeys(ring.own(), KEY)
-    ring.trust(Server("studio.local:5556", other))
+    ring.trust(KnownServer("studio.local:5556", other))
     assert ring.to_reach(FAR) == ClientKeys(ring.own(), other)
     assert ring.to_reach(FAR, server=KEY) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local:5556")
@@ -145,7 +145,7 @@ def test_this_machine_needs_no_keys_unless_they_are_known(ring: Keyring, tmp_pat
         assert Keyring(tmp_path / "none").to_reach(endpoint) is None
         assert ring.to_reach(endpoint) is None
         assert ring.to_reach(endpoint, KEY) == ClientKeys(ring.own(), KEY)
-    ring.trust(Server("127.0.0.1:5", KEY))
+    ring.trust(KnownServer("127.0.0.1:5", KEY))
     assert ring.to_reach("tcp://127.0.0.1:5") == ClientKeys(ring.own(), KEY)
     assert ring.to_reach("tcp://127.0.0.1:6") is None
     with pytest.raises(EndpointError):

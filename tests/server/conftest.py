@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outrider.orchestrator import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from tests.server.collector import Collector, collecting
 from tests.server.house import KEY, STREAMS, House, command, serving
 from tests.server.scripted import write_scripted

@@ -15,7 +15,7 @@ from outrider.orchestrator import Client
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.model_files import find_model
+from outrider.orchestrator.pairing.model_files import find_model
 
 KEY = "a-key-of-the-tests"
 START_SECONDS = 200.0

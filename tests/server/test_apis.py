@@ -19,7 +19,7 @@ from outrider.orchestrator import EndpointError, Grammar, SamplingParams, Worker
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import Listener
-from outrider.server.mapping.manner import seed_of
+from outrider.server.mapping.generation_params import seed_of
 from tests.halts import pid_of, slowed
 from tests.server.house import STREAMS, TRIES, House, wait_until_up
 from tests.server.scripted import ANSWER, PLAIN, text_of

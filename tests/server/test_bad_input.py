@@ -14,12 +14,12 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
-from outrider.server.door import Callers
-from outrider.server.mapping.unknown import Ignored
+from outrider.server.auth_middleware import Callers
+from outrider.server.mapping.unknown import IgnoredFields
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.shapes.chat import ChatRequest, CompletionRequest
 from outrider.server.shapes.messages import MessagesRequest
@@ -334,7 +334,7 @@ def test_a_field_without_which_the_answer_would_differ_is_refused(
 
 
 def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    ignored = Ignored()
+    ignored = IgnoredFields()
     for number in range(1000):
         ignored.note(CHAT, [f"field{number}"])
     assert len(caplog.records) < 210 and "'others' of a request" in caplog.records[-1].getMessage()

@@ -7,10 +7,10 @@ import asyncio
 import httpx
 from starlette.requests import Request
 
-from outrider.orchestrator.client.asker import AsyncAsker, Grown
+from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Stats
 from outrider.server.app import application
@@ -19,7 +19,7 @@ from outrider.server.model.served import load_served
 KEYS = ("first-key", "second-key")
 
 
-class Nobody(AsyncAsker):
+class Nobody(AsyncBaseClient):
     """Is asked and can't answer; keeps for whom it was asked."""
 
     sources = 0
@@ -28,7 +28,7 @@ class Nobody(AsyncAsker):
         super().__init__()
         self.whom: list[str] = []
 
-    def asker(self, request: Request) -> AsyncAsker:
+    def client(self, request: Request) -> AsyncBaseClient:
         return self
 
     async def stats(self) -> Stats:

@@ -19,11 +19,11 @@ import pytest
 import uvicorn
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.server import connection
 from outrider.server.__main__ import config
 from outrider.server.app import application
-from outrider.server.door import Callers
+from outrider.server.auth_middleware import Callers
 from outrider.server.model.served import load_served
 
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"

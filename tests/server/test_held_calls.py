@@ -17,15 +17,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
-from outrider.server.answers.parts import Said, Splitter, Thought, splitter
+from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart, splitter
 from outrider.server.mapping.form import Form, held
 from outrider.server.mapping.speech import Toolbox, function
-from outrider.server.model.served import Prompt, Thoughts
-from outrider.server.model.tool_format import Tags, ToolCall, tool_format
+from outrider.server.model.served import Thoughts, TokenizedPrompt
+from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
 from outrider.server.problems import Refused
 
 END = "<|end|>"
-THINK = Tags("<think>", "</think>")
+THINK = SpanTags("<think>", "</think>")
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 FLAT: dict[str, Any] = {
     "type": "object",
@@ -119,7 +119,7 @@ class Model:
             assert len(tokens) < 5000
         return self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
 
-    def parts(self, text: str, box: Toolbox, prompt: Prompt, in_form: bool = False) -> list[Any]:
+    def parts(self, text: str, box: Toolbox, prompt: TokenizedPrompt, in_form: bool = False) -> list[Any]:
         """As they come one character after the other."""
         found: Splitter = splitter(self.served, prompt, box, in_form, by_grammar=True)
         return [part for letter in text for part in found.feed(letter)] + found.finish()
@@ -143,15 +143,15 @@ def tools_of(name: str) -> tuple[dict[str, Any], ...]:
 def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) -> None:
     model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
     box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
-    grammar = held(model.served, Prompt(()), box, None)
+    grammar = held(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     found = []
     every = {tool["function"]["name"] for tool in tools}
     for seed in range(50):
         text = model.text(grammar, seed)
-        parts = model.parts(text, box, Prompt(()))
+        parts = model.parts(text, box, TokenizedPrompt(()))
         names = read(parts, tools)
-        assert names and not any(isinstance(part, Said) for part in parts), text
+        assert names and not any(isinstance(part, TextPart) for part in parts), text
         found.append(names)
         if seed >= 6 and every == {name for names in found for name in names}:
             break
@@ -162,10 +162,10 @@ def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) ->
 @pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
 def test_no_more_than_one_call_may_be_asked_for(tmp_path: Path, name: str) -> None:
     model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
-    grammar = held(model.served, Prompt(()), box, None)
+    grammar = held(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for seed in range(10):
-        assert len(read(model.parts(model.text(grammar, seed), box, Prompt(())), TOOLS)) == 1
+        assert len(read(model.parts(model.text(grammar, seed), box, TokenizedPrompt(())), TOOLS)) == 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_strict_tools_leave_words_and_thoughts_free(
 ) -> None:
     """Each mark begins a call that can be read."""
     marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
-    model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), Prompt((), thoughts)
+    model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thoughts)
     box, seen = Toolbox(tools, strict=frozenset(["flat"])), set[type]()
     grammar = held(model.served, prompt, box, None)
     assert grammar is not None
@@ -190,7 +190,7 @@ def test_strict_tools_leave_words_and_thoughts_free(
         thought = thoughts is Thoughts.BEGUN or text.startswith("<think>")
         assert len(read(parts, tools)) == (text.partition("</think>")[2] if thought else text).count("<tool_call>")
         seen |= {type(part) for part in parts}
-    assert ToolCall in seen and Said in seen and (thoughts is Thoughts.NONE or Thought in seen)
+    assert ToolCall in seen and TextPart in seen and (thoughts is Thoughts.NONE or ThinkingPart in seen)
 
 
 FORMS = {
@@ -203,7 +203,10 @@ FORMS = {
 @pytest.mark.parametrize("thoughts", Thoughts)
 @pytest.mark.parametrize("kind", FORMS)
 def test_a_form_beside_tools_is_that_or_calls(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
-    model, prompt = Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], "<think>", "</think>")), Prompt((), thoughts)
+    model, prompt = (
+        Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], "<think>", "</think>")),
+        TokenizedPrompt((), thoughts),
+    )
     box, form = Toolbox(TOOLS), FORMS[kind]
     both, alone = held(model.served, prompt, box, form), held(model.served, prompt, Toolbox(), form)
     assert both is not None and alone is not None and (alone == form.grammar) == (thoughts is Thoughts.NONE)
@@ -211,17 +214,17 @@ def test_a_form_beside_tools_is_that_or_calls(tmp_path: Path, kind: str, thought
     for seed in range(12):
         for grammar, tools in ((both, box), (alone, Toolbox())):
             parts = model.parts(model.text(grammar, seed), tools, prompt, in_form=True)
-            kinds = {type(part) for part in parts} - {Thought}
+            kinds = {type(part) for part in parts} - {ThinkingPart}
             seen |= {type(part) for part in parts}
-            assert len(kinds) == 1 and (tools is box or kinds == {Said})
-            said = "".join(part.text for part in parts if isinstance(part, Said))
+            assert len(kinds) == 1 and (tools is box or kinds == {TextPart})
+            said = "".join(part.text for part in parts if isinstance(part, TextPart))
             if kinds == {ToolCall}:
                 assert read(parts, TOOLS)
             elif kind == "json_schema":
                 assert len(json.loads(said)) <= 1
             else:
                 assert re.fullmatch("[a-z <]{4}/" if kind == "regex" else r"<tool\d+</think>", said)
-    assert seen == {Said, ToolCall, *(() if thoughts is Thoughts.NONE else (Thought,))}
+    assert seen == {TextPart, ToolCall, *(() if thoughts is Thoughts.NONE else (ThinkingPart,))}
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,7 @@ def test_a_schema_that_cant_be_met_is_refused_by_the_tools_name(
 ) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     with pytest.raises(Refused, match=words) as refused:
-        held(model.served, Prompt(()), Toolbox((function("f", None, parameters),), must=True), None)
+        held(model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None)
     assert refused.value.problem.param == "tools"
 
 
@@ -245,18 +248,18 @@ def test_what_is_strict_is_held_to_every_word_of_its_schema(tmp_path: Path) -> N
     """Of others what the library does not know is left out."""
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
-    assert held(model.served, Prompt(()), Toolbox(tools, must=True), None) is not None
+    assert held(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
     with pytest.raises(Refused, match=r"of f .*odd"):
-        held(model.served, Prompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
+        held(model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
 
 
 def test_what_a_format_has_no_words_for_is_begun_as_a_call(tmp_path: Path) -> None:
     model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
     assert name in WITHOUT_DEEP
-    grammar = held(model.served, Prompt(()), Toolbox(TOOLS, must=True), None)
+    grammar = held(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
     assert grammar is not None
     assert accepts(model, grammar, "<tool_call>whatever <tool_call>") and not accepts(model, grammar, "no")
-    assert held(model.served, Prompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None) is None
+    assert held(model.served, TokenizedPrompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None) is None
 
 
 def accepts(model: Model, grammar: Grammar, text: str) -> bool:
@@ -298,12 +301,12 @@ def test_a_string_may_be_written_as_far_as_it_is_read_again(
     """What is allowed is read as just that; what is not is read as something else."""
     model = Model(tmp_path, name, SPECIAL[name])
     box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), must=True)
-    grammar = held(model.served, Prompt(()), box, None)
+    grammar = held(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for value in known + unknown:
         whole = text.format(value)
         assert accepts(model, grammar, whole) == (value in known), value
-        calls = [part for part in model.parts(whole, box, Prompt(())) if isinstance(part, ToolCall)]
+        calls = [part for part in model.parts(whole, box, TokenizedPrompt(())) if isinstance(part, ToolCall)]
         assert ([json.loads(call.arguments) for call in calls] == [{"x": value}]) == (value in known), value
 
 
@@ -311,9 +314,9 @@ def test_a_mark_in_a_value_does_not_end_a_call_that_is_held(tmp_path: Path) -> N
     """Where the format's marks are bytes, a string may have them."""
     model = Model(tmp_path, "json_tools", ())
     box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), must=True)
-    grammar = held(model.served, Prompt(()), box, None)
+    grammar = held(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>'
     assert accepts(model, grammar, text)
-    (call,) = model.parts(text, box, Prompt(()))
+    (call,) = model.parts(text, box, TokenizedPrompt(()))
     assert json.loads(call.arguments) == {"x": "a</tool_call>b"}

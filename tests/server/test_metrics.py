@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.protocol.messages import Stats, Timings, WorkerStats
-from outrider.server.metrics import Processes
+from outrider.server.metrics import ProcessMetrics
 from tests.server.house import House
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -158,7 +158,7 @@ def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
 def test_a_worker_from_elsewhere_is_no_process_of_this_machine() -> None:
     """Its number may be that of somebody else's process here."""
     stranger = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
-    looked_at = Processes()
+    looked_at = ProcessMetrics()
     looked_at.stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)
     for family in looked_at.collect():
         assert {sample.labels["process"] for sample in family.samples} == {"http", "orchestrator"}

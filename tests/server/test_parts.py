@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
-from outrider.server.answers.parts import Said, Splitter, State, Thought
+from outrider.server.answers.parts import Splitter, SplitterState, TextPart, ThinkingPart
 from outrider.server.mapping.speech import Toolbox
-from outrider.server.model.tool_format import Tags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
+from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
-THINK = Tags("<think>", "</think>")
+THINK = SpanTags("<think>", "</think>")
 BOX = Toolbox(tools=({"type": "function", "function": {"name": "f", "parameters": {}}},))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "<b>"}}\n</tool_call>'
 TEXT = f"<think>\nI <see> it</think>\n\nWell, a < b. {CALL}\n{CALL}"
@@ -40,7 +40,7 @@ def joined(parts: list[Any]) -> list[tuple[str, str]]:
     """Stretches of one kind are one; a call is one each."""
     found: list[tuple[str, str]] = []
     for part in parts:
-        kind = {Said: "S", Thought: "T", ToolCall: "C"}[type(part)]
+        kind = {TextPart: "S", ThinkingPart: "T", ToolCall: "C"}[type(part)]
         text = part.arguments if isinstance(part, ToolCall) else part.text
         if found and found[-1][0] == kind != "C":
             found[-1] = (kind, found[-1][1] + text)
@@ -63,16 +63,16 @@ def test_parts_are_the_same_however_a_text_is_cut() -> None:
 @pytest.mark.parametrize(
     ("text", "state", "expected"),
     [
-        ("it</think> yes", State.THINKING, [("T", "it"), ("S", "yes")]),
-        ("it never ends", State.THINKING, [("T", "it never ends")]),
-        ('{"name": "f", "arguments": {}}</tool_call>', State.CALLING, [("C", "{}")]),
-        ('<tool_call>{"name": "f", "argu', State.SAYING, [("S", '<tool_call>{"name": "f", "argu')]),
-        ("<tool_call>nonsense</tool_call> so", State.SAYING, [("S", "<tool_call>nonsense</tool_call>so")]),
-        ("a <tool_", State.SAYING, [("S", "a <tool_")]),
-        ("</think> alone", State.SAYING, [("S", "</think> alone")]),
+        ("it</think> yes", SplitterState.THINKING, [("T", "it"), ("S", "yes")]),
+        ("it never ends", SplitterState.THINKING, [("T", "it never ends")]),
+        ('{"name": "f", "arguments": {}}</tool_call>', SplitterState.CALLING, [("C", "{}")]),
+        ('<tool_call>{"name": "f", "argu', SplitterState.SAYING, [("S", '<tool_call>{"name": "f", "argu')]),
+        ("<tool_call>nonsense</tool_call> so", SplitterState.SAYING, [("S", "<tool_call>nonsense</tool_call>so")]),
+        ("a <tool_", SplitterState.SAYING, [("S", "a <tool_")]),
+        ("</think> alone", SplitterState.SAYING, [("S", "</think> alone")]),
     ],
 )
-def test_what_is_cut_off_or_cannot_be_read_is_not_lost(text: str, state: State, expected: Any) -> None:
+def test_what_is_cut_off_or_cannot_be_read_is_not_lost(text: str, state: SplitterState, expected: Any) -> None:
     splitter = Splitter(THINK, json_tools(), BOX, state)
     assert joined(splitter.feed(text) + splitter.finish()) == expected
 
@@ -98,7 +98,7 @@ def test_formats_and_thoughts_are_told_as_mlx_lm_tells_them() -> None:
         )
         assert infer(template, vocabulary) == _infer_tool_parser(theirs)
         start, end, *_ = _infer_thinking(theirs)
-        assert thinking_tags(vocabulary) == (Tags(start, end) if start is not None else None)
+        assert thinking_tags(vocabulary) == (SpanTags(start, end) if start is not None else None)
 
 
 @pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>\n{"name": "f", "argu', "<tool_ca"])

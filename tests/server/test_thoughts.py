@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.server.answers.usage import thought_tokens
-from outrider.server.model.tool_format import Tags
+from outrider.server.model.tool_format import SpanTags
 
-TAGS = Tags("<think>", "</think>")
+TAGS = SpanTags("<think>", "</think>")
 
 
 class Spelled:
@@ -41,4 +41,4 @@ def test_tokens_from_a_mark_to_a_mark_are_thoughts(pieces: tuple[str, ...], begu
 
 def test_a_mark_without_an_end_makes_all_of_it_a_thought() -> None:
     spelled = Spelled("a", "<think>", "b", "c")
-    assert thought_tokens(spelled, Tags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]
+    assert thought_tokens(spelled, SpanTags("<think>", ""), False, [0, 1, 2, 3]) == 3  # type: ignore[arg-type]

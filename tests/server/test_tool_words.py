@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from outrider.protocol.errors import ModelError
-from outrider.server.mapping.speech import Choice, toolbox
-from outrider.server.model.served import Conversation, ServedModel, load_served
+from outrider.server.mapping.speech import ToolSelection, toolbox
+from outrider.server.model.served import ServedModel, TemplateInput, load_served
 from outrider.server.model.tool_format import in_words
 from outrider.server.problems import Refused
 from tests.server.house import House, serving
@@ -88,17 +88,17 @@ def test_a_template_that_refuses_system_messages_has_them_before_the_first_words
     scripted: Path, tmp_path: Path
 ) -> None:
     stern = load_served("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
-    text = stern.codec.decode(stern.prompt(Conversation(HELLO, (TOOL,))).tokens)
+    text = stern.codec.decode(stern.prompt(TemplateInput(HELLO, (TOOL,))).tokens)
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
     with pytest.raises(ModelError, match="no system here"):
-        stern.prompt(Conversation([{"role": "system", "content": "x"}, *HELLO], (TOOL,)))
+        stern.prompt(TemplateInput([{"role": "system", "content": "x"}, *HELLO], (TOOL,)))
 
 
 def test_tools_are_refused_where_that_is_switched_off(bare: Path) -> None:
     off = load_served("bare", bare, ("bare",), tool_fallback=False)
     assert off.tools is None and not off.note
     with pytest.raises(Refused, match="leave tools out"):
-        toolbox(off, [TOOL], Choice())
+        toolbox(off, [TOOL], ToolSelection())
 
 
 def test_the_models_description_says_so(house: House, chat: House) -> None:

@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from outrider.orchestrator.http_settings import HttpSettings, tracing_wanted
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import application
-from outrider.server.door import Callers
+from outrider.server.auth_middleware import Callers
 from outrider.server.model.served import load_served
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector

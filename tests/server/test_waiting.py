@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
-from outrider.server.answers import telling
+from outrider.server.answers import part_stream
 from outrider.server.answers.parts import Splitter
-from outrider.server.answers.run import AtOnce, News, Reading
-from outrider.server.answers.sse import Events
+from outrider.server.answers.run import AtOnce, ChoicePrefill, News
+from outrider.server.answers.sse import EventWriter
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
@@ -21,25 +21,25 @@ class Prompt:
     over = False
 
     def __init__(self) -> None:
-        self._news: list[list[News]] = [[Reading(0, 512, 4096)], [], [Reading(0, 4096, 4096)]]
+        self._news: list[list[News]] = [[ChoicePrefill(0, 512, 4096)], [], [ChoicePrefill(0, 4096, 4096)]]
 
     async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
-        assert patience == telling.SILENCE_SECONDS
+        assert patience == part_stream.SILENCE_SECONDS
         self.over = len(self._news) == 1
         return self._news.pop(0)
 
 
-APIS: dict[str, Events] = {
-    "chat": chat.Events(chat.Head("m", 1, 5, len), 1, False),  # type: ignore[arg-type]
-    "completions": completions.Events(completions.Head("m", 1, 5, [""]), False),
+APIS: dict[str, EventWriter] = {
+    "chat": chat.ChatEvents(chat.ChatInfo("m", 1, 5, len), 1, False),  # type: ignore[arg-type]
+    "completions": completions.CompletionEvents(completions.CompletionInfo("m", 1, 5, [""]), False),
 }
 
 
-def written(events: Events) -> list[bytes]:
+def written(events: EventWriter) -> list[bytes]:
     """All that is told of such a run."""
 
     async def read() -> list[bytes]:
-        told, found = telling.Telling(Prompt(), [Splitter()]), list[bytes]()  # type: ignore[arg-type]
+        told, found = part_stream.PartStream(Prompt(), [Splitter()]), list[bytes]()  # type: ignore[arg-type]
         while not told.over:
             found += map(events.of, await told.next())
         return found
@@ -53,8 +53,8 @@ def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> 
 
 
 def test_anthropics_readers_are_sent_pings() -> None:
-    head = messages.Head("m", 1, 5, lambda choice: None)
-    assert written(messages.Events(head)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+    head = messages.MessageInfo("m", 1, 5, lambda choice: None)
+    assert written(messages.MessageEvents(head)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
 
 
 @pytest.mark.parametrize(

@@ -13,27 +13,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.drafter import Drafter, DrawingDrafter, TokenTree
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.heads.ahead import AheadHead
-from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.head import Head
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.drafter import Drafter, DrawingDrafter, TokenTree
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.heads.ahead import AheadHead
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import Head
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
-from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
 from outrider.protocol import abilities as abilities_of
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
-from outrider.target_worker.colocated import Colocated, ColocatedHead
-from outrider.target_worker.own_drafters import OwnDrafter, OwnDrafters
-from outrider.target_worker.telling import Teller
+from outrider.target_worker.feature_publisher import FeaturePublisher
+from outrider.target_worker.in_process_drafter import InProcessHead, InProcessModel
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessProposer
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
@@ -172,7 +172,7 @@ class Cluster(HonestWorkers):
         self._logprobs: list[Logprobs] = []
         self._recorder = Recorder()
         settings = RoundSettings(depth, branches, full_depth, ngrams)
-        self.rounds = Rounds(self, settings, self._tell, self._recorder)
+        self.rounds = Scheduler(self, settings, self._tell, self._recorder)
         self._serial = 0
         self._going_on = False
 
@@ -183,14 +183,14 @@ class Cluster(HonestWorkers):
 
     def _new_target(self) -> TargetWorker:
         self._target_link = self._new_link("target-0")
-        found: dict[str, OwnDrafter] = {}
+        found: dict[str, InProcessProposer] = {}
         if self._own is not None:
-            found["draft"] = Colocated(MlxDrafter(self._own))
+            found["draft"] = InProcessModel(MlxDrafter(self._own))
         if self._own_head is not None:
-            found["head"] = ColocatedHead(HeadDrafter(self._own_head, self._model.vocab_size))
-        own = OwnDrafters(found)
-        teller = Teller(self._head, "features") if self._head is not None else None
-        return TargetWorker(self._target_link, self._model, own=own, teller=teller)  # type: ignore[arg-type]
+            found["head"] = InProcessHead(HeadDrafter(self._own_head, self._model.vocab_size))
+        own = InProcessDrafters(found)
+        publisher = FeaturePublisher(self._head, "features") if self._head is not None else None
+        return TargetWorker(self._target_link, self._model, own=own, publisher=publisher)  # type: ignore[arg-type]
 
     def _new_drafter(self) -> DraftWorker | None:
         self._draft_link = self._new_link("draft-0")
@@ -207,8 +207,8 @@ class Cluster(HonestWorkers):
 
     @property
     def target_abilities(self) -> Abilities:
-        own = (abilities_of.OwnDrafter("draft"),) if self._own is not None else ()
-        own += (abilities_of.OwnDrafter("head", is_head=True),) if self._own_head is not None else ()
+        own = (abilities_of.InProcessDrafter("draft"),) if self._own is not None else ()
+        own += (abilities_of.InProcessDrafter("head", is_head=True),) if self._own_head is not None else ()
         trees = self._trees and self.target.verifies_trees
         return replace(abilities(self._model), drafters=own, trees=trees)
 
@@ -226,11 +226,11 @@ class Cluster(HonestWorkers):
 
     def send_target(self, message: Message) -> None:
         if isinstance(message, Verify):
-            self._going_on = message.going_on
+            self._going_on = message.autonomous
             self._verifies += [] if message.draft else [message]
         self._target_link.inbox.append(through_the_codec(message))
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
     def send_drafter(self, name: str, message: Message) -> None:
@@ -247,13 +247,15 @@ class Cluster(HonestWorkers):
         said: Sequence[int] = (),
         drafter: str = "",
     ) -> Run:
-        """`said`: the text's first tokens, which another cluster has made."""
+        """`resume_tokens`: the text's first tokens, which another cluster has made."""
         self._told, self._verifies, self._tokens, self._recorder.sources = [], [], list(prompt), {}
         self._logprobs, self._recorder.held = [], Counter()
         self._serial += 1
         if self._watched is not None:
             self._watched.trees.clear()
-        admit = Admit(f"r{self._serial}", tuple(prompt), sampling, mode, eos, said=tuple(said), drafter=drafter)
+        admit = Admit(
+            f"r{self._serial}", tuple(prompt), sampling, mode, eos, resume_tokens=tuple(said), drafter=drafter
+        )
         self.rounds.begin(admit, self._clock())
         for _ in range(100 * sampling.max_tokens + 1000):
             if not self.rounds.active:
@@ -273,14 +275,14 @@ class Cluster(HonestWorkers):
             if not self.rounds.active:
                 break
             self._turn()
-        if sum(isinstance(event, Ended) for event in self._told) < len(names):
+        if sum(isinstance(event, RequestEnded) for event in self._told) < len(names):
             raise TimeoutError(f"a request hangs or broke: {self._told[-3:]}")
         said = [event for event in self._told if isinstance(event, Committed)]
         return [[token for event in said if event.request == name for token in event.tokens] for name in names]
 
     def lose_drafter(self) -> None:
         self._draft_worker = None
-        self.rounds.lost_drafter("draft-0", "draft worker draft-0 was lost", self._clock())
+        self.rounds.on_drafter_lost("draft-0", "draft worker draft-0 was lost", self._clock())
 
     def replace_drafter(self) -> None:
         """The drafter dies, and another one comes at once."""
@@ -288,17 +290,17 @@ class Cluster(HonestWorkers):
             self._draft_worker.forget()
         self.lose_drafter()
         self._draft_worker = self._new_drafter()
-        self.rounds.found_drafter("draft-0")
+        self.rounds.on_drafter_found("draft-0")
 
     def replace_target(self) -> None:
         """The target dies, and another one comes at once."""
         self.target = self._new_target()
-        self.rounds.lost_target("target worker target-0 was lost", False)
-        self.rounds.found_target()
+        self.rounds.on_target_lost("target worker target-0 was lost", False)
+        self.rounds.on_target_found()
 
     def _finished(self, prompt_len: int) -> Run:
         last = self._told[-1]
-        if isinstance(last, Broke) or not isinstance(last, Ended):
+        if isinstance(last, RequestFailed) or not isinstance(last, RequestEnded):
             raise RuntimeError(f"the request broke: {last}")
         sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
         rounds = [
@@ -351,10 +353,10 @@ class Cluster(HonestWorkers):
                         parents=message.drafted_parents,
                     )
                 )
-            if isinstance(message, Outcome) and message.onward is not None and not self._going_on:
+            if isinstance(message, Outcome) and message.next_proposal is not None and not self._going_on:
                 base_len = message.base_len + message.accepted + 1
                 place = message.request, message.epoch, message.round + 1, base_len
-                self._verifies.append(Verify(*place, message.onward, parents=message.onward_parents))
+                self._verifies.append(Verify(*place, message.next_proposal, parents=message.next_parents))
         return True
 
     def _draft(self, turns: int) -> Iterator[Message]:

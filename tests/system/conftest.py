@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outrider.drafting.drafter import Drafter
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.mlx import MlxDrafter
+from outrider.engine.kv_cache import open_slots
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import Cluster

@@ -38,7 +38,7 @@ class PrefillCluster(Cluster):
     def lose_prefill_worker(self) -> None:
         self.is_there = False
         self._reader_link.inbox.clear()
-        self.rounds.lost_prefill_worker(NAME)
+        self.rounds.on_prefill_worker_lost(NAME)
 
     def send_drafter(self, name: str, message: Message) -> None:
         if name != NAME:

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.drafter import TokenTree
-from outrider.drafting.heads.ahead import AheadHead, BlockTree
-from outrider.drafting.heads.dflash import DFlash
+from outrider.drafters.drafter import TokenTree
+from outrider.drafters.heads.ahead import AheadHead, BlockTree
+from outrider.drafters.heads.dflash import DFlash
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
@@ -67,11 +67,11 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: Loaded
 
     def check(tree: TokenTree, text: Sequence[int]) -> None:
         assert isinstance(tree, BlockTree)
-        if tree._nodes and tree.committed_len > len(PROMPT) and not tree.columns._waiting:
+        if tree._nodes and tree.committed_len > len(PROMPT) and not tree.kv_rows._waiting:
             seen.add(tree.committed_len)
             assert tree.column_tokens() == list(text[: tree.committed_len])
-            assert tree.columns.places.tolist() == list(range(tree.columns.end))
-            assert distance(head, tree, np.stack([told[at] for at in range(tree.columns.end)])) < 2e-3
+            assert tree.kv_rows.places.tolist() == list(range(tree.kv_rows.end))
+            assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.end)])) < 2e-3
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
     send = played.send_drafter
@@ -90,9 +90,9 @@ def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float
     """How far what it remembers is from what a head does that is told these rows at once."""
     fresh = AheadHead(head, "dflash", 10_000).open([1] * (len(rows) + 1), SamplingParams())
     assert isinstance(fresh, BlockTree)
-    fresh.hear(0, rows)
+    fresh.add_features(0, rows)
     apart = 0.0
-    for mine, theirs in zip(tree.columns.layers, fresh.columns.layers, strict=True):
+    for mine, theirs in zip(tree.kv_rows.layers, fresh.kv_rows.layers, strict=True):
         for (a, b), (c, d) in zip(mine.first(len(rows)), theirs.first(len(rows)), strict=True):
             apart = max(apart, float(mx.abs(a - c).max().item()), float(mx.abs(b - d).max().item()))
     return apart

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from outrider.drafting.drafter import TokenTree
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.drafter import TokenTree
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Branches, Message
 from outrider.protocol.sampling import SamplingParams

@@ -214,16 +214,16 @@ def test_residual_texts_have_the_targets_distribution(make_cluster: Make, saguar
 
 def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above proves nothing."""
-    from outrider.target_worker import running
+    from outrider.target_worker import target_request
 
-    propose = running.propose
+    propose = target_request.propose
 
     def flat(proposed: Any) -> Any:
         if getattr(proposed, "q", None) is None:
             return proposed
         return replace(proposed, q=replace(proposed.q, probs=np.full_like(proposed.q.probs, 1 / 3)))
 
-    monkeypatch.setattr(running, "propose", lambda turns: [flat(found) for found in propose(turns)])
+    monkeypatch.setattr(target_request, "propose", lambda turns: [flat(found) for found in propose(turns)])
     cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=False)
     sampling = SamplingParams(max_tokens=260, temp=1.0, rule="residual", q_width=3)
     runs = [cluster.run([0, 1, 2], replace(sampling, seed=7919 * i + 3), "sd") for i in range(5)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine import sampling
 from outrider.engine.noise import gumbel_numpy
 from outrider.protocol.sampling import SamplingParams

@@ -19,8 +19,8 @@ from outrider.bench.prompts import Prompt, mixed
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.core.proposals.tree import LONGEST_COPY
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.target_worker.certificate import Claim, certify

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from outrider.engine.kv_cache import open_slots
 from outrider.engine.loading import load
-from outrider.engine.texts import open_slots
 from outrider.engine.verify import verify
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.embedded import embedded_codec
 

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.drafter import TokenTree
-from outrider.drafting.heads import ahead
-from outrider.drafting.heads.ahead import AheadHead, HeadTree
-from outrider.drafting.heads.head import PairHead, StepHead
-from outrider.drafting.heads.pairing import host_of
-from outrider.drafting.heads.pairs import NumpyHead, PairFeed, Pairs
+from outrider.drafters.drafter import TokenTree
+from outrider.drafters.heads import ahead
+from outrider.drafters.heads.ahead import AheadHead, HeadTree
+from outrider.drafters.heads.head import PairHead, StepHead
+from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache
+from outrider.drafters.heads.pairing import host_of
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
@@ -157,18 +157,18 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
 
 def _alone(head: PairHead, feature: mx.array) -> int:
     """What follows a pair of this feature and any token, by the head that looks at nothing else."""
-    pairs = Pairs(head)
+    pairs = PairKVCache(head)
     hidden = pairs.forward([PairFeed(pairs.open(), mx.array([1]), feature)])
     return int(mx.argmax(head.logits(hidden)).item())
 
 
 def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
     """How far its committed columns are from those of a head that is fed these rows of the text at once."""
-    fresh = Pairs(head)
+    fresh = PairKVCache(head)
     fresh.hidden([PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
     columns = [*range(tree._layout.prefix), *tree._recent]
     apart = 0.0
-    for leaf, true in zip(tree.columns.leaves, fresh._caches, strict=True):
+    for leaf, true in zip(tree.kv_rows.leaves, fresh._caches, strict=True):
         for mine, theirs in zip((leaf.keys, leaf.values), true.saved(0, len(text) - 1), strict=True):
             assert mine is not None
             apart = max(apart, float(mx.abs(mx.take(mine, mx.array(columns), axis=2) - theirs).max().item()))
@@ -186,7 +186,7 @@ def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: 
             seen.add(tree.committed_len)
             begun = fresh.open(text[: tree.committed_len], sampling(0.8))
             assert isinstance(begun, HeadTree)
-            begun.hear(tree.committed_len - 2, told[tree.committed_len - 2])
+            begun.add_features(tree.committed_len - 2, told[tree.committed_len - 2])
             assert mx.abs(tree.scores(tree.root) - begun.scores(begun.root)).max().item() < 1e-4
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
@@ -210,7 +210,7 @@ def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) 
     tree = AheadHead(head, "eagle3", target.vocab_size).open(PROMPT, sampling(0.0))
     assert isinstance(tree, HeadTree)
     rows = head.fuse(mx.random.normal((8, 3 * 64)))
-    tree.hear(0, np.array(rows[: len(PROMPT) - 1]))
+    tree.add_features(0, np.array(rows[: len(PROMPT) - 1]))
     forwards: list[int] = []
     call, kind = type(head).__call__, type(head)
     with pytest.MonkeyPatch.context() as patch:
@@ -219,7 +219,7 @@ def test_a_missing_row_is_what_the_head_has_learned_for_it(target: LoadedModel) 
     assert forwards == [3]
     for node in nodes:
         assert tree.best([node]) == [_alone(head, head.mask_feature)]  # type: ignore[attr-defined]
-    tree.hear(len(PROMPT) - 1, np.array(rows[-2:]))
+    tree.add_features(len(PROMPT) - 1, np.array(rows[-2:]))
     assert [tree.child(tree.root, 11), tree.child(nodes[0], 12), tree.child(nodes[1], 13)] == [None, None, nodes[2]]
     again = tree.feed([tree.root, tree.next_node], [11, 12])
     assert tree.best(again) == [_alone(head, row[None]) for row in rows[-2:]]

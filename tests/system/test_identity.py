@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.handover import Layout
-from outrider.engine.load_checks import open_texts
+from outrider.engine.kv_cache import Feed, FlatKVCache
+from outrider.engine.kv_transfer import KVLayout
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.texts import Feed, FlatTexts
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Close, Message, Prefill, PromptKv
 from outrider.protocol.sampling import SamplingParams
@@ -44,7 +44,7 @@ def model(loaded: Callable[..., LoadedModel], tiny_model: Callable[..., Any]) ->
 def make(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
     clock = VirtualClock()
     monkeypatch.setattr("outrider.protocol.clock.now", clock)
-    bytes_per_token = Layout.of(model.model).bytes_per_token
+    bytes_per_token = KVLayout.of(model.model).bytes_per_token
     monkeypatch.setattr("outrider.prefill_worker.worker.MAX_PIECE", PIECE * bytes_per_token)
     return lambda way=unhurt, **settings: PrefillCluster(model, None, clock, way=way, **settings)
 
@@ -127,7 +127,7 @@ def test_a_target_that_dies_meanwhile_is_handed_all_of_it_again(make: Make, mode
 
 def test_short_prompts_are_the_targets_own_matter(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make()
-    monkeypatch.setattr(cluster.rounds._prefill, "_least", len(PROMPT))
+    monkeypatch.setattr(cluster.rounds._remote_prefills, "_min_tokens", len(PROMPT))
     cluster.run(PROMPT, GREEDY)
     assert not cluster.handed
 
@@ -145,17 +145,17 @@ def test_others_decode_while_a_prompt_is_read_elsewhere(make: Make) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_nothing_is_rounded_on_the_way(model: LoadedModel, dtype: mx.Dtype) -> None:
-    texts = open_texts(model)
-    assert isinstance(texts, FlatTexts)
-    text, other = texts.open(), texts.open()
-    texts.forward([Feed(text, PROMPT[:9], 0, True)])
-    layers = tuple((k.astype(dtype), v.astype(dtype)) for k, v in texts.piece(text, 2, 9))
-    layout = Layout.of(model.model)
+    kv_cache = open_kv_cache(model)
+    assert isinstance(kv_cache, FlatKVCache)
+    sequence, other = kv_cache.open(), kv_cache.open()
+    kv_cache.forward([Feed(sequence, PROMPT[:9], 0, True)])
+    layers = tuple((k.astype(dtype), v.astype(dtype)) for k, v in kv_cache.segment(sequence, 2, 9))
+    layout = KVLayout.of(model.model)
     if dtype == mx.float32:
-        texts.extend(other, texts.piece(text, 0, 9), 9)
-        left, right = texts.forward([Feed(text, [3], 1), Feed(other, [3], 1)])
+        kv_cache.extend(other, kv_cache.segment(sequence, 0, 9), 9)
+        left, right = kv_cache.forward([Feed(sequence, [3], 1), Feed(other, [3], 1)])
         assert mx.array_equal(left, right)
-    layout = Layout(tuple((replace(k, dtype=dtype), replace(v, dtype=dtype)) for k, v in layout.layers))
+    layout = KVLayout(tuple((replace(k, dtype=dtype), replace(v, dtype=dtype)) for k, v in layout.layers))
     packed = layout.pack(layers)
     assert packed.dtype == np.uint8 and packed.size == 7 * layout.bytes_per_token
     again = layout.unpack(packed, 7)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outrider.drafting.drafter import TokenTree
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.drafter import TokenTree
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import MIXED, Cluster

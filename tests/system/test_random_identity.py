@@ -8,8 +8,8 @@ import pytest
 
 from outrider.bench.crowd.ask import Arrival, Question, Reply
 from outrider.orchestrator import LocalCluster
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams
 from tests.harness import random_identity

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.drafter import TokenTree
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.drafter import TokenTree
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
-from outrider.engine.verify import Ask, Forward, begin
+from outrider.engine.verify import BatchForward, VerifyInput, begin
 from outrider.protocol.messages import Branches, Drafted, Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
-from outrider.target_worker import batch
+from outrider.target_worker import model_runner
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values
 
@@ -117,11 +117,11 @@ def test_texts_that_share_their_forwards_have_the_targets_distribution(
     """With OUTRIDER_SEEDS=200 and more the long form."""
     shared: Counter[int] = Counter()
 
-    def counting(asks: Sequence[Ask], *others: Any) -> Forward:
+    def counting(asks: Sequence[VerifyInput], *others: Any) -> BatchForward:
         shared[len(asks)] += 1
         return begin(asks, *others)
 
-    monkeypatch.setattr(batch, "begin", counting)
+    monkeypatch.setattr(model_runner, "begin", counting)
     path = PATHS[name]
     cluster, texts = make(path), []
     for first in range(0, max(SEEDS, TOGETHER), TOGETHER):
@@ -180,7 +180,7 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
         handle(sender, message, now_ns)
 
     lies: list[str] = []
-    cluster.lied = lambda name, lie: lies.append(lie)  # type: ignore[method-assign]
+    cluster.record_lie = lambda name, lie: lies.append(lie)  # type: ignore[method-assign]
     cluster.rounds.handle = spoilt  # type: ignore[method-assign]
     run = cluster.run(PROMPT, replace(SAMPLING, seed=1, max_tokens=40), "ssd" if kind is Branches else "sd")
     assert len(run.tokens) == 40 and cluster.rounds.stale > 10 and set(lies) == {"q"}

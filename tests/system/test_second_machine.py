@@ -12,7 +12,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, Allowed, Keyring
+from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
 from outrider.protocol.sampling import SamplingParams
 from tests.tiny import Pair
 
@@ -28,9 +28,9 @@ def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keyring]:
     for ring in made.values():
         ring.make()
     for name in ("mini", "midi"):
-        made["server"].allow(Allowed(DRAFTER, made[name].own().public, name))
-    made["server"].allow(Allowed(PREFILL, made["studio"].own().public, "studio"))
-    made["server"].allow(Allowed(CLIENT, made["laptop"].own().public, "laptop"))
+        made["server"].allow(AllowedKey(DRAFTER, made[name].own().public, name))
+    made["server"].allow(AllowedKey(PREFILL, made["studio"].own().public, "studio"))
+    made["server"].allow(AllowedKey(CLIENT, made["laptop"].own().public, "laptop"))
     return made
 
 

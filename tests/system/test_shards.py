@@ -21,8 +21,8 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator import GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pair.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pair.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
 from outrider.target_worker.rank_local import free_ports

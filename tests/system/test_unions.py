@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from outrider.drafting.heads.head import Head
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.heads.head import Head
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.learning.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import DraftTree, United, united
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
@@ -100,7 +100,7 @@ def test_a_union_brings_more_than_either(target: LoadedModel, blurred: LoadedMod
 def test_without_trees_a_branch_is_verified_alone_and_a_head_drafts_after_a_miss(
     target: LoadedModel, blurred: LoadedModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Estimates, "own_ms", lambda self, tokens, drafter: 0.0)
+    monkeypatch.setattr(Estimates, "in_process_ms", lambda self, tokens, drafter: 0.0)
     found = run(target, blurred_head(target), sampling(0.8), "ssd", BOTH, blurred, trees=False, ngrams=False)
     assert found.tokens == plain(target, PROMPT, sampling(0.8))
     assert held(found)["head"] and held(found)["prepared"]

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafting.heads import eagle3
-from outrider.drafting.heads.dflash import DFlash, build
-from outrider.drafting.heads.eagle3 import Eagle3
+from outrider.drafters.heads import eagle3
+from outrider.drafters.heads.dflash import DFlash, build
+from outrider.drafters.heads.eagle3 import Eagle3
 from outrider.engine.loading import LoadedModel
 from tests.target_worker.heads import LAYERS, H
 from tests.tiny import VOCAB_SIZE

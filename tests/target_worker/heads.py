@@ -16,17 +16,17 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, llama
 
-from outrider.drafting.heads import redrafter
-from outrider.drafting.heads.chains import way_of
-from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.eagle3 import Eagle3, build
-from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.mtp import Mtp, MtpForm
-from outrider.drafting.heads.pairing import host_of
-from outrider.drafting.heads.redrafter import Redrafter
+from outrider.drafters.heads import redrafter
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.eagle3 import Eagle3, build
+from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.mtp import Mtp, MtpForm
+from outrider.drafters.heads.pairing import host_of
+from outrider.drafters.heads.proposers import proposer_of
+from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
-from tests.drafting import nextn_heads
+from tests.drafters import nextn_heads
 from tests.tiny import VOCAB_SIZE, write_model
 
 H, LAYERS, KNOWN = 64, 4, 200
@@ -176,7 +176,7 @@ def latent_head(target: LoadedModel) -> Mtp:
 
 def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
     """By numpy where that serves both, as where heads are loaded."""
-    return HeadDrafter(head, target.vocab_size, way=way_of(head, host_of(head, target)))
+    return HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, host_of(head, target)))
 
 
 def _known_ids() -> Array:

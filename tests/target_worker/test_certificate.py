@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 import mlx.core as mx
 import pytest
 
+from outrider.engine.kv_cache import CacheSlot, SeparateKVCache, open_slots
 from outrider.engine.loading import load
-from outrider.engine.texts import SeparateTexts, Slot, open_slots
 from outrider.engine.verify import verify
 from outrider.grammar.compiler import Compiler
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -60,8 +60,8 @@ def test_a_changed_token_is_a_mismatch_where_it_stands(model, params):
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_a_text_by_a_grammar_is_certified_with_it_and_not_without(model, params):
     params = replace(params, grammar=Grammar("regex", "[0-9]{30}"))
-    slot = Slot(
-        model, SeparateTexts(model.model), PROMPT, params,
+    slot = CacheSlot(
+        model, SeparateKVCache(model.model), PROMPT, params,
         Compiler(model.folder).constraint(params.grammar, (0,), len(PROMPT)),
     )  # fmt: skip
     for _ in range(LENGTH):
@@ -82,14 +82,14 @@ def test_another_seed_is_found_out(model):
 def test_a_token_below_the_best_by_less_than_rounding_is_a_tie(model, monkeypatch, gap, tied):
     claim = honest(model, GREEDY)
     best, second = claim.generated[0], (claim.generated[0] + 1) % model.vocab_size
-    forward = Slot.forward
+    forward = CacheSlot.forward
 
     def near(slot, tokens):
         logits = forward(slot, tokens)
         logits[:, second] = logits[:, best] - gap
         return logits
 
-    monkeypatch.setattr(Slot, "forward", near)
+    monkeypatch.setattr(CacheSlot, "forward", near)
     report = certify(model, replace(claim, generated=(second,)))
     assert (len(report.ties), len(report.mismatches)) == ((1, 0) if tied else (0, 1))
     assert (*report.ties, *report.mismatches)[0].margin == pytest.approx(gap, rel=0.5)

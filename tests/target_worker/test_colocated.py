@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.messages import Close, Fault, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.colocated import Colocated, OwnDraft
-from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.in_process_drafter import InProcessModel, ModelDraftSession
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
@@ -34,7 +34,7 @@ class Stand:
     def __init__(self, prompt: Any = PROMPT, eos: tuple[int, ...] = (), drafts: bool = True) -> None:
         self.link = FakeLink("target-0", deque([Open("r", 0, 0, prompt, SAMPLING, eos)]))
         self.opened = 0
-        colocated = Colocated(MlxDrafter(markov(OTHER))) if drafts else None
+        colocated = InProcessModel(MlxDrafter(markov(OTHER))) if drafts else None
         if colocated is not None:
             open_one = colocated.open
 
@@ -44,7 +44,7 @@ class Stand:
 
             colocated.open = counted  # type: ignore[method-assign]
         self.own = colocated
-        own = OwnDrafters({"draft": colocated} if colocated is not None else {})
+        own = InProcessDrafters({"draft": colocated} if colocated is not None else {})
         self.worker = TargetWorker(self.link, markov(TABLE), own=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, ())
 
@@ -58,11 +58,11 @@ class Stand:
 
 
 def drafting(number: int, base_len: int, depth: int = 3, room: int = LENGTH) -> Verify:
-    return Verify("r", 0, number, base_len, (), going_on=True, draft=depth, room=room)
+    return Verify("r", 0, number, base_len, (), autonomous=True, draft=depth, max_tokens=room)
 
 
 def plain_rounds(number: int, base_len: int, room: int) -> Verify:
-    return Verify("r", 0, number, base_len, (), going_on=True, room=room)
+    return Verify("r", 0, number, base_len, (), autonomous=True, max_tokens=room)
 
 
 def text(answers: list[Any]) -> list[int]:
@@ -221,13 +221,13 @@ def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.Mon
     class Fails(Exception):
         pass
 
-    def turn(self: OwnDraft, tokens: list[int], depth: int, least: float = 1.0) -> Any:
+    def turn(self: ModelDraftSession, tokens: list[int], depth: int, least: float = 1.0) -> Any:
         if tokens[:2] == [5, 5] and len(tokens) > 12:
             raise Fails
         return own_turn(self, tokens, depth, least)
 
-    own_turn = OwnDraft.turn
-    monkeypatch.setattr(OwnDraft, "turn", turn)
+    own_turn = ModelDraftSession.turn
+    monkeypatch.setattr(ModelDraftSession, "turn", turn)
     stand = Stand()
     others = [Open(name, 0, 0, np.array(text, np.int32), SAMPLING, ()) for name, text in (("s", [3, 0]), ("t", [5, 5]))]
     stand.say(*others)

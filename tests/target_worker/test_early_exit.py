@@ -13,23 +13,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.checkpoint import stranger
-from outrider.drafting.heads.drafter import HeadDrafter
-from outrider.drafting.heads.early_exit import AdapterConfig, ExitAdapter, speedup
-from outrider.drafting.heads.line import Line
-from outrider.drafting.heads.load import load as load_head
-from outrider.engine.load_checks import open_texts
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.checkpoint import stranger
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, speedup
+from outrider.drafters.heads.load import load as load_head
+from outrider.engine.kv_cache import CacheSlot, FlatKVCache
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.texts import FlatTexts, Slot
 from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.colocated import beside_target
-from tests.drafting.experts import gated_mlp, rms
-from tests.drafting.mtp_heads import turned
+from outrider.target_worker.in_process_drafter import beside_target
+from tests.drafters.experts import gated_mlp, rms
+from tests.drafters.mtp_heads import turned
 from tests.target_worker.heads import LAYERS, H, markov_llama
-from tests.target_worker.test_own_head import accepted, run, texts
+from tests.target_worker.test_in_process_head import accepted, run, texts
 from tests.tiny import VOCAB_SIZE, write_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -111,14 +111,14 @@ def test_chains_are_those_of_an_independent_forward(
     """Over many rounds in company, whatever was drafted and accepted before; and the target goes on by itself."""
     own = drafters(scale)
     layers = own.head.layers  # type: ignore[attr-defined]
-    held = open_texts(target)
-    assert isinstance(held, FlatTexts)
+    held = open_kv_cache(target)
+    assert isinstance(held, FlatKVCache)
     together = beside_target(own)
     together.read(held)
-    slots = [Slot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
+    slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but(1)
-    parts = [together.part_of(slot, SamplingParams(), lambda d, t: None, None)() for slot in slots]
+    parts = [together.session_of(slot, SamplingParams(), lambda d, t: None, None)() for slot in slots]
     draws, weights = np.random.default_rng(9), adapter_weights(scale)
 
     def adapted(x: Array) -> Array:
@@ -126,8 +126,8 @@ def test_chains_are_those_of_an_independent_forward(
 
     for _ in range(6):
         some = [n for n in range(3) if draws.random() < 0.7]
-        lines = [Line(parts[n].follower, slots[n].tokens) for n in some]  # type: ignore[union-attr]
-        found = own.continuations(lines, [int(draws.integers(1, 5)) for _ in some])
+        chains = [ChainState(parts[n].follower, slots[n].tokens) for n in some]  # type: ignore[union-attr]
+        found = own.continuations(chains, [int(draws.integers(1, 5)) for _ in some])
         for n, chain in zip(some, (one.chain for one in found), strict=True):
             truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
             assert tuple(truth[-len(chain) :].argmax(axis=-1)) == chain

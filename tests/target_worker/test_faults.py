@@ -75,8 +75,8 @@ def test_one_request_fails_and_the_other_goes_on(
     assert ("doomed", 1) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
     assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
 
-    onward = [Verify("sound", 0, 1, 3, (), going_on=True, room=3)]
-    assert [type(answer) for answer in answered(worker, link, onward)] == [Outcome] * 3
+    next_proposal = [Verify("sound", 0, 1, 3, (), autonomous=True, max_tokens=3)]
+    assert [type(answer) for answer in answered(worker, link, next_proposal)] == [Outcome] * 3
     assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
 
 
@@ -112,7 +112,7 @@ def test_plain_rounds_that_fail_are_one_requests_failure() -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
     answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])
-    found = answered(worker, link, [Verify("doomed", 0, 1, 3, (), going_on=True, room=10)])
+    found = answered(worker, link, [Verify("doomed", 0, 1, 3, (), autonomous=True, max_tokens=10)])
     assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
     assert list(faults(found)) == ["doomed"]
-    assert len(answered(worker, link, [Verify("sound", 0, 1, 2, (), going_on=True, room=2)])) == 2
+    assert len(answered(worker, link, [Verify("sound", 0, 1, 2, (), autonomous=True, max_tokens=2)])) == 2

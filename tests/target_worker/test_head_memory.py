@@ -10,20 +10,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafting.heads.chains import way_of
-from outrider.drafting.heads.drafter import Follower, HeadDrafter
-from outrider.drafting.heads.head import Head
-from outrider.drafting.heads.line import Line
-from outrider.engine.hidden_states import Taps
-from outrider.engine.load_checks import open_texts
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter
+from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.proposers import proposer_of
+from outrider.engine.hidden_states import HiddenStates
+from outrider.engine.kv_cache import CacheSlot
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
-from outrider.engine.texts import Slot
 from outrider.protocol.messages import Close, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.colocated import ColocatedHead
-from outrider.target_worker.own_drafters import OwnDrafters, _begins_at
-from outrider.target_worker.running import Running
+from outrider.target_worker.in_process_drafter import InProcessHead
+from outrider.target_worker.in_process_drafters import InProcessDrafters, _begins_at
+from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.block_heads import convolving_head, parallel_head
@@ -47,11 +47,11 @@ class Talk:
         self.model, self.head = model, head
         self.own: HeadDrafter | None = drafter(head, model) if head is not None else None
         self.link = FakeLink("target-0")
-        own = OwnDrafters({"own": ColocatedHead(self.own)}) if self.own else None
+        own = InProcessDrafters({"own": InProcessHead(self.own)}) if self.own else None
         self.worker = TargetWorker(self.link, model, own=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, [KvMemory(memory)])
 
-    def begin(self, name: str, tokens: Sequence[int]) -> Running:
+    def begin(self, name: str, tokens: Sequence[int]) -> TargetRequest:
         params = SamplingParams(max_tokens=LENGTH, temp=0.8, seed=5)
         opened = Open(name, 0, 0, np.array(tokens, np.int32), params)
         self.told = answered(self.worker, self.link, [opened])
@@ -62,7 +62,7 @@ class Talk:
         running = self.worker._running[name]
         start = len(running.slot.tokens)
         word = Verify(
-            name, 0, running.round + 1, start, (), going_on=True, draft=draft if self.own else 0, room=LENGTH
+            name, 0, running.round + 1, start, (), autonomous=True, draft=draft if self.own else 0, max_tokens=LENGTH
         )  # fmt: skip
         found = answered(self.worker, self.link, [word])
         assert all(isinstance(one, Outcome) for one in found), found
@@ -81,26 +81,26 @@ class Talk:
         return max((told.cached for told in self.told if isinstance(told, Prefilled)), default=0)
 
 
-def follower(running: Running) -> Follower:
+def follower(running: TargetRequest) -> FeatureFollower:
     found: Any = next(iter(running._drafting.values()))
-    assert isinstance(found.follower, Follower)
+    assert isinstance(found.follower, FeatureFollower)
     return found.follower
 
 
-def assert_as_fresh(talk: Talk, running: Running) -> None:
+def assert_as_fresh(talk: Talk, running: TargetRequest) -> None:
     """What the head has read is what it would have read of the whole text at once."""
     heard, tokens = follower(running), running.slot.tokens
     assert talk.own is not None and talk.head is not None
     known = heard.length
     assert known + heard.waiting == len(tokens) - 1 and known > 0
     rows: list[mx.array] = []
-    taps = Taps(talk.model.model, talk.head.points, talk.head.fuse)
-    taps.forward(lambda: talk.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
-    texts: Any = way_of(talk.head).texts
-    again = Follower(texts, Sampler(SamplingParams(), 258))
-    again.hear(0, rows[0][:known])
+    hidden_states = HiddenStates(talk.model.model, talk.head.points, talk.head.fuse)
+    hidden_states.forward(lambda: talk.model.model(mx.array([tokens]))[0], [(len(tokens), rows.append)])
+    texts: Any = proposer_of(talk.head).kv_cache
+    again = FeatureFollower(texts, Sampler(SamplingParams(), 258))
+    again.add_features(0, rows[0][:known])
     texts.read(again.catch_up(tokens))
-    mine: Any = talk.own.texts
+    mine: Any = talk.own.kv_cache
     for ours, theirs in zip(mine._caches, texts._caches, strict=True):
         for a, b in zip(ours.saved(heard.text.row, known), theirs.saved(0, known), strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
@@ -118,13 +118,13 @@ def spoken(target: LoadedModel) -> tuple[list[int], list[int]]:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many features each catching up took."""
     counts: list[int] = []
-    catch_up = Follower.catch_up
+    catch_up = FeatureFollower.catch_up
 
-    def counted(self: Follower, tokens: Sequence[int]) -> Any:
+    def counted(self: FeatureFollower, tokens: Sequence[int]) -> Any:
         counts.append(self.waiting)
         return catch_up(self, tokens)
 
-    monkeypatch.setattr(Follower, "catch_up", counted)
+    monkeypatch.setattr(FeatureFollower, "catch_up", counted)
     return counts
 
 
@@ -211,24 +211,24 @@ def test_entries_stay_within_their_share(target: LoadedModel) -> None:
         talk.turn(str(number), [(t + number) % 250 + 2 for t in PROMPT])
     assert talk.own is not None
     cache = talk.own.prompt_cache
-    assert 0 < cache.use.bytes <= cache._limit and not talk.own.texts._texts  # type: ignore[attr-defined]
+    assert 0 < cache.use.bytes <= cache._limit and not talk.own.kv_cache._sequences  # type: ignore[attr-defined]
 
 
 def test_of_several_heads_each_has_its_own_and_the_target_reads_what_any_lacks(target: LoadedModel) -> None:
     """One has read a text to its end, another but the first part of it; a third nothing."""
-    slot = Slot(target, open_texts(target), [*PROMPT, *NEW], SamplingParams())
+    slot = CacheSlot(target, open_kv_cache(target), [*PROMPT, *NEW], SamplingParams())
     own = [drafter(mtp_head(target), target) for _ in range(3)]
     for head, known in zip(own, (50, 45, 0), strict=True):
         head.prompt_cache.allow(1 << 20)
         if known:
             heard = head.follow(SamplingParams())
-            heard.hear(0, mx.ones((known, 64)))
-            head.continuations([Line(heard, PROMPT[: known + 1])], [1])
+            heard.add_features(0, mx.ones((known, 64)))
+            head.continuations([ChainState(heard, PROMPT[: known + 1])], [1])
             head.keep(heard, PROMPT[: known + 1])
     followers = [head.follow(SamplingParams()) for head in own]
     assert _begins_at(slot, followers, 52) == 45
     for follower in followers:
-        follower.hear(45, mx.ones((4, 64)))
+        follower.add_features(45, mx.ones((4, 64)))
     for head, follower, length in zip(own, followers, (49, 49, 4), strict=True):
-        head.continuations([Line(follower, slot.tokens[:50])], [1])
+        head.continuations([ChainState(follower, slot.tokens[:50])], [1])
         assert follower.length == length

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.texts import PREFILL
-from outrider.engine.verify import Ask, Forward, Reading, Verdict, begin
+from outrider.engine.kv_cache import PREFILL
+from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker import batch
-from outrider.target_worker.batch import SMALLEST_PIECE
+from outrider.target_worker import model_runner
+from outrider.target_worker.model_runner import SMALLEST_PIECE
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
@@ -40,27 +40,29 @@ class Machine:
         self._now_ns = 0
         self.disturbed_ms = 0.0
 
-        def counted(asks: Sequence[Ask], readings: Sequence[Reading] = (), after: Forward | None = None) -> Forward:
+        def counted(
+            asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
+        ) -> BatchForward:
             read = sum(reading.count for reading in readings)
             self.fed.append((len(asks), read))
             forward = begin(asks, readings, after)
             settle = forward.verdicts
 
-            def verdicts() -> list[Verdict | OutriderError]:
+            def verdicts() -> list[VerifyOutput | OutriderError]:
                 self._pass(BASE_MS + self.disturbed_ms + each_ms * (len(asks) + read))
                 return settle()
 
             monkeypatch.setattr(forward, "verdicts", verdicts)
             return forward
 
-        monkeypatch.setattr(batch, "begin", counted)
+        monkeypatch.setattr(model_runner, "begin", counted)
         monkeypatch.setattr("outrider.protocol.clock.now", lambda: self._now_ns)
         self.link = FakeLink("target-0", deque())
         monkeypatch.setattr(self.link, "poll", self._pass)
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
         for name in map(str, range(DECODING)):
             self.say(opened(name, 3), turns=5)
-            self.say(Verify(name, 0, 1, 4, (), going_on=True, room=10_000), turns=5)
+            self.say(Verify(name, 0, 1, 4, (), autonomous=True, max_tokens=10_000), turns=5)
         self.say(turns=20)
 
     def _pass(self, milliseconds: float) -> None:

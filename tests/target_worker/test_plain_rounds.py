@@ -37,7 +37,7 @@ class Stand:
 
 def plain(number: int, room: int = 50, request: str = "r") -> Verify:
     """Plain rounds from this one on, all rounds before having been plain."""
-    return Verify(request, 0, number, START + number - 1, (), going_on=True, room=room)
+    return Verify(request, 0, number, START + number - 1, (), autonomous=True, max_tokens=room)
 
 
 TEXT = [answer.bonus for answer in Stand().say(plain(1, 20))]
@@ -51,14 +51,14 @@ def is_plain_text(answers: list[Any]) -> bool:
 def test_they_end_with_the_room() -> None:
     found = Stand().say(plain(1, 5))
     assert len(found) == 5 and is_plain_text(found)
-    assert [a.onward for a in found] == [(), (), (), (), None]
+    assert [a.next_proposal for a in found] == [(), (), (), (), None]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 7])
 def test_a_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
     stand = Stand()
     found = stand.say(plain(1), turns=turns) + stand.say(HALT)
-    assert is_plain_text(found) and {a.onward for a in found[:-1]} <= {()} and found[-1].onward is None
+    assert is_plain_text(found) and {a.next_proposal for a in found[:-1]} <= {()} and found[-1].next_proposal is None
     assert len(found) <= turns + 1
     found += stand.say(Verify("r", 0, len(found) + 1, START + len(found), ()))
     assert is_plain_text(found) and stand.say(plain(len(found) + 1, 3), turns=1000)

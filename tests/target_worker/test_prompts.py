@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.engine.kv_cache import FlatKVCache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.texts import FlatTexts
 from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Open, Outcome, Prefilled
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import CacheUse
@@ -77,13 +77,13 @@ def bonus(model: LoadedModel) -> Callable[[Sequence[int]], int]:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each forward."""
     counts: list[int] = []
-    forward = FlatTexts.forward
+    forward = FlatKVCache.forward
 
-    def counted(self: FlatTexts, feeds: Any) -> mx.array:
+    def counted(self: FlatKVCache, feeds: Any) -> mx.array:
         counts.append(sum(feed.count for feed in feeds))
         return forward(self, feeds)
 
-    monkeypatch.setattr(FlatTexts, "forward", counted)
+    monkeypatch.setattr(FlatKVCache, "forward", counted)
     return counts
 
 
@@ -129,7 +129,7 @@ def test_memory_is_given_back_and_accounted_for(model: LoadedModel) -> None:
 def test_what_failed_is_not_remembered(model: LoadedModel, bonus: Bonus, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, prompt = Bench(model, ROOM), [*SYSTEM[:60], 5]
     with monkeypatch.context() as broken:
-        broken.setattr("outrider.engine.verify.Forward._scored", lambda *_: mx.full((1,), -1, mx.int32))
+        broken.setattr("outrider.engine.verify.BatchForward._scored", lambda *_: mx.full((1,), -1, mx.int32))
         bench.say(asked("bad", prompt))
     assert "NaN or infinite" in bench.told(Fault)["bad"].message
     bench.say(asked("good", prompt))

@@ -15,7 +15,7 @@ import pytest
 
 from outrider.protocol.errors import ModelError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Ping, Pong, RankHello, Shutdown, TextChange, Welcome
-from outrider.target_worker.rank_link import Leader, Line, Member
+from outrider.target_worker.rank_link import RankLeader, RankLink, RankMember
 
 LIMIT = 200.0
 HELLO = RankHello(0, 2, "studio", "outrider 1, mlx 2", "abc")
@@ -30,7 +30,7 @@ class Collective:
     def __init__(self, rank: int, words: queue.Queue[bytes]) -> None:
         self.rank, self._words = rank, words
 
-    def told(self, words: bytes) -> bytes:
+    def broadcast(self, words: bytes) -> bytes:
         if self.rank:
             return self._words.get(timeout=LIMIT)
         self._words.put(words)
@@ -38,17 +38,17 @@ class Collective:
 
 
 @contextmanager
-def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Iterator[tuple[Leader, Member]]:
+def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Iterator[tuple[RankLeader, RankMember]]:
     """Both, the second let in; before it come `strangers` who say this."""
     monkeypatch.setattr("outrider.target_worker.rank_link.own_address", lambda: "127.0.0.1")
     words = queue.Queue[bytes]()
     first: Any = Collective(0, words)
     second: Any = Collective(1, words)
-    with closing(Leader(first)) as leader:
+    with closing(RankLeader(first)) as leader:
         for said in strangers:
             with socket.create_connection(leader._door.getsockname()) as stranger:
                 stranger.sendall(said)
-        with closing(Member(second)) as member:
+        with closing(RankMember(second)) as member:
             try:
                 yield leader, member
             finally:
@@ -56,14 +56,14 @@ def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Ite
                 member.end()
 
 
-def meet(leader: Leader, member: Member) -> None:
-    member.say(HELLO)
+def meet(leader: RankLeader, member: RankMember) -> None:
+    member.send(HELLO)
     leader._socket.recv_multipart()
     while not leader._lifelines:
         time.sleep(0.001)
 
 
-def die(line: Line) -> None:
+def die(line: RankLink) -> None:
     """What the system does with a process's connections."""
     line.end()
     for lifeline in line._lifelines:
@@ -77,9 +77,9 @@ def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch
         leader.admit(HELLO)
         entering.join(LIMIT)
         assert leader.here == 1
-        leader.tell(TextChange("open", 3), TextChange("mark", 3))
-        assert member.hear() == [TextChange("open", 3), TextChange("mark", 3)]
-        member.say(FOUND)
+        leader.broadcast(TextChange("open", 3), TextChange("mark", 3))
+        assert member.receive() == [TextChange("open", 3), TextChange("mark", 3)]
+        member.send(FOUND)
         leader.agree(replace(FOUND, name="another", pid=7))
 
 
@@ -98,14 +98,14 @@ def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch
 )
 def test_a_rank_of_another_kind_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, said: Any, why: str) -> None:
     with two(monkeypatch) as (leader, member):
-        member.say(said)
+        member.send(said)
         with pytest.raises(WorkerError, match=why):
             leader.admit(HELLO)
 
 
 def test_ranks_must_find_the_model_able_to_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
-        member.say(replace(FOUND, note="texts one after the other"))
+        member.send(replace(FOUND, note="texts one after the other"))
         with pytest.raises(ModelError, match="expected machines of one kind"):
             leader.agree(FOUND)
 
@@ -115,8 +115,8 @@ def test_rank_0_knows_when_all_have_done_what_they_were_told(monkeypatch: pytest
         meet(leader, member)
         asking = threading.Thread(target=leader.assure)
         asking.start()
-        assert member.hear() == [Ping(0)] and asking.is_alive()
-        member.say(Pong("rank", 0, 5))
+        assert member.receive() == [Ping(0)] and asking.is_alive()
+        member.send(Pong("rank", 0, 5))
         asking.join(LIMIT)
         assert not asking.is_alive()
 
@@ -153,7 +153,7 @@ def test_an_orderly_end_is_no_loss(monkeypatch: pytest.MonkeyPatch, ended: threa
         meet(leader, member)
         ending = threading.Thread(target=leader.close)
         ending.start()
-        assert member.hear() == [Shutdown()]
+        assert member.receive() == [Shutdown()]
         member.close()
         ending.join(LIMIT)
     assert not ended.is_set()

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafting.continuation import Continuation
+from outrider.drafters.continuation import Continuation
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import fault
-from outrider.target_worker.colocated import ColocatedHead
-from outrider.target_worker.own_drafters import OwnDrafters
+from outrider.target_worker.in_process_drafter import InProcessHead
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, markov_llama, token_head
-from tests.target_worker.test_own_head import LENGTH, PROMPTS, run
+from tests.target_worker.test_in_process_head import LENGTH, PROMPTS, run
 
 Alone = Callable[[float, int], list[list[int]]]
 
@@ -102,7 +102,10 @@ def test_trees_given_and_prepared_leave_the_text_alone(
             own = running.slot.tokens[outcome.base_len : outcome.base_len + outcome.accepted]
             assert held(outcome, tokens) == own
             paths += outcome.path is not None
-            assert outcome.onward == trees.get((outcome.request, outcome.round + 1)) or outcome.onward is None
+            assert (
+                outcome.next_proposal == trees.get((outcome.request, outcome.round + 1))
+                or outcome.next_proposal is None
+            )
     assert paths
     for number, truth in enumerate(truths):
         made = worker._running[str(number)].slot.tokens[len(PROMPTS[number]) :]
@@ -161,10 +164,10 @@ def test_of_a_drafters_tree_a_target_of_chains_takes_the_first_branch(
     monkeypatch.setattr(own, "continuations", in_trees)
     opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
-    worker = TargetWorker(link, target, own=OwnDrafters({"own": ColocatedHead(own)}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=InProcessDrafters({"own": InProcessHead(own)}))  # type: ignore[arg-type]
     worker._texts.trees = False  # type: ignore[misc]
     found = answered(worker, link, ())
-    go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, (), going_on=True, draft=3, room=LENGTH)
+    go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, (), autonomous=True, draft=3, max_tokens=LENGTH)
     outcomes = [*found, *answered(worker, link, [go])]
     blank = {"work": plain[0][0].work, "idle_ns": 0, "drafting": None, "peak_bytes": 0}
     assert [replace(one, **blank) for one in outcomes] == [replace(one, **blank) for one in plain[0]]

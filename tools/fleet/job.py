@@ -10,7 +10,7 @@ class Job:
     """`text` is its prompt and, behind the first `prompt` tokens, what will be said: `answer` of them.
 
     Seconds: `asked`; `begun` where it ran first; `first` and `last` token; `gap` the longest wait between two chunks.
-    `told`: tokens that the reader has. `broken`: how often its engine was lost under it.
+    `on_hidden_states`: tokens that the reader has. `broken`: how often its engine was lost under it.
     """
 
     name: str
@@ -23,12 +23,12 @@ class Job:
     first: float | None = None
     last: float = 0.0
     gap: float = 0.0
-    told: float = 0.0
+    on_hidden_states: float = 0.0
     broken: int = 0
 
     @property
     def is_over(self) -> bool:
-        return self.told >= self.answer
+        return self.on_hidden_states >= self.answer
 
     @property
     def is_resumed(self) -> bool:
@@ -37,10 +37,10 @@ class Job:
     def begins(self, now: float) -> None:
         self.begun = now if self.begun is None else self.begun
 
-    def hears(self, tokens: float, now: float, flows: float) -> None:
+    def wants(self, tokens: float, now: float, flows: float) -> None:
         """A chunk has come, or what flowed for so many seconds, which says nothing of gaps."""
         if self.first is None:
             self.first = now
         elif not flows:
             self.gap = max(self.gap, now - self.last)
-        self.last, self.told = now, self.told + tokens
+        self.last, self.on_hidden_states = now, self.on_hidden_states + tokens

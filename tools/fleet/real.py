@@ -112,7 +112,7 @@ class Virtually:
         self._engine.take(job)
 
     def _hear(self, job: Job, tokens: float, flows: float = 0.0) -> None:
-        job.hears(tokens, self._world.now, flows)
+        job.wants(tokens, self._world.now, flows)
 
     def _ended(self, job: Job) -> None:
         if self._next:

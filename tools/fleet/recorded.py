@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.engine.texts import PREFILL
-from outrider.target_worker.batch import SMALLEST_PIECE
+from outrider.engine.kv_cache import PREFILL
+from outrider.target_worker.model_runner import SMALLEST_PIECE
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
@@ -50,9 +50,9 @@ class Recorded:
 
     def begin(self, job: Job) -> None:
         self._advance()
-        text = job.text[: job.prompt + round(job.told)]
+        text = job.text[: job.prompt + round(job.on_hidden_states)]
         unread = len(text) - self._remembered.find(text) if self._prompt_ms else 0
-        self._running.append(Running(job, unread, job.answer - job.told))
+        self._running.append(Running(job, unread, job.answer - job.on_hidden_states))
         self._go_on()
 
     def end(self) -> None:
@@ -128,7 +128,7 @@ class Recorded:
             self._hear(reader.job, 1.0)
         for one in [one for one in self._running if one.unread <= 0 and one.left <= NEARLY]:
             self._running.remove(one)
-            one.job.told = one.job.answer
+            one.job.on_hidden_states = one.job.answer
             self._remembered.keep(one.job.text[: one.job.prompt + one.job.answer])
             self._over(one.job)
         self._go_on()

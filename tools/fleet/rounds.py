@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
@@ -60,11 +60,11 @@ class RealRounds:
         return self._engine.rounds.learned()
 
     def begin(self, job: Job) -> None:
-        said = job.text[job.prompt : job.prompt + round(job.told)]
+        said = job.text[job.prompt : job.prompt + round(job.on_hidden_states)]
         name = f"{job.name}.{job.broken}"
         self._jobs[name] = job
         sampling = SamplingParams(max_tokens=job.answer, ignore_eos=True)
-        admit = Admit(name, job.text[: job.prompt], sampling, self._mode, frozenset(), said=said)
+        admit = Admit(name, job.text[: job.prompt], sampling, self._mode, frozenset(), resume_tokens=said)
         self._engine.begin(admit, job.text)
 
     def end(self) -> None:
@@ -80,14 +80,14 @@ class RealRounds:
         match event:
             case Committed(request=request, tokens=tokens):
                 self._heard(self._jobs[request], tokens)
-            case Ended(request=request):
+            case RequestEnded(request=request):
                 self._engine.forget(request)
                 self._over(self._jobs.pop(request))
-            case Broke(message=message):
+            case RequestFailed(message=message):
                 raise WorkerError(f"a simulated request broke: {message}")
 
     def _heard(self, job: Job, tokens: Sequence[int]) -> None:
-        place = job.prompt + round(job.told)
+        place = job.prompt + round(job.on_hidden_states)
         if tuple(tokens) != job.text[place : place + len(tokens)]:
             raise WorkerError(f"{job.name} does not say what its text says from token {place} on")
         self._hear(job, len(tokens))

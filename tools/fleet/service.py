@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.protocol.profile import Profile
-from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS
+from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_BESIDE_CHAINS
 from tests.harness.virtual.drafter import VOCAB
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
@@ -57,7 +57,7 @@ def _pace(
     world, rng, told = World(), random.Random(f"service {at_once}"), [0.0]
 
     def hear(job: Job, tokens: float, flows: float = 0.0) -> None:
-        job.told += tokens
+        job.on_hidden_states += tokens
         told[0] += tokens
 
     def another(number: int) -> None:

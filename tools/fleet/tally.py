@@ -29,7 +29,7 @@ class Tally:
 
     def hears(self, job: Job, tokens: float, now: float, flows: float) -> None:
         """What flowed is shared out over its seconds."""
-        job.hears(tokens, now, flows)
+        job.wants(tokens, now, flows)
         begin = now - flows
         while flows and int(begin) < int(now):
             part = tokens * (int(begin) + 1 - begin) / (now - begin)

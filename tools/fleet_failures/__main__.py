@@ -32,8 +32,8 @@ from tools.fleet_failures import costs
 from tools.fleet_failures.fleet import running
 from tools.fleet_failures.hosts import hosts
 from tools.fleet_failures.reader import Wanted
-from tools.fleet_failures.report import Row, row, table
-from tools.fleet_failures.rows import Struck, Text, strike
+from tools.fleet_failures.report import FailureRow, row, table
+from tools.fleet_failures.rows import ExpectedText, Struck, strike
 from tools.fleet_failures.victims import PROXY, VICTIMS, Victim
 
 COSTS = "costs"
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     rows, repeats = chosen(options.rows), values.whole("repeats", options.repeats, 1, 1000)
     readers, length = values.whole("readers", options.readers, 1, 16), values.whole("tokens", options.tokens, 64, 600)
     pairs = values.whole("pairs", options.pairs, 2, 1000)
-    screen, found, told = Screen(), list[Row](), list[costs.Cost]()
+    screen, found, told = Screen(), list[FailureRow](), list[costs.Cost]()
     texts = plain(readers, length, screen)
     with ExitStack() as stack:
         screen.show("hosts and fleet are starting")
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return int(any(one.missed for one in found) or any(one.missed for one in told))
 
 
-def struck(victim: Victim, repeats: int, blow: Callable[[], Struck], screen: Screen) -> Row:
+def struck(victim: Victim, repeats: int, blow: Callable[[], Struck], screen: Screen) -> FailureRow:
     """So many blows; with the first that the fleet does not come back from the row ends, and the others go on."""
     blows: list[Struck] = []
     try:
@@ -98,7 +98,7 @@ def chosen(names: str) -> list[str]:
     return rows
 
 
-def plain(many: int, length: int, screen: Screen) -> list[Text]:
+def plain(many: int, length: int, screen: Screen) -> list[ExpectedText]:
     """So many texts as the target says them alone."""
     wanted = [Wanted(prompt, length, TEMPS[n % len(TEMPS)], n) for n, prompt in enumerate(mixed_tokens(many))]
     texts = []
@@ -106,7 +106,7 @@ def plain(many: int, length: int, screen: Screen) -> list[Text]:
         for number, one in enumerate(wanted):
             screen.show(f"alone: {number + 1} of {many}")
             sampling = SamplingParams(max_tokens=one.length, temp=one.temp, seed=one.seed, ignore_eos=True)
-            texts.append(Text(one, cluster.client().generate(one.prompt, sampling, mode="ar").token_ids))
+            texts.append(ExpectedText(one, cluster.client().generate(one.prompt, sampling, mode="ar").token_ids))
     return texts
 
 

@@ -11,7 +11,17 @@ from typing import Any
 import zmq
 
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.messages import Chunk, Done, Generate, Message, Started, Stats, StatsQuery, Timings, WorkerStats
+from outrider.protocol.messages import (
+    Done,
+    Generate,
+    Message,
+    Started,
+    Stats,
+    StatsQuery,
+    TextChunk,
+    Timings,
+    WorkerStats,
+)
 
 PACE_SECONDS = 0.008
 TARGET = WorkerStats("target", "target-0", "ready", 0, "none", "none", 1, 1, 0, 0, "")
@@ -50,7 +60,7 @@ class Clockwork(threading.Thread):
                 self._say(client, Started(request, 1, "ar", sampling.seed or 0, "none", ""))
                 for _ in range(sampling.max_tokens):
                     time.sleep(self._pace)
-                    self._say(client, Chunk(request, f"{time.perf_counter_ns()} ", (0,)))
+                    self._say(client, TextChunk(request, f"{time.perf_counter_ns()} ", (0,)))
                 self._say(client, Done(request, "length", Timings()))
 
     def _say(self, client: bytes, message: Message) -> None:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from outrider.bench.contest.contest import Interval, Timed, bootstrap, ratio
-from outrider.fleet.plan import Gate, Plan
+from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
@@ -72,7 +72,10 @@ def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
     screen.show("a gate before a clockwork")
     wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)
     with closing(Clockwork()) as clockwork:
-        run(Plan(ServeSettings(), attached=(clockwork.endpoint,), gate=Gate(http=HttpSettings(port=0))), NAME)
+        run(
+            FleetPlan(ServeSettings(), attached=(clockwork.endpoint,), gate=IngressPlan(http=HttpSettings(port=0))),
+            NAME,
+        )
         try:
             gate = _gate()
             client = AsyncClient(clockwork.endpoint)

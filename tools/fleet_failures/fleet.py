@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from outrider.fleet.host import Resources
-from outrider.fleet.plan import Drafter, Gate, Placed, Plan
+from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
@@ -22,7 +22,7 @@ from outrider.protocol.errors import OutriderError, WorkerError
 from outrider.protocol.messages import Stats
 
 NAME, GATES, PLACED = "failures", 2, 2
-DRAFTER = Drafter(on="other-host", needs=Resources(ane=1))
+DRAFTER = DrafterPlan(on="other-host", needs=Resources(ane=1))
 ASK_SECONDS, PATIENCE, LOOK_SECONDS = 2.0, 180.0, 0.05
 
 
@@ -144,9 +144,9 @@ def running() -> Iterator[Fleet]:
 
     attached = Attached()
     try:
-        gate = Gate(count=GATES, http=HttpSettings(port=0))
+        gate = IngressPlan(count=GATES, http=HttpSettings(port=0))
         placed = Placed(PLACED, Resources(metal=1), DRAFTER)
-        run(Plan(ServeSettings(memory=False), placed, (attached.endpoint,), gate), NAME)
+        run(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), gate), NAME)
         fleet = Fleet(attached)
         fleet.wait_until_whole()
         yield fleet

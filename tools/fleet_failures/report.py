@@ -15,7 +15,7 @@ ASKED_SECONDS = {"attached": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FailureRow:
     """Seconds. `waits` are all readers'; `errors` what they saw, each sentence once; `asked` of `p50`, if it is.
 
     `trouble`: why there is not more.
@@ -47,11 +47,11 @@ class Row:
         )
 
 
-def row(name: str, blows: Sequence[Struck], trouble: str = "") -> Row:
+def row(name: str, blows: Sequence[Struck], trouble: str = "") -> FailureRow:
     waits = tuple(wait for blow in blows for wait in blow.waits)
     errors = [error for blow in blows for error in blow.errors]
     p50, p99 = (float(np.percentile(waits, share)) if waits else float("nan") for share in (50, 99))
-    return Row(
+    return FailureRow(
         name=name,
         blows=len(blows),
         texts=sum(blow.texts for blow in blows),
@@ -68,7 +68,7 @@ def row(name: str, blows: Sequence[Struck], trouble: str = "") -> Row:
     )
 
 
-def table(rows: Sequence[Row], proxy: bool) -> str:
+def table(rows: Sequence[FailureRow], proxy: bool) -> str:
     lines = [
         "| killed | texts that differ | next token, s p50 / p99 | errors readers saw | whole again, s |",
         "|---|---|---|---|---|",

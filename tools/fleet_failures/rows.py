@@ -19,7 +19,7 @@ MOST_SESSIONS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ExpectedText:
     """What is wanted, and what the target alone says."""
 
     wanted: Wanted
@@ -37,7 +37,7 @@ class Struck:
     whole: float
 
 
-def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[Text]) -> Struck:
+def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[ExpectedText]) -> Struck:
     """
     Raises:
         WorkerError: the fleet is of no use, before or afterwards.

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from outrider.drafting.fan_out import Calibration, Point
+from outrider.drafters.fan_out import Calibration, ForkPoint
 from outrider.protocol.profile import Profile
 
 BEYOND_RANKS = 1 << 16
@@ -39,7 +39,7 @@ class KnownOdds(Calibration):
     def acceptance(self, position: int, gap: float | None = None) -> float:
         return self._right[min(position, len(self._right) - 1)]
 
-    def bonus_share(self, full: bool, rank: int, point: Point | None = None) -> float:
+    def bonus_share(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
         if not full:
             return self._ranks[rank] if rank < len(self._ranks) else 0.0
         right = self._right[0]

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import accumulate
 from operator import mul
 
-from outrider.drafting.fan_out import POLICIES
+from outrider.drafters.fan_out import POLICIES
 from outrider.protocol.profile import Profile
 from tools.simulation.odds import KnownOdds, Luck
 

@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("locustfile.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """What was heard, or the error."""
 
     heard: Heard | None
@@ -45,7 +45,7 @@ def poisson(count: int, rate: float, seed: str) -> list[float]:
     return times
 
 
-def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[TimedAnswer]:
     """Sends each body at its time to the completions of `url`, and returns when all have ended.
 
     Raises:
@@ -66,10 +66,10 @@ def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]])
     return [_answer(json.loads(line)) for line in lines]
 
 
-def _answer(told: dict[str, Any]) -> Answer:
+def _answer(told: dict[str, Any]) -> TimedAnswer:
     if told["error"]:
-        return Answer(None, told["error"])
+        return TimedAnswer(None, told["error"])
     try:
-        return Answer(heard(told["sent"], [(at, data.encode()) for at, data in told["events"]]))
+        return TimedAnswer(heard(told["sent"], [(at, data.encode()) for at, data in told["events"]]))
     except WorkerError as error:
-        return Answer(None, str(error))
+        return TimedAnswer(None, str(error))

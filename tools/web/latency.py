@@ -16,7 +16,7 @@ import numpy as np
 from outrider.bench import picture
 from outrider.bench.contest.contest import Interval, Timed, bootstrap, nested_bootstrap, total_rate
 from outrider.bench.crowd.report import COLOURS, Percentiles
-from tools.web.generator import Answer
+from tools.web.generator import TimedAnswer
 from tools.web.reading import Heard
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ OTHER_COLOURS = {"mlx-lm": COLOURS["mlx-lm"], "mlx-lm, draft": "#8d6a9f"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LatencyRow:
     """One way at one load: tokens per second of all, milliseconds to the first text and a token, and the errors."""
 
     name: str
@@ -38,11 +38,11 @@ class Row:
     errors: tuple[str, ...]
 
 
-def row(name: str, share: float, blocks: Sequence[Sequence[Answer]]) -> Row:
+def row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -> LatencyRow:
     """Sums up the blocks of one way."""
     found = [[answer.heard for answer in block if answer.heard is not None] for block in blocks]
     errors = tuple(answer.error for block in blocks for answer in block if answer.heard is None)
-    return Row(
+    return LatencyRow(
         name,
         share,
         bootstrap([timed(block) for block in found], total_rate),
@@ -68,7 +68,7 @@ def _percentiles(blocks: Sequence[Sequence[Heard]], of: Callable[[Heard], list[f
     return Percentiles(at(50), at(99))
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[LatencyRow]) -> str:
     """Markdown."""
     lines = [
         "| | tok/s of all [95 %] | first text, ms p50 / p99 | a token, ms p50 / p99 | errors |",
@@ -81,13 +81,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-PANELS: dict[str, Callable[[Row], Percentiles]] = {
+PANELS: dict[str, Callable[[LatencyRow], Percentiles]] = {
     "first text, ms (p50; dotted p99)": lambda one: one.first_ms,
     "a token, ms (p50; dotted p99)": lambda one: one.token_ms,
 }
 
 
-def draw(rows: Sequence[Row], path: Path, title: str) -> None:
+def draw(rows: Sequence[LatencyRow], path: Path, title: str) -> None:
     """A panel of rates and one for each time, over the load.
 
     Raises:
@@ -121,7 +121,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     picture.save(figure, path, 110)
 
 
-def _line(axes: Axes, name: str, rows: Sequence[Row], values: Sequence[Interval]) -> None:
+def _line(axes: Axes, name: str, rows: Sequence[LatencyRow], values: Sequence[Interval]) -> None:
     errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
     shares = [one.share for one in rows]
     axes.errorbar(

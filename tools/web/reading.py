@@ -30,7 +30,7 @@ class Heard:
     text: str
 
 
-class Reader:
+class EventReader:
     """Asks the server at `url`, over one connection that is kept."""
 
     def __init__(self, url: str) -> None:

@@ -15,7 +15,7 @@ import psutil
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpProcess, Listener
-from outrider.orchestrator.pair.model_files import ModelFiles
+from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import WorkerError
 
 START_S, ASKED_S = 60.0, 5.0

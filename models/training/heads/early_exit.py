@@ -1,4 +1,4 @@
-"""An adapter for training by which a target that stays as it is can be left early (`drafting.heads.early_exit`).
+"""An adapter for training by which a target that stays as it is can be left early (`drafters.heads.early_exit`).
 
 A normed low-rank map is added to an early layer's row, so that the target's own norm and output layer can read it.
 """

@@ -13,7 +13,7 @@ from outrider.protocol.schema import MAX_CHAIN, Origin
 from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, spine, united
 
 
-class Source(Enum):
+class ProposalSource(Enum):
     """Where a chain under verification came from."""
 
     NONE = "none"
@@ -23,7 +23,7 @@ class Source(Enum):
     HEAD = "head"
 
 
-_ORIGINS = {Source.CACHE: Origin.PREPARED, Source.HEAD: Origin.HEAD}
+_ORIGINS = {ProposalSource.CACHE: Origin.PREPARED, ProposalSource.HEAD: Origin.HEAD}
 
 
 class Lookup(Enum):
@@ -55,16 +55,16 @@ class Proposal:
     """What the next round verifies after the last committed token.
 
     The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
-    None where nothing was drawn. `going_on`: the target goes on by itself after it, plainly or, `draft` tokens a round,
-    with its own drafter, whose chain comes with the outcome; with tokens beside it that hold with a probability of more
-    than `least`. With `draft` and without `going_on` that is so for one round, and the tokens stand beside that chain.
-    With `parents` the tokens are a tree; `by` tells where each is from, if not all are from one place.
+    None where nothing was drawn. `autonomous`: the target goes on by itself after it, plainly or, `draft` tokens a
+    round, with its own drafter, whose chain comes with the outcome; with tokens beside it that hold with a probability
+    of more than `least`. With `draft` and without `autonomous` that is so for one round, and the tokens stand beside
+    that chain. With `parents` the tokens are a tree; `by` tells where each is from, if not all are from one place.
     """
 
     chain: tuple[int, ...] = ()
-    source: Source = Source.NONE
+    source: ProposalSource = ProposalSource.NONE
     lookup: Lookup = Lookup.NONE
-    going_on: bool = False
+    autonomous: bool = False
     copied: int = 0
     q: SparseQ | None = None
     draft: int = 0
@@ -79,7 +79,7 @@ class Proposal:
         return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
 
     @property
-    def own(self) -> Sequence[int]:
+    def in_process(self) -> Sequence[int]:
         """The nodes of the drafter's chain."""
         if not self.by:
             return range(len(self.chain) - self.copied)
@@ -101,7 +101,7 @@ class Proposal:
 
     def along(self, nodes: Sequence[int]) -> int:
         """How many of these nodes that hold are of the drafter's chain."""
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.own, strict=False)))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.in_process, strict=False)))
 
     def settled(self, outcome: Outcome) -> Proposal:
         """With what was verified, which only the target knew where it drafted: that, and what was told beside it."""

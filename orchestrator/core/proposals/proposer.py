@@ -3,7 +3,7 @@
 `Proposer`: what a request verifies next: the one place where AR, SD and SSD differ. Pure decisions over a request, the
 estimates and the time; nothing is sent from here.
 
-`Stopgap`: what to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the
+`Fallback`: what to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the
 time. A millisecond is worth the tokens it has lately brought: of the target's, what all requests brought, of a
 request's waiting, its own. Pure functions of the estimates: no clock, no state.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.learning.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, Source
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
 from outrider.orchestrator.core.proposals.tree import (
-    Tail,
+    CopiedTail,
     beside_own,
     best_tail,
     copied,
@@ -29,12 +29,12 @@ from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import Prepared
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
-from outrider.protocol.messages import Beside, Drafted
+from outrider.protocol.messages import Alternatives, Drafted
 from outrider.protocol.trees import SparseQ
 
 
 @dataclass(frozen=True, slots=True)
-class Stopgap:
+class Fallback:
     """Verify what can be copied now (nothing: an AR step), or ask the drafter for `wait_for` tokens first, or let the
     target's own draft `own`. `value`: the tokens that brings less the worth of its time."""
 
@@ -43,22 +43,22 @@ class Stopgap:
     own: int = 0
 
 
-def after_miss(estimates: Estimates, tail: Tail, longest: int, has_drafter: bool, own: str = "") -> Stopgap:
+def after_miss(estimates: Estimates, tail: CopiedTail, longest: int, has_drafter: bool, own: str = "") -> Fallback:
     """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length, a chain of the
     target's `own` drafter, if it has one for this."""
-    best = Stopgap(value=_alone(estimates, tail))
+    best = Fallback(value=_alone(estimates, tail))
     for length in range(1, longest + 1 if own else 1):
         value = _of_own(estimates, length, own)
         if value > best.value:
-            best = Stopgap(own=length, value=value)
+            best = Fallback(own=length, value=value)
     for length in range(1, longest + 1 if has_drafter else 1):
         value = _asked(estimates, length)
         if value > best.value:
-            best = Stopgap(wait_for=length, value=value)
+            best = Fallback(wait_for=length, value=value)
     return best
 
 
-def worth_hoping(estimates: Estimates, alternative: Stopgap, longest: int, wait_ms: float) -> bool:
+def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait_ms: float) -> bool:
     """Whether an outcome whose branches are still on their way should wait `wait_ms` for them, as likely a hit as any.
 
     Without this a branch that comes a moment after its outcome is lost, and with a slow drafter or a long way to it
@@ -67,14 +67,14 @@ def worth_hoping(estimates: Estimates, alternative: Stopgap, longest: int, wait_
     hit = max(
         estimates.drafted.expected_tokens(depth)
         - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
-        - estimates.own_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
+        - estimates.in_process_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
         for depth in range(1, longest + 1)
     )
-    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(wait_ms)
+    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(wait_ms)
     return estimates.hit_rate() * (hit - alternative.value) > waiting
 
 
-def drafts_better(estimates: Estimates, tail: Tail, longest: int, drafter: str = "") -> bool:
+def drafts_better(estimates: Estimates, tail: CopiedTail, longest: int, drafter: str = "") -> bool:
     """Whether a drafter's chain of `longest` is worth asking for when this can be copied for nothing (SD)."""
     return not tail.tokens or _asked(estimates, longest, drafter) > _alone(estimates, tail)
 
@@ -83,12 +83,12 @@ def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms:
     """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
     if depth >= longest:
         return False
-    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
+    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
     row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
     return estimates.drafted.reach(depth) > waiting + row
 
 
-def _alone(estimates: Estimates, tail: Tail) -> float:
+def _alone(estimates: Estimates, tail: CopiedTail) -> float:
     """What a step brings, with what can be copied behind it, less the worth of its forward."""
     return 1.0 - estimates.tokens_per_ms() * estimates.verify_ms(1) + tail.gain
 
@@ -96,14 +96,14 @@ def _alone(estimates: Estimates, tail: Tail) -> float:
 def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
     """What a chain that is asked for brings, less the worth of its forward and of the wait."""
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    waiting = estimates.own_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
+    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
     return estimates.holding(drafter).expected_tokens(length) - forward - waiting
 
 
 def _of_own(estimates: Estimates, length: int, own: str) -> float:
     """What a chain of the target's own drafter brings, less the worth of its forward and its drafting; and of the next
     chain's, which nobody has prepared for where this one holds, for nobody else knows it."""
-    drafting = estimates.tokens_per_ms() * estimates.own_ms(length, own)
+    drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     holding = estimates.holding(own)
     next_time = estimates.hit_rate() * holding.reach(0) * drafting
@@ -116,7 +116,7 @@ def longest_wait_ms(expected_ms: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskDrafters:
     """Ask the drafters for the continuation of the committed text, `depth` tokens; `missed`: a lookup found nothing."""
 
     depth: int
@@ -124,7 +124,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Linger:
+class WaitForBranch:
     """Wait for this outcome's branch to grow, or, `missed`, to come at all, for about `milliseconds`."""
 
     committed: tuple[int, ...]
@@ -132,7 +132,7 @@ class Linger:
     missed: bool = False
 
 
-Step = Proposal | Ask | Linger
+Step = Proposal | AskDrafters | WaitForBranch
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Proposer:
     def after(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
         """The step after the outcome that made `committed` final; a chain has room for so many tokens."""
         if request.mode == "ar":
-            return Proposal(going_on=True)
+            return Proposal(autonomous=True)
         if room < 1:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
@@ -158,19 +158,23 @@ class Proposer:
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
             return copied(tail)
         if drafter:
-            copy = self._beside_own(request, room)
-            return self._own(request, copied(Tail(copy))) if copy else replace(self._own(request), going_on=True)
-        return Ask(longest)
+            copy = self._beside_in_process(request, room)
+            return (
+                self._in_process(request, copied(CopiedTail(copy)))
+                if copy
+                else replace(self._in_process(request), autonomous=True)
+            )
+        return AskDrafters(longest)
 
-    def _own(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
+    def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
         """What the plan's drafter in the target's process is to say, and what stands `beside` it; `depth` tokens, or as
         many as the plan has."""
         drafter, told = request.plan.drafter, beside or Proposal()
-        source = Source.HEAD if self.estimates.is_head(drafter) else Source.DRAFTER
+        source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
         least, by = worth_telling(self.estimates, request.takes_trees), told.origins(range(len(told.chain)))[:-1]
         return replace(told, source=source, draft=depth or request.depth, drafter=drafter, least=least, by=by, copied=0)
 
-    def _beside_own(self, request: Request, room: int) -> tuple[int, ...]:
+    def _beside_in_process(self, request: Request, room: int) -> tuple[int, ...]:
         """What the text says comes next, as far as that pays beside an own drafter's chain."""
         if not request.takes_trees or request.ngrams.is_empty:
             return ()
@@ -179,7 +183,11 @@ class Proposer:
 
     def unites(self, request: Request) -> bool:
         """Whether what is prepared for it elsewhere stands in one tree with what the target drafts for itself."""
-        return bool(request.beside) and request.takes_trees and unites(self.estimates, request.beside, request.depth)
+        return (
+            bool(request.in_process_drafter)
+            and request.takes_trees
+            and unites(self.estimates, request.in_process_drafter, request.depth)
+        )
 
     def stays(self, request: Request, room: int) -> bool:
         """Whether a target that goes on by itself is to: not where what its drafter says can be copied for nothing, nor
@@ -190,7 +198,7 @@ class Proposer:
             return False
         if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
             return True
-        if self._beside_own(request, room):
+        if self._beside_in_process(request, room):
             return False
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
@@ -198,24 +206,24 @@ class Proposer:
     def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
         chain = found.chain[: max(min(request.depth, room), 0)]
-        hit = Proposal(chain, Source.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)
-        return self._filled(request, hit, room, committed, found.beside)
+        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)
+        return self._filled(request, hit, room, committed, found.alternatives)
 
     def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
         """A just-in-time chain, filled from the text."""
         chain = message.chain[: max(min(request.depth, room), 0)]
-        source = Source.DRAFTER if chain else Source.NONE
+        source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
         found = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, found, room, (), message.beside)
+        return self._filled(request, found, room, (), message.alternatives)
 
     def as_it_is(self, request: Request, room: int) -> Proposal:
         """Instead of a wait that has ended: the branch that it was for, as deep as it has come, or nothing."""
-        outcome = request.waiting.outcome if request.waiting else None
+        outcome = request.wait.outcome if request.wait else None
         found = request.cache.lookup(outcome) if outcome else None
         return self.branch(request, found, room) if found else Proposal()
 
     def _filled(
-        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], beside: Beside | None
+        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], beside: Alternatives | None
     ) -> Proposal:
         """Not where rounds are to be reproducible, nor behind a chain that comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
@@ -231,17 +239,17 @@ class Proposer:
         cache = request.cache
         found = cache.lookup(committed)
         if self.full_depth and not cache.final:
-            return Linger(committed, request.depth * self.estimates.depth_ms(), missed=found is None)
+            return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=found is None)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
         if found is None:
             return self._without(request, committed, room, since_ms)
         hit = self.branch(request, found, room)
         if self.unites(request):
-            return self._own(request, hit)
+            return self._in_process(request, hit)
         longest = min(request.depth, room)
         grows = cache.grows(found) and found.drafter == cache.lead and not hit.copied
         if grows and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
-            return Linger(committed, self.estimates.depth_ms())
+            return WaitForBranch(committed, self.estimates.depth_ms())
         return hit
 
     def _is_fixed(self, request: Request) -> bool:
@@ -252,9 +260,9 @@ class Proposer:
         """No branch for this outcome: a miss, unless such branches are still on their way and worth their wait."""
         longest = min(request.depth, room)
         if self._is_fixed(request) and request.drafters:
-            return Ask(longest, missed=True)
+            return AskDrafters(longest, missed=True)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
-        choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.beside)
+        choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
         line = request.proposal.line
         beside = committed[:-1] != line[: len(committed) - 1]  # what follows a sibling comes with the sibling's branch
         pushes = 0 if beside else request.cache.pushes_until(len(committed) - 1, len(line))
@@ -264,12 +272,12 @@ class Proposer:
             # What is overdue is expected to stay away as long again.
             wait_ms = abs(expected_ms - since_ms)
             if worth_hoping(self.estimates, choice, longest, wait_ms):
-                return Linger(committed, wait_ms, missed=True)
+                return WaitForBranch(committed, wait_ms, missed=True)
         if choice.wait_for:
-            return Ask(choice.wait_for, missed=True)
+            return AskDrafters(choice.wait_for, missed=True)
         if choice.own:
-            copy = replace(copied(Tail(self._beside_own(request, room))), lookup=Lookup.MISS)
-            return self._own(request, copy, choice.own)
+            copy = replace(copied(CopiedTail(self._beside_in_process(request, room))), lookup=Lookup.MISS)
+            return self._in_process(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
 
 

@@ -10,7 +10,7 @@ knows tokens and numbers only.
 Where all of them agree there is nothing to merge, and a chain is filled as ever (`copies`). Pure functions of the
 estimates; sends nothing.
 
-`Tail`: where a chain copied from the text is worth its rows: expected tokens minus the worth of the time, as in
+`CopiedTail`: where a chain copied from the text is worth its rows: expected tokens minus the worth of the time, as in
 `proposer`. Pure functions of the estimates. Copying costs nothing, so a copy may be longer than K.
 """
 
@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from outrider.orchestrator.core.learning.acceptance import Acceptance
-from outrider.orchestrator.core.learning.estimates import Estimates
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.proposals.proposal import Proposal, Source
-from outrider.protocol.messages import Beside
+from outrider.orchestrator.core.policy.acceptance import Acceptance
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.proposals.proposal import Proposal, ProposalSource
+from outrider.protocol.messages import Alternatives
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import is_chain, line
 
@@ -33,33 +33,33 @@ LARGEST = 32
 
 
 @dataclass(slots=True)
-class Draft:
+class DraftNode:
     """A token that may follow those above it, with these odds where they hold."""
 
     token: int
     odds: float
     by: Origin
-    children: dict[int, Draft] = field(default_factory=dict)
+    children: dict[int, DraftNode] = field(default_factory=dict)
 
-    def likeliest(self) -> list[tuple[float, Draft]]:
+    def likeliest(self) -> list[tuple[float, DraftNode]]:
         """What may follow it, the likeliest first. Of tokens that exclude each other no more can hold than one."""
         total = max(sum(child.odds for child in self.children.values()), 1.0)
         shares = [(child.odds / total, child) for child in self.children.values()]
         return sorted(shares, key=lambda share: -share[0])
 
 
-class Drafts:
+class DraftTrie:
     """What may follow the text by all who have said something; a token that several said stands once."""
 
     def __init__(self) -> None:
-        self.root = Draft(-1, 1.0, Origin.TARGET)
+        self.root = DraftNode(-1, 1.0, Origin.TARGET)
 
     def add(self, tokens: Sequence[int], odds: Sequence[float], by: Origin, parents: Sequence[int] = ()) -> None:
         """A chain, or with `parents` a tree. What was said before keeps its origin, and the better odds of the two."""
-        nodes: list[Draft] = []
+        nodes: list[DraftNode] = []
         for token, own, parent in zip(tokens, odds, parents or line(len(tokens)), strict=True):
             above = nodes[parent] if parent >= 0 else self.root
-            known = above.children.setdefault(token, Draft(token, own, by))
+            known = above.children.setdefault(token, DraftNode(token, own, by))
             known.odds = max(known.odds, own)
             nodes.append(known)
 
@@ -74,7 +74,7 @@ class Drafts:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class VerifyTree:
     """A tree as `protocol.trees` has it, its heaviest branch first; (): the parents of a chain.
 
     `by`: where each token is from. `expects`: the tokens of a round with it, the target's own included.
@@ -86,12 +86,12 @@ class Grown:
     expects: float = 1.0
 
 
-def heaviest(drafts: Drafts) -> Iterator[tuple[float, Draft, Draft]]:
+def heaviest(drafts: DraftTrie) -> Iterator[tuple[float, DraftNode, DraftNode]]:
     """Every draft with its mass and what it stands behind, the heaviest first; none comes before those above it."""
-    heap: list[tuple[float, int, Draft, Draft]] = []
+    heap: list[tuple[float, int, DraftNode, DraftNode]] = []
     count = 0
 
-    def open_behind(above: Draft, mass: float) -> None:
+    def open_behind(above: DraftNode, mass: float) -> None:
         nonlocal count
         for share, child in above.likeliest():
             heapq.heappush(heap, (-mass * share, count, child, above))
@@ -104,7 +104,9 @@ def heaviest(drafts: Drafts) -> Iterator[tuple[float, Draft, Draft]]:
         open_behind(draft, -lost)
 
 
-def grown(drafts: Drafts, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST) -> Grown:
+def grown(
+    drafts: DraftTrie, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST
+) -> VerifyTree:
     """The best tree.
 
     Args:
@@ -127,7 +129,7 @@ def _value(tokens: float, cost: float, worth: float | None) -> float:
     return tokens / cost if worth is None else tokens - worth * cost
 
 
-def _laid_out(drafts: Drafts, chosen: Sequence[Draft], expects: float) -> Grown:
+def _laid_out(drafts: DraftTrie, chosen: Sequence[DraftNode], expects: float) -> VerifyTree:
     """These drafts in the order of walking down the likeliest branch first."""
     among = {id(draft) for draft in chosen}
     tokens: list[int] = []
@@ -143,30 +145,30 @@ def _laid_out(drafts: Drafts, chosen: Sequence[Draft], expects: float) -> Grown:
             parents.append(parent)
             by.append(draft.by)
         todo += [(child, node) for _, child in reversed(draft.likeliest()) if id(child) in among]
-    return Grown(tuple(tokens), () if is_chain(parents) else tuple(parents), tuple(by), expects)
+    return VerifyTree(tuple(tokens), () if is_chain(parents) else tuple(parents), tuple(by), expects)
 
 
 LONGEST_COPY = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class CopiedTail:
     """The first `tokens` of a copy, and what they add to a chain: tokens less the worth of their time."""
 
     tokens: tuple[int, ...] = ()
     gain: float = 0.0
 
 
-def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> Tail:
+def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> CopiedTail:
     """As much of `copy` as pays behind tokens that all hold with the probability `held`."""
-    best, tokens, reach = Tail(), 0.0, held
+    best, tokens, reach = CopiedTail(), 0.0, held
     acceptance, row = estimates.copied(copy.matched), estimates.tokens_per_ms() * estimates.row_ms()
     for index in range(len(copy.chain)):
         reach *= acceptance.rate(index)
         tokens += reach
         gain = tokens - row * (index + 1)
         if gain > best.gain:
-            best = Tail(copy.chain[: index + 1], gain)
+            best = CopiedTail(copy.chain[: index + 1], gain)
     return best
 
 
@@ -175,9 +177,9 @@ def longest_copy(ngrams: NgramIndex, room: int) -> Copy:
     return ngrams.lookup(min(LONGEST_COPY, room))
 
 
-def copied(tail: Tail) -> Proposal:
+def copied(tail: CopiedTail) -> Proposal:
     """A chain that is nothing but copied; an empty one is an AR step."""
-    source = Source.NGRAM if tail.tokens else Source.NONE
+    source = ProposalSource.NGRAM if tail.tokens else ProposalSource.NONE
     return Proposal(tail.tokens, source, copied=len(tail.tokens))
 
 
@@ -219,7 +221,7 @@ def merged(
     branch: Proposal,
     committed: tuple[int, ...],
     room: int,
-    beside: Beside | None = None,
+    beside: Alternatives | None = None,
 ) -> Proposal | None:
     """The best tree of them; None: there is nothing to merge.
 
@@ -233,12 +235,12 @@ def merged(
     forks = bool(instead.chain) and chain[: len(instead.chain)] != instead.chain[: len(chain)]
     if not chain or not (forks or beside is not None):
         return None
-    drafts = Drafts()
+    drafts = DraftTrie()
     drafts.add(chain, [estimates.drafted.rate(place) for place in range(len(chain))], branch.origin)
     if beside is not None:
         _put_beside(drafts, chain, beside)
     if forks:
-        put_copy(drafts, instead, estimates.beside(instead.matched))
+        put_copy(drafts, instead, estimates.alternatives(instead.matched))
     after = _after(ngrams, branch, committed, longest)
     tail = best_tail(estimates, after, estimates.drafted.reach(len(chain) - 1)).tokens
     rates = [estimates.copied(after.matched).rate(place) for place in range(len(tail))]
@@ -252,7 +254,7 @@ def merged(
     return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
 
 
-def put_copy(drafts: Drafts, copy: Copy, holds: Acceptance) -> None:
+def put_copy(drafts: DraftTrie, copy: Copy, holds: Acceptance) -> None:
     """What the text says comes next, whose tokens hold so well from where nobody else has said them."""
     shared = drafts.shared(copy.chain)
     drafts.add(copy.chain, [holds.rate(max(place - shared, 0)) for place in range(len(copy.chain))], Origin.COPIED)
@@ -280,7 +282,7 @@ def unites(estimates: Estimates, drafter: str, depth: int) -> bool:
     As in `beside_own`; what both say costs no row.
     """
     own, ahead, worth = estimates.holding(drafter), estimates.drafted, estimates.tokens_per_ms()
-    gain = -worth * estimates.own_ms(depth, drafter)
+    gain = -worth * estimates.in_process_ms(depth, drafter)
     for place in range(depth):
         both = own.reach(place) * ahead.reach(place)
         gain += own.reach(place) - both - worth * estimates.row_ms() * (1.0 - both)
@@ -292,7 +294,7 @@ def _after(ngrams: NgramIndex, branch: Proposal, committed: tuple[int, ...], lon
     return Copy() if ngrams.is_empty else ngrams.lookup(longest - len(branch.chain), (*committed, *branch.chain))
 
 
-def _put_beside(drafts: Drafts, chain: tuple[int, ...], beside: Beside) -> None:
+def _put_beside(drafts: DraftTrie, chain: tuple[int, ...], beside: Alternatives) -> None:
     """Behind what is left of the chain."""
     for token, parent, odds in zip(beside.tokens, beside.parents, beside.odds, strict=True):
         if parent < len(chain):

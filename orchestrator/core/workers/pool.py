@@ -16,12 +16,19 @@ from pathlib import Path
 
 import zmq
 
-from outrider.orchestrator.auth import Gate
-from outrider.orchestrator.core.door import LIES
-from outrider.orchestrator.core.workers.places import MAX_NAME, NOT_ALLOWED, TARGET, Entry, Places, Roster
+from outrider.orchestrator.auth import CurveAuth
+from outrider.orchestrator.core.message_validator import LIES
 from outrider.orchestrator.core.workers.supervisor import Supervisor
-from outrider.orchestrator.core.workers.worker import SILENT, Loss, Pulse, Worker, misfit
-from outrider.orchestrator.limits import Allowance, Doorkeeper, Rate
+from outrider.orchestrator.core.workers.worker import SILENT, Heartbeat, Worker, WorkerLoss, misfit
+from outrider.orchestrator.core.workers.worker_registry import (
+    MAX_NAME,
+    NOT_ALLOWED,
+    TARGET,
+    Roster,
+    WorkerAdmission,
+    WorkerRegistry,
+)
+from outrider.orchestrator.limits import ConnectionLimiter, Rate, RateLimiter
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock, endpoints
 from outrider.protocol.clock import SECOND_NS
@@ -57,15 +64,15 @@ WARNINGS = Rate(0.1, 10)
 
 
 class WorkerRouter:
-    """A ROUTER with a doorkeeper; `socket` and `door.monitor` are what to poll."""
+    """A ROUTER with a connection limiter; `socket` and `limiter.monitor` are what to poll."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
         self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        self.door = Doorkeeper(self.socket, endpoint, MAX_CONNECTIONS)
-        self._warnings = Allowance(WARNINGS)
+        self.limiter = ConnectionLimiter(self.socket, endpoint, MAX_CONNECTIONS)
+        self._warnings = RateLimiter(WARNINGS)
 
     def receive(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
         """What waits: the sender's routing id, which also knows its key (`key_shown`), and frames; never blocks."""
@@ -91,7 +98,7 @@ class WorkerRouter:
 
     def warn(self, told: str, *values: object) -> None:
         """What others can bring about as often as they like fills no log."""
-        level = logging.WARNING if self._warnings.takes(b"", (), clock.now()) else logging.INFO
+        level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
         log.log(level, told, *values)
 
 
@@ -107,10 +114,10 @@ class WorkerPool(Roster):
         context: zmq.Context[zmq.Socket[bytes]],
         settings: ServeSettings,
         run_dir: Path,
-        gate: Gate | None = None,
+        auth: CurveAuth | None = None,
     ) -> None:
         awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
-        super().__init__(Places(not settings.colocate, awaited), settings)
+        super().__init__(WorkerRegistry(not settings.colocate, awaited), settings)
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
         self.stage = ""
@@ -118,16 +125,16 @@ class WorkerPool(Roster):
         self.rejected = 0
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self._router = WorkerRouter(context, self.endpoint)
-        self.socket, self.door = self._router.socket, self._router.door
-        self.entry = Entry(self._places, gate)
+        self.socket, self.limiter = self._router.socket, self._router.limiter
+        self.admission = WorkerAdmission(self._places, auth)
         if settings.workers_endpoint is not None:
-            self._open_to_others(settings, settings.workers_endpoint)
+            self._bind_for_joining(settings, settings.workers_endpoint)
         self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
         self._arrived: list[Worker] = []
-        self._going: dict[str, list[Message]] = {}
+        self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
         self._next_ping_ns = 0
-        self._drafters, self._strangers = Allowance(DRAFTERS), Allowance(STRANGERS)
+        self._drafters, self._strangers = RateLimiter(DRAFTERS), RateLimiter(STRANGERS)
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
@@ -140,16 +147,16 @@ class WorkerPool(Roster):
         """What wakes a poller when a worker process has ended; None where the system has no such thing."""
         return self._supervisor.exits.fileno
 
-    def lied(self, name: str, kind: str) -> None:
+    def record_lie(self, name: str, kind: str) -> None:
         """Counts what cannot be; a drafter that says it too often is dismissed."""
         worker = self._places.named(name)
         if worker is None or not worker.entered:
             return
-        worker.trust.lied(kind)
+        worker.trust.record_lie(kind)
         self.news = True
         self._router.warn("%s said %s", worker, LIES[kind])
         if worker.trust.is_lost and worker.role == "draft":
-            why = f"{worker} sent invalid messages: {worker.trust.told(LIES)}; disconnected"
+            why = f"{worker} sent invalid messages: {worker.trust.format(LIES)}; disconnected"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
 
@@ -160,17 +167,17 @@ class WorkerPool(Roster):
 
     def send_drafter(self, name: str, message: Message) -> None:
         """To a worker by name, at the next `flush`; one that has gone meanwhile hears nothing."""
-        self._going.setdefault(name, []).append(message)
+        self._outgoing.setdefault(name, []).append(message)
 
     def flush(self) -> None:
         """What each worker is to hear leaves, together."""
-        for name, messages in self._going.items():
+        for name, messages in self._outgoing.items():
             worker = self._places.named(name)
             if worker is not None and worker.entered:
                 self._router.send(routing_id(worker.incarnation), *messages)
-        self._going.clear()
+        self._outgoing.clear()
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Flushes and gives the core away: on a machine of two, whoever waits for what was sent waits for this one."""
         self.flush()
         os.sched_yield()
@@ -179,16 +186,16 @@ class WorkerPool(Roster):
         """Lets the key of the worker of this name in no more, and sends away who is here with it."""
         worker = self._places.named(name)
         if worker is not None:
-            self.entry.refuse_key(worker.key, why)
+            self.admission.refuse_key(worker.key, why)
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
         for first, frames in self._router.receive():
             identity = first.bytes
-            if self.entry.is_impostor(identity, first):
+            if self.admission.is_unauthorized(identity, first):
                 self.rejected += 1
                 continue
-            for message in self._decoded(identity, frames) if self._may_say(identity, frames) else ():
+            for message in self._decoded(identity, frames) if self._within_rate(identity, frames) else ():
                 worker = self._places.at(identity)
                 match message:
                     case Hello():
@@ -201,14 +208,14 @@ class WorkerPool(Roster):
                     case Pong():
                         self._answered(worker, message)
                     case Loading(role=role, stage=stage):
-                        self.stage, self.news, worker.pulse.unanswered = f"{role}: {stage}", True, 0
+                        self.stage, self.news, worker.heartbeat.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
                         worker.fault = why  # it will end, and `losses` will tell
                         if dispensable and worker.role != "target" and not worker.entered:
                             worker.state, self.news = "refused", True
                     case _:
                         worker.worked = worker.worked or isinstance(message, Outcome | Branches | Drafted)
-                        yield worker.name, message if worker.spawned else worker.clock.here(message, clock.now())
+                        yield worker.name, message if worker.spawned else worker.clock.to_local(message, clock.now())
 
     def ping(self, now_ns: int) -> None:
         if now_ns < self._next_ping_ns:
@@ -217,18 +224,18 @@ class WorkerPool(Roster):
         self._ping_serial += 1
         self._pinged_ns = clock.now()
         for worker in self._places.all():
-            worker.pulse.unanswered += 1
-            if worker.key and not self.entry.may_stay(worker.role, worker.key):
+            worker.heartbeat.unanswered += 1
+            if worker.key and not self.admission.may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
                 self._router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
     def _answered(self, worker: Worker, pong: Pong) -> None:
         is_newest = pong.serial == self._ping_serial
-        worker.pulse.answered(pong.progress, is_newest, pong.expected_ms / 1000)
+        worker.heartbeat.on_pong(pong.progress, is_newest, pong.expected_ms / 1000)
         if is_newest and pong.clock_ns:
             self.news = self.news or not worker.clock.round_trip_ns
-            worker.clock.told(self._pinged_ns, pong.clock_ns, clock.now())
+            worker.clock.observe(self._pinged_ns, pong.clock_ns, clock.now())
 
     def arrivals(self) -> list[Worker]:
         """Workers that can be used from now on: new, started again, or heard again."""
@@ -236,7 +243,7 @@ class WorkerPool(Roster):
         self.news = self.news or bool(found)
         return found
 
-    def losses(self, now_ns: int) -> list[Loss]:
+    def losses(self, now_ns: int) -> list[WorkerLoss]:
         """Workers that can't be used from now on; what was started here and can be started again is."""
         found = [*self._supervisor.losses(now_ns), *self._supervisor.restart(now_ns)]
         for loss in found:
@@ -253,14 +260,14 @@ class WorkerPool(Roster):
         for worker in self._places.all():
             self._router.send(routing_id(worker.incarnation), Shutdown())
         self._supervisor.close()
-        self.door.close()
+        self.limiter.close()
 
-    def _open_to_others(self, settings: ServeSettings, endpoint: str) -> None:
+    def _bind_for_joining(self, settings: ServeSettings, endpoint: str) -> None:
         """Drafters join there, too."""
-        keys = self.entry.keys if settings.asks_for_keys(endpoint) else None
+        keys = self.admission.keys if settings.asks_for_keys(endpoint) else None
         if keys is not None:
             endpoints.prepare(self.socket)
-        self.joining_endpoint = self.door.open(endpoint, MAX_CONNECTIONS, keys).endpoint
+        self.joining_endpoint = self.limiter.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
@@ -268,7 +275,7 @@ class WorkerPool(Roster):
         if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
             return
-        why = self.entry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
+        why = self.admission.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
             self._router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
@@ -277,7 +284,7 @@ class WorkerPool(Roster):
                 worker.fault = why  # it will end, and `losses` will tell
             return
         worker = worker or self._places.join(hello, key)
-        worker.hello, worker.state, worker.fault, worker.pulse = hello, "ready", "", Pulse()
+        worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
         self._router.send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
@@ -298,24 +305,24 @@ class WorkerPool(Roster):
 
     def _share_memory(self) -> None:
         """Tells all workers what their texts may take, by who is there."""
-        room = self.kv_room
+        budget = self.kv_budget
         for worker in self._places.all():
-            share = room.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
+            share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
                 self._router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
-    def _may_say(self, identity: bytes, frames: Sequence[bytes]) -> bool:
+    def _within_rate(self, identity: bytes, frames: Sequence[bytes]) -> bool:
         """Whether it has not said too much lately; of what is more nothing is read."""
         worker = self._places.at(identity)
         if worker is not None and worker.role == "target":
             return True
         allowance = self._strangers if worker is None else self._drafters
-        if allowance.takes(identity, frames, clock.now()):
+        if allowance.allow(identity, frames, clock.now()):
             return True
         self.rejected += 1
         if worker is not None:
-            self.lied(worker.name, "flood")
+            self.record_lie(worker.name, "flood")
         elif allowance.is_first(identity):
             self._router.warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
@@ -331,7 +338,7 @@ class WorkerPool(Roster):
             worker = self._places.at(identity)
             log.info("dropped a frame on the workers' socket: %s", error)
             if worker is not None:
-                self.lied(worker.name, "frame")
+                self.record_lie(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
                 self._router.send(identity, Shutdown(str(error)))  # which tells its sender by the version alone
             return []

@@ -25,8 +25,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.orchestrator.core.workers.places import TARGET, Places
-from outrider.orchestrator.core.workers.worker import Loss, Worker
+from outrider.orchestrator.core.workers.worker import Worker, WorkerLoss
+from outrider.orchestrator.core.workers.worker_registry import TARGET, WorkerRegistry
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -121,19 +121,19 @@ AWAITED_SECONDS = 600
 
 
 class Supervisor:
-    """Of the workers at `places`. `exits` wakes whoever waits for it when one of its processes has ended."""
+    """Of the workers at `registry`. `exits` wakes whoever waits for it when one of its processes has ended."""
 
     def __init__(
-        self, places: Places, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
+        self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
     ) -> None:
         self.exits = Exits()
-        self._places = places
+        self._places = registry
         self._settings = settings
         self._endpoint = endpoint
         self._run_dir = run_dir
         self._seconds_a_ping = seconds_a_ping
         self._restarts: dict[str, Restarts] = {}
-        self._dismissed: list[Loss] = []
+        self._dismissed: list[WorkerLoss] = []
 
     def start(self) -> None:
         """Starts the worker processes; they report as they load."""
@@ -144,7 +144,7 @@ class Supervisor:
         for number in range(self._settings.prefill_workers):
             self._spawn("prefill", f"prefill-{number}")
 
-    def losses(self, now_ns: int) -> list[Loss]:
+    def losses(self, now_ns: int) -> list[WorkerLoss]:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
         lost, self._dismissed = self._dismissed, []
         for worker in self._places.all():
@@ -157,23 +157,23 @@ class Supervisor:
             why = worker.why_gone(self._seconds_a_ping)
             if why is not None:
                 lost.append(self._give_up(worker, why, now_ns))
-            elif worker.state == "ready" and worker.pulse.faint(self._seconds_a_ping):
+            elif worker.state == "ready" and worker.heartbeat.is_frozen(self._seconds_a_ping):
                 worker.state = "frozen"
                 log.warning("%s does not answer", worker)
                 if worker.role != "target":
-                    lost.append(Loss(worker, f"{worker} does not answer; requests continue without it"))
+                    lost.append(WorkerLoss(worker, f"{worker} does not answer; requests continue without it"))
         return lost
 
     def thawed(self) -> list[Worker]:
         """Those who were frozen and answer again."""
         frozen = [worker for worker in self._places.all() if worker.state == "frozen"]
-        found = [worker for worker in frozen if not worker.pulse.faint(self._seconds_a_ping)]
+        found = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
         for worker in found:
             worker.state = "ready"
             log.warning("%s answers again", worker)
         return found
 
-    def restart(self, now_ns: int) -> list[Loss]:
+    def restart(self, now_ns: int) -> list[WorkerLoss]:
         """Starts those again whose time has come, once nothing is left of them; who can't be started has died again."""
         lost = []
         for name, restarts in self._restarts.items():
@@ -194,7 +194,7 @@ class Supervisor:
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
             worker.spawned.kill()
-        self._dismissed.append(Loss(worker, why, gone=True))
+        self._dismissed.append(WorkerLoss(worker, why, gone=True))
 
     def close(self) -> None:
         """Ends all processes, in order where they let it."""
@@ -209,25 +209,25 @@ class Supervisor:
         restarts = self._restarts.get(worker.name)
         return restarts is not None and restarts.due_ns is not None
 
-    def _give_up(self, worker: Worker, why: str, now_ns: int) -> Loss:
+    def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends what is left of it; one that was started here and had been ready is to come again."""
         self._places.take_away(worker)
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
             if worker.role == "target":
                 worker.state, worker.begun_ns = "restarting", now_ns
-            return Loss(worker, why, gone=True)
+            return WorkerLoss(worker, why, gone=True)
         code = worker.spawned.exit_code()
         worker.spawned.kill()
         self._forget(worker)
         if worker.hello is None:
-            return Loss(worker, why, gone=True, fatal=True)
+            return WorkerLoss(worker, why, gone=True, fatal=True)
         failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
         return self._again(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns), failed_load)
 
     def _again(
         self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0, failed_load: str = ""
-    ) -> Loss:
+    ) -> WorkerLoss:
         """Has it come again, unless it has died too often; see `Restarts.died`."""
         needed = worker.role == "target"
         restarts = self._restarts.setdefault(worker.name, Restarts())
@@ -237,15 +237,15 @@ class Supervisor:
             then = f"the next start is in {seconds:g} s" if comes_back else "it is not started again"
             why = f"{why}; it died {restarts.deaths} times in a row, and {then}"
         worker.state, worker.fault = "restarting" if comes_back else "lost", why
-        return Loss(worker, why, gone=True, fatal=needed and not comes_back)
+        return WorkerLoss(worker, why, gone=True, fatal=needed and not comes_back)
 
-    def _overdue(self, worker: Worker, now_ns: int) -> list[Loss]:
+    def _overdue(self, worker: Worker, now_ns: int) -> list[WorkerLoss]:
         """A target that came by itself, is gone, and has been waited for long enough."""
         if now_ns - worker.begun_ns < AWAITED_SECONDS * clock.SECOND_NS:
             return []
         worker.state = "lost"
         worker.fault = f"{worker.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
-        return [Loss(worker, worker.fault, gone=True, fatal=True)]
+        return [WorkerLoss(worker, worker.fault, gone=True, fatal=True)]
 
     def _forget(self, worker: Worker) -> None:
         if worker.spawned is not None:
@@ -258,5 +258,5 @@ class Supervisor:
         worker = Worker(name, role, incarnation, spawned, restarts=restarts, begun_ns=clock.now())
         if before is not None:
             worker.state, worker.hello = "restarting", before.hello
-            worker.pulse.expected_s = before.load_s or before.pulse.expected_s
+            worker.heartbeat.expected_s = before.load_s or before.heartbeat.expected_s
         self._places.give(worker)

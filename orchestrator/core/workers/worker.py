@@ -7,7 +7,7 @@ worker's time, which lies between the ping and its answer; the answer that came 
 grows old, for clocks drift. Two clocks that may be one are taken for one. A worker's clock that jumps (its machine
 slept) is believed at once, and what it said of no time yet ended when it was heard. Knows no socket.
 
-`Pulse`: whether a worker answers and moves, counted in pings and not in seconds. Who does not run sends no pings: a
+`Heartbeat`: whether a worker answers and moves, counted in pings and not in seconds. Who does not run sends no pings: a
 server that was stopped, or slept with the whole machine, finds nobody silent. A worker that answers may take its time
 over one operation, ten times what it says that this should take; one that loads does not answer yet, and may take ten
 times what its predecessor took.
@@ -42,7 +42,7 @@ class FarClock:
         self._error_ns: int | None = None
         self._at_ns = 0
 
-    def told(self, asked_ns: int, theirs_ns: int, now_ns: int) -> None:
+    def observe(self, asked_ns: int, theirs_ns: int, now_ns: int) -> None:
         """Asked at `asked_ns`, heard at `now_ns`, both of this clock, it says that it is `theirs_ns`."""
         self.round_trip_ns = now_ns - asked_ns
         ahead_ns, error_ns = theirs_ns - (asked_ns + now_ns) // 2, self.round_trip_ns // 2 + 1
@@ -56,7 +56,7 @@ class FarClock:
         error_ns = self._error(now_ns)
         return 0 if error_ns is None or abs(self._ahead_ns) <= error_ns else self._ahead_ns
 
-    def here(self, message: Message, now_ns: int) -> Message:
+    def to_local(self, message: Message, now_ns: int) -> Message:
         """The same word, heard at `now_ns`, with its times on this clock."""
         if not isinstance(message, Branches | Drafted):
             return message
@@ -83,7 +83,7 @@ UNKNOWN = 6
 
 
 @dataclass(slots=True)
-class Pulse:
+class Heartbeat:
     """One worker's answers. `unanswered` pings since it was last heard; `still`: answers in a row without progress;
     `expected_s`: how long what it does should take, 0: not known."""
 
@@ -92,7 +92,7 @@ class Pulse:
     progress: int = -1
     expected_s: float = 0.0
 
-    def answered(self, progress: int, newest: bool, expected_s: float = 0.0) -> None:
+    def on_pong(self, progress: int, newest: bool, expected_s: float = 0.0) -> None:
         """`newest`: it answers the latest ping; older ones, answered late and at once, say nothing of its speed."""
         self.unanswered, self.expected_s = 0, expected_s
         if progress != self.progress:
@@ -104,11 +104,11 @@ class Pulse:
         """Pings for which it may stand still at its work."""
         return max(SLACK * self.expected_s / seconds_a_ping, SILENT) if self.expected_s else UNKNOWN * SILENT
 
-    def faint(self, seconds_a_ping: float) -> bool:
+    def is_frozen(self, seconds_a_ping: float) -> bool:
         """It may come back; nobody should wait for it."""
         return self.unanswered >= QUIET or self.still >= self.most(seconds_a_ping) / 2
 
-    def gone(self, seconds_a_ping: float) -> str | None:
+    def is_lost(self, seconds_a_ping: float) -> str | None:
         """Why it is given up, or None."""
         if self.unanswered >= SILENT:
             return f"has not answered for {self.unanswered * seconds_a_ping:.0f} s"
@@ -116,7 +116,7 @@ class Pulse:
             return f"has made no progress for {self.still * seconds_a_ping:.0f} s"
         return None
 
-    def stuck(self, seconds_a_ping: float) -> str | None:
+    def is_stuck(self, seconds_a_ping: float) -> str | None:
         """Why a worker that loads is given up: no news of it for too long, by what it should take, if that is known."""
         if self.expected_s and self.unanswered >= self.most(seconds_a_ping):
             return f"has made no progress in starting for {self.unanswered * seconds_a_ping:.0f} s"
@@ -136,14 +136,14 @@ class Trust:
     def is_lost(self) -> bool:
         return self._lies.total() >= MOST_LIES
 
-    def lied(self, kind: str) -> None:
+    def record_lie(self, kind: str) -> None:
         self._lies[kind] += 1
 
     def tallies(self) -> tuple[Tally, ...]:
         """How often it lied, by kind."""
         return tuple(Tally(kind, count) for kind, count in sorted(self._lies.items()))
 
-    def told(self, words: Mapping[str, str]) -> str:
+    def format(self, words: Mapping[str, str]) -> str:
         """What it said, for a person; `words` for each kind."""
         return ", ".join(f"{words.get(kind, kind)} ({count})" for kind, count in sorted(self._lies.items()))
 
@@ -165,7 +165,7 @@ class Worker:
     state: str = "starting"
     hello: Hello | None = None
     fault: str = ""
-    pulse: Pulse = field(default_factory=Pulse)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     kv_limit: int = 0
     cache: CacheUse = field(default_factory=CacheUse)
     restarts: int = 0
@@ -213,7 +213,7 @@ class Worker:
             return self.fault or ended + (f": {tail}" if tail else "")
         if self.unwelcome:
             return f"{self} is dismissed: {self.unwelcome}"
-        silence = self.pulse.gone(seconds_a_ping) if self.entered else self.pulse.stuck(seconds_a_ping)
+        silence = self.heartbeat.is_lost(seconds_a_ping) if self.entered else self.heartbeat.is_stuck(seconds_a_ping)
         return f"{self} {silence}" if silence else None
 
     def stats(self) -> WorkerStats:
@@ -250,8 +250,8 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A drafter that nobody should wait for, or a worker that is `gone`; `fatal`: the server can't do without it."""
+class WorkerLoss:
+    """A drafter that nobody should wait for, or a worker that is `is_lost`; `fatal`: the server can't do without it."""
 
     worker: Worker
     why: str

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import Listener
-from outrider.orchestrator.pair.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
+from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from tests.harness.conformance.asking import Server
 from tests.harness.conformance.case import Servers
 from tests.harness.scripted_model import write_scripted

@@ -19,15 +19,15 @@ import zmq
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
-    Began,
     Committed,
     Drain,
-    End,
-    Ended,
-    Lines,
+    EndServer,
     Mailbox,
     Quit,
+    RequestBegan,
+    RequestEnded,
     Stop,
+    ThreadQueues,
     ToCore,
     ToFront,
     WorkersChanged,
@@ -35,7 +35,7 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.pair.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.directory import private_directory
@@ -74,15 +74,15 @@ class ReadyCore:
                     case Admit():
                         self._say(event)
                     case Stop(request=request, reason=reason):
-                        self._outbox.put(Ended(request, reason, Timings()))
+                        self._outbox.put(RequestEnded(request, reason, Timings()))
                     case Quit():
                         return
 
     def _say(self, admit: Admit) -> None:
         count = min(admit.sampling.max_tokens, LONGEST)
-        self._outbox.put(Began(admit.request, "ssd"))
+        self._outbox.put(RequestBegan(admit.request, "ssd"))
         self._outbox.put(Committed(admit.request, text(admit.sampling.seed or 0, count)))
-        self._outbox.put(Ended(admit.request, "length", Timings(predicted_n=count)))
+        self._outbox.put(RequestEnded(admit.request, "length", Timings(predicted_n=count)))
 
 
 class ClientsHall:
@@ -96,8 +96,8 @@ class ClientsHall:
         self._context: zmq.Context[Any] = zmq.Context()
         with patch("outrider.orchestrator.front.client_socket.CLIENTS", ENDLESS):
             self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
-        self._lines = Lines(
-            Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[Drain | End](self._context)
+        self._lines = ThreadQueues(
+            Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[Drain | EndServer](self._context)
         )
         core = ReadyCore(self._lines.core, self._lines.events)
         pair = choose_pair(ServeSettings())
@@ -154,7 +154,7 @@ class ClientsHall:
         self._asker.shutdown()
         for sender in self._senders:
             sender.close(linger=0)
-        self._lines.orders.put(End())
+        self._lines.orders.put(EndServer())
         self._threads[0].join(PATIENCE_S)
         self._lines.core.put(Quit())
         self._threads[1].join(PATIENCE_S)

@@ -14,8 +14,8 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.mlx import MlxDrafter
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
@@ -161,7 +161,7 @@ def _examples() -> list[Message]:
         Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,), 3, 4, ()),
         Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), (), 2, 4, None),
         Verify("r", 0, 1, 4, (7, 8)),
-        Verify("s", 0, 1, 3, (), going_on=True, room=20),
+        Verify("s", 0, 1, 3, (), autonomous=True, max_tokens=20),
         Prepare("r", 0, 1, 4, ((7, 9),), ((1, 2),)),
         Commit("r", 0, 1, 4, (6,), (7, 8), 3, 4),
         Commit("s", 0, 1, 3, (6,), None, 3, 4),

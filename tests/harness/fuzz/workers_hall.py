@@ -14,10 +14,10 @@ from unittest.mock import patch
 import zmq
 
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.events import Admit, Broke, Committed, Ended, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import now
 from outrider.protocol.codec import MESSAGES
@@ -74,7 +74,7 @@ class WorkersHall:
 
         with patch(SPAWNER, spawn):
             self._pool.start()
-        self._rounds = Rounds(self._pool, RoundSettings(4, 8), self._hear, Trace(None))
+        self._rounds = Scheduler(self._pool, RoundSettings(4, 8), self._hear, Trace(None))
         self._honest = [self._peer(name.partition("-")[0], number) for name, number in incarnations.items()]
         for peer, name in zip(self._honest, incarnations, strict=True):
             peer.hello(name)
@@ -132,16 +132,16 @@ class WorkersHall:
             arrived = list(self._pool.receive())
             arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
             self._rounds.handle_all(arrived, now())
-        self._pool.door.watch()
+        self._pool.limiter.watch()
         for worker in self._pool.arrivals():
             if worker.role == "target":
-                self._rounds.found_target()
+                self._rounds.on_target_found()
             else:
-                self._rounds.found_drafter(worker.name)
+                self._rounds.on_drafter_found(worker.name)
         for loss in self._pool.losses(now()):
             if loss.worker.role == "target":
                 raise Broken(f"the target was lost: {loss.why}")
-            self._rounds.lost_drafter(loss.worker.name, loss.why, now())
+            self._rounds.on_drafter_lost(loss.worker.name, loss.why, now())
         self._rounds.on_time(now())
         self._pool.flush()
         for peer in self._honest:
@@ -172,11 +172,11 @@ class WorkersHall:
                         raise Broken(f"{request} has {one} at {self._said[request]}")
                     self._said[request] += 1
                 self._tokens += len(tokens)
-            case Ended(request=request):
+            case RequestEnded(request=request):
                 if self._said.pop(request) != 3 + MAX_TOKENS:
                     raise Broken(f"{request} ended too soon")
                 self._ended += 1
-            case Broke():
+            case RequestFailed():
                 raise Broken(f"a request broke: {event}")
 
     def _peer(self, role: str, incarnation: int) -> Peer:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafting.fan_out import POLICIES
-from outrider.drafting.replay import PacedDrafter, ReplayDrafter, Script
+from outrider.drafters.fan_out import POLICIES
+from outrider.drafters.replay import PacedDrafter, ReplayDrafter, Script
 from outrider.engine.pace import Pace
 from outrider.protocol.messages import Message
 from outrider.protocol.profile import Profile

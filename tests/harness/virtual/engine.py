@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from outrider.orchestrator.core.learning.tuning import Tuning
+from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.rounds import Rounds
+from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.abilities import Abilities
@@ -75,7 +75,7 @@ class VirtualEngine:
             Remembered(hardware.remembers),
         )
         self._drafters = {name: self._started(name) for name in self._names()}
-        self.rounds = Rounds(self, settings, tell, Trace(None), tunings, memory)
+        self.rounds = Scheduler(self, settings, tell, Trace(None), tunings, memory)
 
     # --- what the rounds see --------------------------------------------------------------------------------------
 
@@ -102,7 +102,7 @@ class VirtualEngine:
         """Nobody reads the target's rows."""
         return ""
 
-    def lied(self, name: str, kind: str) -> None:
+    def record_lie(self, name: str, kind: str) -> None:
         raise WorkerError(f"{name} is honest, and was taken for a liar: {kind}")
 
     def send_target(self, message: Message) -> None:
@@ -113,7 +113,7 @@ class VirtualEngine:
         if name in self._drafters:
             self._drafters[name].hear(message)
 
-    def let_go(self) -> None:
+    def flush_and_yield(self) -> None:
         """Messages leave by the virtual clock."""
 
     # --- what a front does ----------------------------------------------------------------------------------------
@@ -149,14 +149,14 @@ class VirtualEngine:
         for name in self._names():
             if name not in self._drafters and not self.gone:
                 self._drafters[name] = self._started(name)
-                self.rounds.found_drafter(name)
+                self.rounds.on_drafter_found(name)
 
     def _do_without(self, lost: Sequence[VirtualDrafter]) -> None:
         if self.gone:
             return
         for drafter in lost:
             del self._drafters[drafter.name]
-            self.rounds.lost_drafter(drafter.name, f"{drafter.name} was lost", self.world.now_ns())
+            self.rounds.on_drafter_lost(drafter.name, f"{drafter.name} was lost", self.world.now_ns())
         self._watch_deadline()
 
     def _names(self) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.engine.texts import PREFILL
+from outrider.engine.kv_cache import PREFILL
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prefilled, Prepare, Span, Verify
 from outrider.protocol.profile import Profile
-from outrider.target_worker.batch import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
+from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
 from tests.harness.virtual.known_text import held, path_of
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
@@ -28,7 +28,7 @@ class Playing:
     length: int = 0
     next: Verify | None = None
     prepared: Prepare | None = None
-    going_on: bool = False
+    autonomous: bool = False
     over: bool = False
     answered_ns: int = 0
     idle_ns: int = 0
@@ -82,9 +82,9 @@ class PacedTarget:
             case Prepare() if playing:
                 playing.prepared = message
             case Halt() if playing:
-                playing.going_on = False
+                playing.autonomous = False
             case Verify() if playing:
-                playing.next, playing.going_on = message, message.going_on
+                playing.next, playing.autonomous = message, message.autonomous
                 playing.idle_ns = self._world.now_ns() - playing.answered_ns
                 self._begin()
 
@@ -133,7 +133,8 @@ class PacedTarget:
         self._world.after(seconds, lambda: self._end(flight))
 
     def _pieces(self, readers: Sequence[Playing], rows: int, decoding: int) -> list[tuple[Playing, int]]:
-        """The next pieces of prompts, first come first served, as `target_worker.batch` has it for usual rows."""
+        """The next pieces of prompts, first come first served, as `target_worker.model_runner` has it for usual
+        rows."""
         room, found = PREFILL, []
         if len(readers) <= decoding:
             share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE
@@ -164,9 +165,11 @@ class PacedTarget:
             playing.next, playing.idle_ns = None, 0
             playing.length = outcome.base_len + outcome.accepted + 1
             self._say(playing, outcome)
-            if outcome.onward is not None:
-                following = Verify(verify.request, verify.epoch, verify.round + 1, playing.length, outcome.onward)
-                playing.next = replace(following, parents=outcome.onward_parents)
+            if outcome.next_proposal is not None:
+                following = Verify(
+                    verify.request, verify.epoch, verify.round + 1, playing.length, outcome.next_proposal
+                )
+                playing.next = replace(following, parents=outcome.next_parents)
         for playing, count in flight.read:
             if not playing.over:
                 self._read(playing, count, work)
@@ -185,13 +188,25 @@ class PacedTarget:
         nodes = held(text, verify)
         bonus = text[at + len(nodes)] if at + len(nodes) < len(text) else 0
         committed = (*(verify.chain[node] for node in nodes), bonus)
-        onward, parents = ((), ()) if playing.going_on else self._onward(playing, verify, committed) or (None, ())
+        next_proposal, parents = (
+            ((), ()) if playing.autonomous else self._next_proposal(playing, verify, committed) or (None, ())
+        )
         return Outcome(
-            verify.request, verify.epoch, verify.round, at, len(nodes), bonus, work, playing.idle_ns, onward, rows,
-            path=path_of(nodes), onward_parents=parents,
-        )  # fmt: skip
+            verify.request,
+            verify.epoch,
+            verify.round,
+            at,
+            len(nodes),
+            bonus,
+            work,
+            playing.idle_ns,
+            next_proposal,
+            rows,
+            path=path_of(nodes),
+            next_parents=parents,
+        )
 
-    def _onward(
+    def _next_proposal(
         self, playing: Playing, verify: Verify, committed: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         prepared = playing.prepared

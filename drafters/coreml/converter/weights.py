@@ -1,0 +1,328 @@
+"""A model's weights as numpy arrays in the form the package will hold, read one matrix at a time.
+
+Each matrix is let go of on the MLX side as soon as it is taken, so that converting needs little more than the weights
+themselves. Knows mlx-lm's module names; knows nothing of graphs.
+
+`DenseMatrix`: the three ways a weight matrix is held, each the very same numbers in MLX and in CoreML. CoreML computes
+s * (q - z), MLX s * q + b, both in float16. They agree bit for bit when b = -z * s and when s has so few significant
+bits that every product is exact in float16's eleven. Knows matrices; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafters.coreml.package.layout import DecoderArchitecture
+from outrider.protocol.errors import InvalidRequest, ModelError
+
+GROUP = 64
+_INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
+_INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
+_FINEST = -24  # the exponent of float16's smallest number
+_BLOCK = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """float16 or float32 [rows, columns]."""
+
+    values: NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """`data` int8 [rows, columns] times `scale` float16 [rows, 1]; symmetric."""
+
+    data: NDArray[np.int8]
+    scale: NDArray[np.float16]
+
+    @property
+    def values(self) -> NDArray[np.float16]:
+        values = np.empty(self.data.shape, np.float16)
+        for rows in _blocks(self.data):
+            scale = self.scale[rows].astype(np.float32)
+            values[rows] = self.data[rows].astype(np.float32) * scale  # exact: eleven bits
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """`scale` * (`data` - `zero`): data uint8 below 16 [rows, columns], scale float16 and zero uint8 [rows, groups]."""
+
+    data: NDArray[np.uint8]
+    scale: NDArray[np.float16]
+    zero: NDArray[np.uint8]
+
+    @property
+    def values(self) -> NDArray[np.float16]:
+        values = np.empty(self.data.shape, np.float16)
+        for rows in _blocks(self.data):
+            wide = self.data[rows].reshape(-1, self.scale.shape[1], GROUP).astype(np.float32)
+            wide = (wide - self.zero[rows, :, None]) * self.scale[rows, :, None].astype(np.float32)
+            values[rows] = wide.reshape(-1, self.data.shape[1])  # exact: eleven bits
+        return values
+
+
+Form = DenseMatrix | Int8 | Int4
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Grid:
+    """The sixteen levels each group of an earlier quantisation had: `low` + `step` * i, float32 [rows, groups]."""
+
+    step: NDArray[np.float32]
+    low: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class MlxTriple:
+    """The same matrix as mlx.nn's quantised layers hold it (affine, groups of GROUP)."""
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array
+    bits: int
+
+    def dequantized(self) -> NDArray[np.float16]:
+        wide = mx.dequantize(self.weight, self.scales, self.biases, group_size=GROUP, bits=self.bits)
+        return np.array(wide)
+
+
+def int8(dense: NDArray[np.floating]) -> Int8:
+    """`dense` [rows, columns] with one scale a row, of three significant bits."""
+    data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
+    for rows in _blocks(dense):
+        wide = dense[rows].astype(np.float32)
+        step = np.abs(wide).max(axis=1, keepdims=True) / 127
+        scale[rows] = _significant(step, _INT8_SCALE_BITS, np.ceil)
+        data[rows] = np.clip(np.rint(wide / scale[rows].astype(np.float32)), -127, 127)
+    return Int8(data, scale)
+
+
+def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> Int4:
+    """`dense` [rows, columns] in groups of 64 along the row; `grid` is the one it was quantised on before, if any.
+
+    Raises:
+        ModelError: the columns do not divide into groups.
+    """
+    count, columns = dense.shape
+    if columns % GROUP:
+        raise ModelError(f"{name} has {columns} columns; int4 needs a multiple of {GROUP} (use int8 or fp16)")
+    data, scale = np.empty(dense.shape, np.uint8), np.empty((count, columns // GROUP), np.float16)
+    zero = np.empty(scale.shape, np.uint8)
+    for rows in _blocks(dense):
+        grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP, GROUP)
+        levels = _levels(grouped) if grid is None else Int4Grid(grid.step[rows], grid.low[rows])
+        scale[rows] = _significant(levels.step, _INT4_SCALE_BITS, np.rint)
+        step = scale[rows].astype(np.float32)
+        zero[rows] = np.clip(np.rint(-levels.low / step), 0, 15)
+        steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
+        data[rows] = np.clip(steps, 0, 15).reshape(-1, columns)
+    return Int4(data, scale, zero)
+
+
+def _blocks(matrix: NDArray[Any]) -> list[slice]:
+    """Rows a few million numbers at a time, so that the float32 in between stays small."""
+    rows = max(1, _BLOCK // matrix.shape[1])
+    return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
+
+
+def _levels(grouped: NDArray[np.float32]) -> Int4Grid:
+    """Sixteen levels of each group that span it and zero."""
+    low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
+    return Int4Grid((high - low) / 15, low)
+
+
+def to_mlx(form: Int8 | Int4) -> MlxTriple:
+    """The same numbers as mlx.nn.QuantizedLinear keeps them; columns must divide by GROUP."""
+    if isinstance(form, Int8):
+        data = (form.data.astype(np.int16) + 128).astype(np.uint32)
+        scale = np.repeat(form.scale, data.shape[1] // GROUP, axis=1)
+        return MlxTriple(_pack(data, 8), mx.array(scale), mx.array(scale * np.float16(-128)), 8)
+    bias = -(form.zero.astype(np.float16) * form.scale)
+    return MlxTriple(_pack(form.data.astype(np.uint32), 4), mx.array(form.scale), mx.array(bias), 4)
+
+
+def _pack(data: NDArray[np.uint32], bits: int) -> mx.array:
+    lanes = 32 // bits
+    shifts = np.arange(lanes, dtype=np.uint32) * np.uint32(bits)
+    words = data.reshape(data.shape[0], -1, lanes) << shifts
+    return mx.array(np.bitwise_or.reduce(words, axis=-1).astype(np.uint32))
+
+
+def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
+    """`x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    floor = np.maximum(exponent - bits, _FINEST)
+    rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
+    return np.asarray(np.maximum(rounded, 2.0**_FINEST), np.float16)
+
+
+KINDS = ("fp16", "int8", "int4", "fp32")
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+               "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens"
+NORM = "model.norm"
+
+
+@dataclass(slots=True)
+class Weights:
+    """`matrices` by module name ("model.layers.0.mlp.up_proj", "lm_head"), `vectors` for norms and biases.
+
+    `embedding` is [vocab, hidden] in float16 (float32 for kind fp32), the head's own numbers when the model is tied.
+    """
+
+    architecture: DecoderArchitecture
+    kind: str
+    embedding: NDArray[np.floating]
+    matrices: dict[str, Form] = field(default_factory=dict)
+    vectors: dict[str, NDArray[np.floating]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        numbers = self.embedding.size + sum(vector.size for vector in self.vectors.values())
+        for name, form in self.matrices.items():
+            if name != HEAD or not self.architecture.tied:
+                numbers += form.values.size if isinstance(form, DenseMatrix) else form.data.size
+        return numbers
+
+
+@dataclass(slots=True)
+class _Range:
+    """What happened to numbers on their way to float16."""
+
+    source: str = ""
+    largest: float = 0.0
+    flushed: int = 0
+    total: int = 0
+
+    def note(self) -> tuple[str, ...]:
+        if not self.source:
+            return ()
+        return (
+            f"weights were {self.source} and are float16 here: the largest is {self.largest:.3g} of 65504, "
+            f"{self.flushed} of {self.total} were too small and became 0",
+        )
+
+
+class WeightReader:
+    """Takes the weights of an mlx-lm `model` apart. `kind` is one of KINDS."""
+
+    def __init__(self, model: nn.Module, architecture: DecoderArchitecture, kind: str) -> None:
+        if kind not in KINDS:
+            raise InvalidRequest(f"weights is {kind!r}; expected one of {', '.join(KINDS)}")
+        self._modules: dict[str, Any] = dict(model.named_modules())
+        self._architecture = architecture
+        self._kind = kind
+        self._dtype = np.float32 if kind == "fp32" else np.float16
+        self._range = _Range()
+
+    def read(self, progress: Callable[[int, int], None] | None = None) -> Weights:
+        """Everything; `progress(done, total)` counts matrices.
+
+        Raises:
+            ModelError: a weight does not fit float16, or its width does not divide into int4's groups.
+        """
+        names = list(self._matrix_names())
+        weights = Weights(self._architecture, self._kind, np.empty((0, 0)))
+        for done, name in enumerate(names):
+            form = self._matrix(name)
+            if name == EMBEDDING:
+                weights.embedding = form.values
+                if self._architecture.tied:
+                    weights.matrices[HEAD] = form
+            else:
+                weights.matrices[name] = form
+            bias = self._vector(name, "bias")
+            if bias is not None:
+                weights.vectors[f"{name}.bias"] = bias
+            self._modules.pop(name).clear()
+            if progress:
+                progress(done + 1, len(names))
+        for name in self._norm_names():
+            vector = self._vector(name, "weight")
+            if vector is not None:
+                weights.vectors[f"{name}.weight"] = vector
+        weights.notes = self._range.note()
+        return weights
+
+    def _matrix_names(self) -> Iterator[str]:
+        yield EMBEDDING
+        for layer in range(self._architecture.layers):
+            for name in PROJECTIONS:
+                yield f"model.layers.{layer}.{name}"
+        if not self._architecture.tied:
+            yield HEAD
+
+    def _norm_names(self) -> Iterator[str]:
+        inner = ["input_layernorm", "post_attention_layernorm"]
+        if self._architecture.normed_heads:
+            inner += ["self_attn.q_norm", "self_attn.k_norm"]
+        for layer in range(self._architecture.layers):
+            for name in inner:
+                yield f"model.layers.{layer}.{name}"
+        yield NORM
+
+    def _matrix(self, name: str) -> Form:
+        """The module's weight [rows, columns] in this reader's kind."""
+        module = self._modules[name]
+        dense = self._narrow(name, _dense(module))
+        stays = name == EMBEDDING and not self._architecture.tied
+        if self._kind == "int8" and not stays:
+            return int8(dense)
+        if self._kind == "int4" and not stays:
+            return int4(dense, name, _grid(module))
+        return DenseMatrix(dense)
+
+    def _vector(self, name: str, key: str) -> NDArray[np.floating] | None:
+        vector = self._modules[name].get(key)
+        return None if vector is None else self._narrow(f"{name}.{key}", vector)
+
+    def _narrow(self, name: str, array: mx.array) -> NDArray[np.floating]:
+        """`array` as this reader's float type; counts what that changes."""
+        if self._dtype is np.float32:
+            return np.array(array.astype(mx.float32))
+        narrow = np.array(array.astype(mx.float16))
+        if array.dtype != mx.float16:
+            self._range.source = str(array.dtype).removeprefix("mlx.core.")
+            self._range.total += array.size
+            self._range.flushed += int(((array != 0) & (array.astype(mx.float16) == 0)).sum())
+            self._range.largest = max(self._range.largest, float(mx.abs(array).max()))
+        if not np.isfinite(narrow).all():
+            raise ModelError(
+                f"{name} holds values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or no numbers"
+                " at all); the Neural Engine computes in float16 (use --draft-backend mlx for this model)"
+            )
+        return narrow
+
+
+def _dense(module: nn.Module) -> mx.array:
+    """The weight of a plain or quantised Linear or Embedding, [rows, columns]."""
+    if "scales" not in module:
+        weight: mx.array = module.weight
+        return weight
+    scales, biases = module.scales, module.get("biases")
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    wide: mx.array = mx.dequantize(
+        module.weight, scales, biases, group_size=module.group_size, bits=module.bits, mode=module.mode
+    )
+    return wide
+
+
+def _grid(module: nn.Module) -> Int4Grid | None:
+    """The levels of a module that is quantised in the very groups that int4 wants."""
+    if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP):
+        return None
+    scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))
+    # mlx may count downwards from the highest level
+    return Int4Grid(np.abs(scales), np.minimum(biases, biases + 15 * scales))

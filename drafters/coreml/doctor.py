@@ -1,0 +1,305 @@
+"""`python -m outrider.drafters.coreml.doctor`: this machine and what each placement of a drafter would cost, as
+JSON.
+
+The data of `outrider doctor`, which renders it; here so that the command line never imports MLX.
+
+`Placement`: what drafting would cost in each place this machine has: milliseconds for one token, and for a tree of
+eight. Measured where that takes seconds; for Core ML what the probe remembers, or a new probe when asked for.
+
+`Machine`: what this machine is: chip, memory, system, the libraries that compute, and what they may wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from outrider.drafters.coreml import load, prompts
+from outrider.drafters.coreml.converter import converter
+from outrider.drafters.coreml.host.host import LinearCache, PackageHost
+from outrider.drafters.coreml.package.layout import PackageFunction
+from outrider.drafters.coreml.package.package import Package
+from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtime.runtimes import os_build
+from outrider.drafters.coreml.trials import selection
+from outrider.drafters.coreml.trials.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
+from outrider.engine.loading import load as load_model
+from outrider.protocol.errors import ModelError, OutriderError
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 12
+_WARM_UP = 2
+_TREE = 8
+_SHARED = "shares the GPU with the target: each slows the other down"
+_OWN_CORES = "beside the target's GPU, on cores of its own: --draft-device cpu"
+_APART = "beside the target's GPU: --draft-backend coreml"
+_SAME_CPU = "shares the CPU with the target"
+_SLOW = "for tests only"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`one_ms` and `eight_ms` are milliseconds a call, None where unknown; `engine_share` only for Core ML."""
+
+    name: str
+    usable: bool
+    one_ms: float | None = None
+    eight_ms: float | None = None
+    engine_share: float | None = None
+    note: str = ""
+
+
+def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
+    """The draft `model` through MLX on `device`."""
+    kept = mx.default_device()
+    mx.set_default_device(mx.Device(device))
+    try:
+        loaded = load_model(model)
+        caches = make_prompt_cache(loaded.model)
+
+        def step(rows: int) -> None:
+            mx.eval(loaded.model(mx.zeros((1, rows), mx.int32), cache=caches))
+
+        one, eight = _time(lambda: step(1)), _time(lambda: step(_TREE))
+    finally:
+        mx.set_default_device(kept)
+    if device == mx.gpu:
+        return Placement("MLX on the GPU", True, one, eight, note=_SHARED)
+    note = _OWN_CORES if kept.type == mx.gpu else _SAME_CPU
+    return Placement("MLX on the CPU", True, one, eight, note=note)
+
+
+def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
+    """The verdict on each package and compute unit, remembered or tried out now; what drafts comes first."""
+    if sys.platform != "darwin":
+        return [Placement("Core ML on the Neural Engine", False, note="macOS only")]
+    if try_now:
+        selection.choose(packages, converter.probes(), log.info, thorough=True)
+    places = []
+    for units in PREFERRED:
+        rows = [row for row in Verdicts(converter.probes(), packages.source_hash).rows if row.verdict.units == units]
+        best = selection.quickest(rows)
+        ordered = sorted(rows, key=lambda row, best=best: row is not best)
+        places += [_verdict(row) for row in ordered] or [_untried(units)]
+    return places
+
+
+def on_prompts(packages: OfCheckpoint, try_now: bool) -> Placement | None:
+    """Who reads prompts for a drafter on MLX, as measured; None where nothing was."""
+    made = [packages.get(variant) for variant in packages.variants if packages.made(variant)]
+    known = [kept for package in made if (kept := prompts.recall(package, converter.probes())) is not None]
+    if not known and try_now:
+        known = [prompts.here(packages, log.info)]
+    if not known:
+        return None
+    kept = known[0]
+    return Placement("prompts of a draft on MLX", kept.least is not None, note=kept.sentence)
+
+
+def on_interpreter(package: Package) -> Placement:
+    """The reference interpreter."""
+    host = PackageHost(package, NumpyRuntime(package.mlpackage))
+    single, tree = package.layout.smallest(1), package.layout.smallest(_TREE)
+    if single is None or tree is None:
+        raise ModelError(f"{package.path} has no function for one row and for {_TREE}")
+    return Placement("reference interpreter", True, _feed_time(host, single), _feed_time(host, tree), note=_SLOW)
+
+
+def _feed_time(host: PackageHost, function: PackageFunction) -> float:
+    line = LinearCache(host)
+    taken = _time(lambda: line.feed([1] * function.rows, function))
+    line.close()
+    return taken
+
+
+def _verdict(row: Tried) -> Placement:
+    verdict, name = row.verdict, f"Core ML on {row.verdict.units}, {row.variant}"
+    if verdict.trial is None:
+        return Placement(name, False, note=verdict.reason)
+    trial = verdict.trial
+    note = verdict.reason or _APART
+    share = trial.engine_share.get("q1")
+    return Placement(name, verdict.good, trial.ms.get("q1"), trial.ms.get(f"q{_TREE}"), share, note)
+
+
+def _untried(units: str) -> Placement:
+    return Placement(f"Core ML on {units}", False, note="not measured yet: run `outrider doctor --probe`")
+
+
+def _time(task: Callable[[], object]) -> float:
+    """Median milliseconds of `task`, warmed up."""
+    taken = []
+    for _ in range(_ROUNDS + _WARM_UP):
+        started = time.perf_counter()
+        task()
+        taken.append(time.perf_counter() - started)
+    return round(1e3 * median(taken[_WARM_UP:]), 3)
+
+
+_LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
+_SIDE = 384
+_BLAS_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Blas:
+    """Which library multiplies matrices on the CPU, and how fast: float32, one call at a time."""
+
+    library: str
+    gflops: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`wired_budget_bytes`: what Metal recommends for all processes together, 0 where there is no Metal."""
+
+    chip: str
+    architecture: str
+    cores: int
+    memory_bytes: int
+    system: str
+    build: str
+    python: str
+    libraries: dict[str, str]
+    mlx_device: str
+    wired_budget_bytes: int
+    blas: Blas
+
+
+def inspect() -> Machine:
+    """This machine, in about a second."""
+    metal = mx.metal.is_available()
+    return Machine(
+        chip=_chip(),
+        architecture=platform.machine(),
+        cores=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"{platform.system()}",
+        build=os_build(),
+        python=platform.python_version(),
+        libraries={name: _version(name) for name in _LIBRARIES},
+        mlx_device="gpu" if metal else mx.default_device().type.name,
+        wired_budget_bytes=int(mx.device_info()["max_recommended_working_set_size"]) if metal else 0,
+        blas=_blas(),
+    )
+
+
+def blas_of(mapped: str, system: str) -> tuple[str, str]:
+    """Name and note of the BLAS that MLX calls, told from the libraries `mapped` into a process."""
+    if system == "darwin":
+        return "Accelerate", ""
+    preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)
+    if preloaded and ".libs/" not in preloaded.group():  # numpy carries one of its own, under other names
+        return "OpenBLAS", f"preloaded from {preloaded.group()}"
+    return "reference", "MLX uses the reference BLAS; preload OpenBLAS, otherwise verifying M tokens costs M times one"
+
+
+def _blas() -> Blas:
+    maps = Path("/proc/self/maps")
+    library, note = blas_of(maps.read_text(encoding="utf-8") if maps.is_file() else "", sys.platform)
+    with mx.stream(mx.cpu):
+        a = mx.random.normal((_SIDE, _SIDE))
+        mx.eval(a @ a)
+        best = float("inf")
+        for _ in range(_BLAS_ROUNDS):
+            started = time.perf_counter()
+            mx.eval(a @ a)
+            best = min(best, time.perf_counter() - started)
+    return Blas(library, round(2e-9 * _SIDE**3 / best, 1), note)
+
+
+def _chip() -> str:
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
+    named = re.search(r"model name\s*:\s*(.+)", text)
+    return named.group(1).strip() if named else platform.processor() or "unknown"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """`model` is the draft the placements are for; None: no draft was named, so there are none."""
+
+    machine: Machine
+    model: str | None
+    placements: tuple[Placement, ...]
+
+
+def examine(model: str | None, try_now: bool) -> DoctorReport:
+    """Looks at the machine and, with a draft `model` (a directory or an id), at where it could run.
+
+    Args:
+        try_now: convert the draft if need be, and try every Core ML unit; minutes on a first run.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    found = inspect()
+    if model is None:
+        return DoctorReport(found, None, ())
+    checkpoint = load.checkpoint_of(model)
+    places = [on_mlx(checkpoint, mx.cpu)]
+    if found.mlx_device == "gpu":
+        places.insert(0, on_mlx(checkpoint, mx.gpu))
+    try:
+        places += _converted(load.packages_of(checkpoint), try_now)
+    except ModelError as error:
+        places.append(Placement("Core ML", False, note=str(error)))
+    return DoctorReport(found, str(checkpoint), tuple(places))
+
+
+def _converted(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
+    """Where the draft could run once it is a package."""
+    made = [variant for variant in packages.variants if packages.made(variant)]
+    if not made and not try_now:
+        return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
+    places = on_core_ml(packages, try_now)
+    kept = [variant for variant in packages.variants if packages.made(variant)] or list(packages.variants)
+    places.append(on_interpreter(packages.get(kept[0])))
+    reading = on_prompts(packages, try_now)
+    return places if reading is None else [*places, reading]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
+    parser.add_argument("--model", help="the draft: a model directory or a Hugging Face id")
+    parser.add_argument("--probe", action="store_true", help="convert it and try Core ML out, which can take minutes")
+    options = parser.parse_args()
+    try:
+        report = examine(options.model, options.probe)
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    sys.stdout.write(json.dumps(dataclasses.asdict(report)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

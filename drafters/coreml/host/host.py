@@ -1,0 +1,173 @@
+"""Between tokens and a package's functions: embeds, rotates, masks, picks the function, keeps the caches.
+
+Which token sees which is the caller's to say, row by row, so trees, ragged lengths and rollback are only data here.
+One set of input buffers a function, made once and written to again and again. Everything runs on the caller's thread.
+
+`LinearCache`: a cache fed as one text, token after token: slot i holds position i. For whoever needs no tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafters.coreml.package.layout import Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.package.package import Package
+from outrider.drafters.coreml.runtime.runtimes import Outputs, Runtime, RuntimeState
+from outrider.drafters.drafter import DrafterFault
+
+MASKED = -1e4  # float16 holds it, and exp() of it is 0
+
+
+@dataclass(slots=True)
+class PackageCache:
+    """One request's keys and values: `keys` and `values` [layers, kv_heads, slots, head_dim] here, or `state` there."""
+
+    keys: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    state: RuntimeState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """What one call feeds, R tokens.
+
+    `slots`: where each one's keys and values go. `past` [R, slots]: which places each sees, as they were before the
+    call. `own` [R, R]: which rows of the call it sees, itself included.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    past: NDArray[np.bool_]
+    own: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutput:
+    """What a call gave: `logits` [R, vocab] where asked for; `keys` and `values` [layers, kv_heads, R, head_dim] where
+    the package hands them out."""
+
+    logits: NDArray[np.float32] | None
+    keys: NDArray[np.float32] | None
+    values: NDArray[np.float32] | None
+
+
+def cache_bytes(layout: PackageLayout) -> int:
+    """What a request's keys and values take: as much for a short text as for a long one, float32."""
+    sizes = layout.architecture
+    return 2 * 4 * sizes.layers * sizes.kv_heads * layout.slots * sizes.head_dim
+
+
+class PackageHost:
+    """Runs `package` on `runtime`."""
+
+    def __init__(self, package: Package, runtime: Runtime) -> None:
+        self.package = package
+        self.layout = package.layout
+        self._runtime = runtime
+        self._buffers: dict[str, dict[str, NDArray[Any]]] = {}
+        self._spare: list[PackageCache] = []
+        rope = package.rope
+        self._cos = np.concatenate([rope.cos, rope.cos], axis=-1)
+        self._sin = np.concatenate([-rope.sin, rope.sin], axis=-1)  # the graph rotates by x cos + swap(x) sin
+
+    def new_cache(self) -> PackageCache:
+        """An empty cache. Buffers of closed ones are used again: a device may look at them after its call returned."""
+        if self.layout.mode.stateful:
+            return PackageCache(state=self._runtime.new_state())
+        if self._spare:
+            return self._spare.pop()
+        sizes = self.layout.architecture
+        shape = (sizes.layers, sizes.kv_heads, self.layout.slots, sizes.head_dim)
+        return PackageCache(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+
+    def give_back(self, cache: PackageCache) -> None:
+        if not self.layout.mode.stateful:
+            self._spare.append(cache)
+
+    def forward(self, rows: HostRows, cache: PackageCache, function: PackageFunction) -> CallOutput:
+        """Feeds `rows` (at most the function's) and writes their keys and values into `cache`.
+
+        Raises:
+            DrafterFault: the logits are no finite numbers.
+            RuntimeFault: the device failed.
+        """
+        buffers = self._filled(function, rows)
+        if self.layout.mode is Mode.STATELESS:
+            buffers |= {"k_past": cache.keys, "v_past": cache.values}
+        outputs = self._runtime.call(function.name, buffers, cache.state)
+        fresh = self._fresh(function, outputs, len(rows.tokens))
+        if self.layout.mode is Mode.STATELESS and cache.keys is not None and cache.values is not None:
+            cache.keys[:, :, rows.slots], cache.values[:, :, rows.slots] = fresh.keys, fresh.values
+        return fresh
+
+    def _filled(self, function: PackageFunction, rows: HostRows) -> dict[str, Any]:
+        """The function's own buffers with `rows` in them; rows beyond are masked and written nowhere."""
+        if function.name not in self._buffers:
+            self._buffers[function.name] = self._new_buffers(function)
+        buffers, count, slots = self._buffers[function.name], len(rows.tokens), self.layout.slots
+        buffers["x"][:] = 0
+        buffers["x"][0, :, 0, :count] = self.package.embedding[rows.tokens].T
+        buffers["cos"][0, 0, :count] = self._cos[rows.positions]
+        buffers["sin"][0, 0, :count] = self._sin[rows.positions]
+        mask = buffers["mask"][0, 0]
+        mask[:] = MASKED
+        mask[:count, :slots][rows.past] = 0
+        mask[:count, slots : slots + count][rows.own] = 0
+        if self.layout.mode is Mode.HYBRID:
+            buffers["pos"][0] = rows.slots[0]
+        if self.layout.mode is Mode.ONEHOT:
+            buffers["write"][:] = 0
+            buffers["write"][0, 0, rows.slots, np.arange(count)] = 1
+        return dict(buffers)
+
+    def _new_buffers(self, function: PackageFunction) -> dict[str, NDArray[Any]]:
+        return {
+            tensor.name: np.zeros(tensor.shape, np.int32 if tensor.integer else np.float32)
+            for tensor in self.layout.inputs(function)
+            if not tensor.name.endswith("_past")
+        }
+
+    def _fresh(self, function: PackageFunction, outputs: Outputs, count: int) -> CallOutput:
+        keys, values = outputs.get("k_new"), outputs.get("v_new")
+        logits = None
+        if function.logits:
+            chunks = range(len(self.layout.architecture.head_chunks))
+            logits = np.concatenate([outputs[f"logits_{chunk}"][0, :, 0, :count] for chunk in chunks]).T
+            if not np.isfinite(logits).all():
+                raise DrafterFault(
+                    f"{self._runtime.name} returned logits that are NaN or infinite; drafting is off for this request"
+                )
+        return CallOutput(
+            logits,
+            None if keys is None else keys[:, :, :count],
+            None if values is None else values[:, :, :count],
+        )
+
+
+class LinearCache:
+    """Reads a text through `host`, which must stay on the thread that made this."""
+
+    def __init__(self, host: PackageHost) -> None:
+        self._host = host
+        self._cache = host.new_cache()
+        self._seen = np.zeros(host.layout.slots, bool)
+        self.length = 0
+
+    def feed(self, tokens: Sequence[int], function: PackageFunction) -> CallOutput:
+        """Feeds the next tokens, at most as many as `function` has rows."""
+        places = list(range(self.length, self.length + len(tokens)))
+        past = np.broadcast_to(self._seen, (len(places), self._seen.size))
+        own = np.tri(len(places), dtype=bool)
+        fresh = self._host.forward(HostRows(list(tokens), places, places, past, own), self._cache, function)
+        self._seen[places] = True
+        self.length += len(places)
+        return fresh
+
+    def close(self) -> None:
+        self._host.give_back(self._cache)

@@ -1,0 +1,301 @@
+"""The predict thread's side of a tree: which slot each node's keys lie in, what each row sees, and the scores.
+
+Nothing here is called from another thread. A node's ancestors are found by walking up, so a call's mask is made from
+the tree as it is at that moment.
+
+`Node`: a fed token of a tree, shared by the caller's thread and the predict thread; each field has one writer.
+
+`SlotMap`: which places of a cache are free. Knows numbers; knows nothing of tokens.
+
+`Scorer`: draft logits to the steps of a token tree: the engine's sampling contract and draws, on the CPU. The CPU,
+because on a Mac the GPU is the target's. Steps are read to the end on the thread that makes them, so that another
+thread may ask them what they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafters.coreml.host.host import CallOutput, HostRows, PackageHost
+from outrider.drafters.coreml.package.layout import Mode, PackageFunction
+from outrider.drafters.drafter import DrafterFault
+from outrider.engine.residual import Draws
+from outrider.engine.sampling import Sampler
+from outrider.engine.steps import SamplingMetadata, Step, score
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The caller's thread writes `number`, `fork`, `children`, `job`, `dropped`; the predict thread the rest.
+
+    `token` None: the parent's own choice, known once `job` is done, and so is what may follow: row `row` of `step`.
+    `fork` is the position of the last token down to it that was told, not chosen here. `slot` -1: not in the cache.
+    """
+
+    number: int
+    parent: Node | None
+    position: int
+    token: int | None
+    fork: int
+    job: Future[None] | None = None
+    children: list[Node] = field(default_factory=list)
+    dropped: bool = False
+    committed: bool = False
+    slot: int = -1
+    step: Step | None = None
+    row: int = 0
+
+    @property
+    def known_token(self) -> int:
+        """`token`, after waiting for it."""
+        if self.token is None and self.job is not None:
+            self.job.result()
+        if self.token is None:
+            raise DrafterFault("a drafted token was dropped before it was known")
+        return self.token
+
+    @property
+    def known_step(self) -> Step:
+        """`step`, after waiting for it."""
+        if self.job is not None:
+            self.job.result()
+        if self.step is None:
+            raise DrafterFault("a drafted token was dropped before its scores were known")
+        return self.step
+
+
+class SlotMap:
+    """`count` places, all free at first."""
+
+    def __init__(self, count: int) -> None:
+        self._free: NDArray[np.bool_] = np.ones(count, bool)
+
+    @property
+    def free(self) -> int:
+        return int(self._free.sum())
+
+    def take(self, count: int) -> list[int] | None:
+        """The first `count` free places, taken; None when there are fewer."""
+        found = np.flatnonzero(self._free)[:count]
+        if len(found) < count:
+            return None
+        self._free[found] = False
+        return [int(slot) for slot in found]
+
+    def take_run(self, count: int, run: int) -> list[int] | None:
+        """The first `count` of `run` free places in a row, taken; the rest stay free but get written. None: no run."""
+        ends = np.convolve(self._free, np.ones(run, int), mode="valid")
+        starts = np.flatnonzero(ends == run)
+        if not starts.size:
+            return None
+        first = int(starts[0])
+        self._free[first : first + count] = False
+        return list(range(first, first + count))
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        self._free[list(slots)] = True
+
+    def clear(self) -> None:
+        self._free[:] = True
+
+
+class Scorer:
+    """One request's scores; with `draws` a row's own token is drawn from a q, without it is the best."""
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, draws: Draws | None, constraint: Constraint | None
+    ) -> None:
+        self._sampler = Sampler(params, vocab_size, normalised=False, constraint=constraint)
+        self._draws = draws
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before a row its scores depend on; 0 for none."""
+        return self._sampler.reach if self._sampler.needs_history else 0
+
+    def step(
+        self,
+        logits: NDArray[np.float32],
+        positions: Sequence[int],
+        histories: Sequence[Sequence[int]] | None,
+        forks: Sequence[int],
+    ) -> Step:
+        """The step for the tokens at `positions`, one row of `logits` [R, V] each; `forks` as in engine.residual."""
+        with mx.stream(mx.cpu):
+            rows, asked = mx.array(logits), SamplingMetadata(self._sampler, positions, histories)
+            step = score([asked], rows) if self._draws is None else self._draws.score(asked, rows, forks)
+            step.best()
+        return step
+
+
+class CoreMLKVRows:
+    """One request's cache on `host`."""
+
+    def __init__(
+        self,
+        host: PackageHost,
+        sampling: SamplingParams,
+        draws: Draws | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._host = host
+        self._layout = host.layout
+        self._cache = host.new_cache()
+        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size, draws, constraint)
+        self._slots = SlotMap(self._layout.slots)
+        self._seen = np.zeros(self._layout.slots, bool)  # where committed keys lie
+        self._committed: list[Node] = []
+        self._pending: list[Node] = []
+        self._fault: OutriderError | None = None
+
+    def read(self, nodes: Sequence[Node]) -> None:
+        """Feeds the last committed tokens, few enough for logits; the very last gets its scores."""
+        fresh = self._feed_line(nodes, self._layout.smallest(len(nodes)) or self._layout.largest)
+        self._committed += nodes
+        self._score(nodes[-1:], None if fresh.logits is None else fresh.logits[-1:])
+
+    def read_unscored(self, nodes: Sequence[Node]) -> None:
+        """Feeds the next committed tokens for their keys alone."""
+        self._feed_line(nodes, self._layout.prefill)
+        self._committed += nodes
+
+    def grow(self, nodes: Sequence[Node]) -> None:
+        """Feeds new nodes behind their parents, except those that were dropped meanwhile.
+
+        Raises:
+            OutriderError: this call failed, or an earlier one did: its nodes' descendants can't be fed.
+        """
+        if self._fault is not None:
+            raise self._fault
+        try:
+            self._grow([node for node in nodes if not node.dropped])
+        except OutriderError as error:
+            self._fault = error
+            raise
+
+    def _grow(self, alive: Sequence[Node]) -> None:
+        for node in alive:
+            above = node.parent
+            if node.token is None and above is not None and above.step is not None:
+                node.token = above.step.best()[above.row]
+        most = self._layout.largest.rows
+        for first in range(0, len(alive), most):
+            batch = alive[first : first + most]
+            fresh = self._feed_tree(batch, self._layout.smallest(len(batch)) or self._layout.largest)
+            self._pending += batch
+            self._score(batch, fresh.logits)
+
+    def commit(self, path: Sequence[Node], lost: Sequence[Node]) -> None:
+        """Makes `path` committed and frees the slots of `lost`; of the committed, only the last keeps its scores."""
+        self._committed[-1].step = None
+        for node in path:
+            node.committed = True
+            self._seen[node.slot] = True
+            node.step = node.step if node is path[-1] else None
+        self._committed += path
+        gone = {id(node) for node in (*path, *lost)}
+        self._pending = [node for node in self._pending if id(node) not in gone]
+        self._slots.give_back(node.slot for node in lost if node.slot >= 0)
+        for node in lost:
+            node.slot, node.step = -1, None
+
+    def close(self) -> None:
+        self._host.give_back(self._cache)
+        self._committed.clear()
+        self._pending.clear()
+
+    def _feed_line(self, nodes: Sequence[Node], function: PackageFunction) -> CallOutput:
+        """Feeds committed tokens, each seeing all before it."""
+        count = len(nodes)
+        self._place(nodes, function)
+        past = np.broadcast_to(self._seen, (count, self._seen.size))
+        fresh = self._forward(nodes, past, np.tri(count, dtype=bool), function)
+        for node in nodes:
+            node.committed = True
+            self._seen[node.slot] = True
+        return fresh
+
+    def _feed_tree(self, nodes: Sequence[Node], function: PackageFunction) -> CallOutput:
+        """Feeds pending nodes, each seeing the committed tokens and its own ancestors."""
+        self._place(nodes, function)
+        rows = {id(node): row for row, node in enumerate(nodes)}
+        past = np.repeat(self._seen[None], len(nodes), axis=0)
+        own = np.zeros((len(nodes), len(nodes)), bool)
+        for row, node in enumerate(nodes):
+            above: Node | None = node
+            while above is not None and not above.committed:
+                if id(above) in rows:
+                    own[row, rows[id(above)]] = True
+                else:
+                    past[row, above.slot] = True
+                above = above.parent
+        return self._forward(nodes, past, own, function)
+
+    def _forward(
+        self, nodes: Sequence[Node], past: NDArray[np.bool_], own: NDArray[np.bool_], function: PackageFunction
+    ) -> CallOutput:
+        tokens = [node.known_token for node in nodes]
+        if max(tokens) >= self._layout.architecture.vocab_size:
+            raise DrafterFault(
+                f"token {max(tokens)} is not in the draft's vocabulary of {self._layout.architecture.vocab_size}"
+            )
+        rows = HostRows(tokens, [node.position for node in nodes], [node.slot for node in nodes], past, own)
+        return self._host.forward(rows, self._cache, function)
+
+    def _score(self, nodes: Sequence[Node], logits: NDArray[np.float32] | None) -> None:
+        if logits is None:
+            return
+        reach = self._scorer.reach
+        histories = [self._history(node, reach) for node in nodes] if reach else None
+        positions = [node.position + 1 for node in nodes]
+        step = self._scorer.step(logits, positions, histories, [node.fork for node in nodes])
+        for row, node in enumerate(nodes):
+            node.step, node.row = step, row
+
+    def _history(self, node: Node, reach: int) -> list[int]:
+        """The last `reach` tokens down to `node`."""
+        path: list[int] = []
+        above: Node | None = node
+        while above is not None and len(path) < reach:
+            path.append(above.known_token)
+            above = above.parent
+        return path[::-1]
+
+    def _place(self, nodes: Sequence[Node], function: PackageFunction) -> None:
+        """Gives each node a slot: any free one, or a run of them where the mode writes runs."""
+        if self._layout.mode is Mode.HYBRID:
+            slots = self._slots.take_run(len(nodes), function.rows)
+            if slots is None and self._committed:
+                self._pack()
+                slots = self._slots.take_run(len(nodes), function.rows)
+        else:
+            slots = self._slots.take(len(nodes))
+        if slots is None:
+            raise DrafterFault(
+                f"the draft's cache of {self._layout.slots} slots has no {len(nodes)} left; "
+                "no drafting for this request"
+            )
+        for node, slot in zip(nodes, slots, strict=True):
+            node.slot = slot
+
+    def _pack(self) -> None:
+        """Feeds everything again without gaps: freed slots lie scattered, and a run of them is needed."""
+        committed, self._committed = self._committed, []
+        pending = sorted((node for node in self._pending if not node.dropped), key=lambda node: node.position)
+        self._slots.clear()
+        self._seen[:] = False
+        step = self._layout.prefill.rows
+        for first in range(0, len(committed), step):
+            self._feed_line(committed[first : first + step], self._layout.prefill)
+        for first in range(0, len(pending), step):
+            self._feed_tree(pending[first : first + step], self._layout.prefill)
+        self._committed = committed

@@ -1,0 +1,239 @@
+"""What the converter knows and a package holds: the models, and what the package's functions take and give.
+
+`PackageLayout`: what a package's functions take and give: names, shapes, dtypes. The converter and the host both read
+it from here. Slots are places in the cache, rows are the tokens of one call. Which slot a token's keys lie in is the
+host's affair.
+
+`DecoderArchitecture`: which models the converter knows, read from config.json and refused by name where the graph would
+not fit. Knows the Neural Engine's grid; knows nothing of weights or of MLX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from outrider.protocol.errors import ModelError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+HEAD_GRID = 32  # the Neural Engine pads the last axis of a cache to this, and rejects states that are off it
+MAX_WIDTH = 16384  # the widest axis every Neural Engine takes
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderArchitecture:
+    """The sizes of a dense decoder of one of FAMILIES."""
+
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    tied: bool
+    max_positions: int
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def normed_heads(self) -> bool:
+        """True when queries and keys are normed before the rotation."""
+        return self.family == "qwen3"
+
+    @property
+    def head_chunks(self) -> list[int]:
+        """How many rows of the output head each chunk has; none is wider than MAX_WIDTH."""
+        full, rest = divmod(self.vocab_size, MAX_WIDTH)
+        return [MAX_WIDTH] * full + [rest] * (rest > 0)
+
+
+def read(config: Mapping[str, Any]) -> DecoderArchitecture:
+    """The architecture that config.json describes.
+
+    Raises:
+        ModelError: the family is not one of FAMILIES, or a size is off what the Neural Engine takes.
+    """
+    family = str(config.get("model_type", "none"))
+    if family not in FAMILIES:
+        raise ModelError(
+            f"the coreml drafter can't convert a {family!r} model; expected model_type {', '.join(FAMILIES)}"
+            " (use --draft-backend mlx for this one)"
+        )
+    _refuse_variants(family, config)
+    try:
+        heads = int(config["num_attention_heads"])
+        architecture = DecoderArchitecture(
+            family=family,
+            layers=int(config["num_hidden_layers"]),
+            hidden=int(config["hidden_size"]),
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=_head_dim(family, config, heads),
+            vocab_size=int(config["vocab_size"]),
+            norm_eps=float(config["rms_norm_eps"]),
+            tied=bool(config.get("tie_word_embeddings", family != "qwen3")),
+            max_positions=int(config.get("max_position_embeddings") or 2**31 - 1),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"config.json of this {family} model is incomplete ({error!r}); expected mlx-lm's keys"
+        ) from error
+    _check_grid(architecture)
+    return architecture
+
+
+def _head_dim(family: str, config: Mapping[str, Any], heads: int) -> int:
+    derived = int(config["hidden_size"]) // heads
+    return derived if family == "qwen2" else int(config.get("head_dim") or derived)
+
+
+def _refuse_variants(family: str, config: Mapping[str, Any]) -> None:
+    if config.get("rope_traditional"):
+        raise ModelError(
+            f"this {family} model has rope_traditional, which rotates neighbouring pairs; the coreml graph rotates"
+            " halves (use --draft-backend mlx for this one)"
+        )
+    sliding = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if family == "llama" and sliding:
+        raise ModelError(
+            f"this llama model has {sliding[0]} layers; the coreml graph attends to the whole context in every layer"
+            " (use --draft-backend mlx for this one)"
+        )
+
+
+def _check_grid(sizes: DecoderArchitecture) -> None:
+    if sizes.heads % sizes.kv_heads:
+        raise ModelError(f"{sizes.heads} query heads can't share {sizes.kv_heads} key/value heads evenly")
+    if sizes.head_dim % HEAD_GRID:
+        raise ModelError(
+            f"the head size is {sizes.head_dim}, off the Neural Engine's grid; expected a multiple of {HEAD_GRID}"
+            " (use --draft-backend mlx for this one)"
+        )
+    widest = max(sizes.hidden, sizes.intermediate, sizes.heads * sizes.head_dim)
+    if widest > MAX_WIDTH:
+        raise ModelError(
+            f"a layer is {widest} wide and the Neural Engine takes {MAX_WIDTH}; a draft model should be far smaller"
+        )
+
+
+TREE_ROWS = (1, 8, 16, 32)
+PREFILL_ROWS = 64
+SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
+
+
+class Mode(StrEnum):
+    """Where the cache lives.
+
+    STATELESS: with the host, which passes it in and gets the new rows back (what the Neural Engine takes most readily).
+    HYBRID: in one state a layer and tensor, written in one run of slots a call.
+    ONEHOT: in two states, written to any slots through a matrix of ones, without integers.
+    """
+
+    STATELESS = "stateless"
+    HYBRID = "hybrid"
+    ONEHOT = "onehot"
+
+    @property
+    def stateful(self) -> bool:
+        return self is not Mode.STATELESS
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named input, output or state; `integer` is int32, otherwise the package's float type."""
+
+    name: str
+    shape: tuple[int, ...]
+    integer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PackageFunction:
+    """One function of a package: `rows` tokens at once. Without `logits` it only fills the cache (the prefill)."""
+
+    name: str
+    rows: int
+    logits: bool
+
+
+FUNCTIONS = (
+    *(PackageFunction(f"q{rows}", rows, True) for rows in TREE_ROWS),
+    PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackageLayout:
+    """A package's sizes: `context` positions, `slots` >= context places in the cache; `weights` as in weights.KINDS."""
+
+    architecture: DecoderArchitecture
+    mode: Mode
+    weights: str
+    context: int
+    slots: int
+    functions: tuple[PackageFunction, ...] = FUNCTIONS
+
+    def inputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
+        sizes, rows = self.architecture, function.rows
+        common = (
+            Tensor("x", (1, sizes.hidden, 1, rows)),
+            Tensor("cos", (1, 1, rows, sizes.head_dim)),
+            Tensor("sin", (1, 1, rows, sizes.head_dim)),
+            Tensor("mask", (1, 1, rows, self.slots + rows)),
+        )
+        match self.mode:
+            case Mode.STATELESS:
+                past = (sizes.layers, sizes.kv_heads, self.slots, sizes.head_dim)
+                return (*common, Tensor("k_past", past), Tensor("v_past", past))
+            case Mode.HYBRID:
+                return (*common, Tensor("pos", (1,), integer=True))
+            case Mode.ONEHOT:
+                return (*common, Tensor("write", (1, 1, self.slots, rows)))
+
+    def states(self) -> tuple[Tensor, ...]:
+        sizes = self.architecture
+        match self.mode:
+            case Mode.STATELESS:
+                return ()
+            case Mode.HYBRID:
+                one = (1, sizes.kv_heads, self.slots, sizes.head_dim)
+                return tuple(Tensor(f"{kind}_state_{layer}", one) for layer in range(sizes.layers) for kind in "kv")
+            case Mode.ONEHOT:
+                whole = (sizes.layers, sizes.kv_heads, self.slots, sizes.head_dim)
+                return (Tensor("k_state", whole), Tensor("v_state", whole))
+
+    def outputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
+        """`k_new` and `v_new` first, where the host needs them: without a state, and from every prefill."""
+        sizes, rows = self.architecture, function.rows
+        fresh = (sizes.layers, sizes.kv_heads, rows, sizes.head_dim)
+        outputs: tuple[Tensor, ...] = ()
+        if not self.mode.stateful or not function.logits:
+            outputs = (Tensor("k_new", fresh), Tensor("v_new", fresh))
+        if function.logits:
+            chunks = enumerate(sizes.head_chunks)
+            outputs += tuple(Tensor(f"logits_{index}", (1, count, 1, rows)) for index, count in chunks)
+        return outputs
+
+    def smallest(self, rows: int) -> PackageFunction | None:
+        """The smallest function with logits for at least `rows` rows, or None."""
+        fitting = [function for function in self.functions if function.logits and function.rows >= rows]
+        return min(fitting, key=lambda function: function.rows, default=None)
+
+    @property
+    def largest(self) -> PackageFunction:
+        """The function with logits that takes most rows."""
+        return max((function for function in self.functions if function.logits), key=lambda function: function.rows)
+
+    @property
+    def prefill(self) -> PackageFunction:
+        """The function without logits."""
+        return next(function for function in self.functions if not function.logits)

@@ -1,0 +1,229 @@
+"""A .mlpackage read back from disk: its functions as plain records, weights still in the file.
+
+Only the protobuf classes of coremltools are used; the weights are read by `blobs`. So what is checked through this is
+what was written, not what was meant.
+
+`BlobFile`: reads weight.bin, CoreML's blob storage, through a memory map: nothing is copied until it is used. Each
+blob is a 64-byte header (sentinel, dtype, size, offset) and its bytes. Knows numbers of bits; knows nothing of graphs.
+
+Imports coremltools without the lines it prints where Core ML itself is missing, or torch, or scikit-learn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.protocol.errors import ModelError
+
+_HEADER = struct.Struct("<IIQQ")
+_SENTINEL = 0xDEADBEEF
+DTYPES: dict[str, type[np.generic]] = {
+    "FLOAT16": np.float16, "FLOAT32": np.float32, "INT8": np.int8, "UINT8": np.uint8, "INT16": np.int16,
+    "UINT16": np.uint16, "INT32": np.int32, "UINT32": np.uint32, "BOOL": np.bool_,
+}  # fmt: skip
+
+
+class BlobFile:
+    """weight.bin at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
+
+    def read(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """The array whose header lies at `offset`; UINT4 comes as uint8, one number an item.
+
+        Raises:
+            ModelError: there is no such blob there.
+        """
+        header = self._bytes[offset : offset + _HEADER.size].tobytes()
+        sentinel, _, size, start = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0, 0)
+        count = int(np.prod(shape))
+        expected = (count + 1) // 2 if dtype == "UINT4" else count * np.dtype(DTYPES[dtype]).itemsize
+        if sentinel != _SENTINEL or size != expected or start + size > self._bytes.size:
+            raise ModelError(
+                f"{self._path} holds no {dtype} {list(shape)} at {offset}; it does not belong to this model.mlmodel"
+            )
+        data = self._bytes[start : start + size]
+        return unpack4(data, count).reshape(shape) if dtype == "UINT4" else data.view(DTYPES[dtype]).reshape(shape)
+
+
+def unpack4(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """`count` 4-bit numbers, the low half of each byte first."""
+    return np.stack([data & 15, data >> 4], axis=-1).reshape(-1)[:count]
+
+
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # coremltools imports transformers, which then misses torch aloud
+
+
+def coremltools() -> Any:
+    """The coremltools module. Raises ModelError when it is not installed."""
+    logger = logging.getLogger("coremltools")
+    level, advice = logger.level, os.environ.get(_ADVICE)
+    logger.setLevel(logging.ERROR)
+    os.environ[_ADVICE] = "1"
+    try:
+        return importlib.import_module("coremltools")
+    except ImportError as error:
+        raise ModelError(f"the coreml drafter needs coremltools ({error}); pip install 'coremltools>=9.0'") from error
+    finally:
+        logger.setLevel(level)
+        if advice is None:
+            del os.environ[_ADVICE]
+        else:
+            os.environ[_ADVICE] = advice
+
+
+def mil() -> Any:
+    """coremltools' package of program builders: Builder, Function, Program, types."""
+    coremltools()
+    return importlib.import_module("coremltools.converters.mil.mil")
+
+
+def model_proto() -> Any:
+    """The protobuf module that model.mlmodel is written in."""
+    coremltools()
+    return importlib.import_module("coremltools.proto.Model_pb2")
+
+
+_DATA = Path("Data") / "com.apple.CoreML"
+MODEL = _DATA / "model.mlmodel"
+WEIGHTS = _DATA / "weights" / "weight.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A named value; `dtype` is CoreML's word (FLOAT16, INT32, ...). -1 in `shape` is an unknown size."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value known at load time: at `offset` of weight.bin, or `immediate`."""
+
+    port: Port
+    offset: int | None = None
+    immediate: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOperation:
+    """One operation; each argument is a list of value names or constants."""
+
+    kind: str
+    arguments: dict[str, list[str | Constant]]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFunction:
+    """`operations` in order; a `const` operation has one argument, "val"."""
+
+    name: str
+    inputs: tuple[Port, ...]
+    states: tuple[Port, ...]
+    outputs: tuple[str, ...]
+    operations: tuple[SavedOperation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """A package's functions by name."""
+
+    version: int
+    default_function: str
+    functions: dict[str, SavedFunction]
+    blobs: BlobFile = field(repr=False)
+
+    def value(self, constant: Constant) -> NDArray[Any]:
+        if constant.immediate is not None:
+            return constant.immediate
+        return self.blobs.read(constant.offset or 0, constant.port.dtype, constant.port.shape)
+
+
+def read(package: Path) -> SavedModel:
+    """The model in the .mlpackage directory `package`.
+
+    Raises:
+        ModelError: `package` is not one.
+    """
+    if not (package / MODEL).is_file() or not (package / WEIGHTS).is_file():
+        raise ModelError(f"{package} is not a Core ML package; expected {MODEL} and {WEIGHTS} in it")
+    return _Reader(package).read()
+
+
+class _Reader:
+    def __init__(self, package: Path) -> None:
+        self._package = package
+        proto = model_proto()
+        self._types = proto.DESCRIPTOR.pool.FindEnumTypeByName("CoreML.Specification.MILSpec.DataType")
+        self._model = proto.Model()
+        try:
+            self._model.ParseFromString((package / MODEL).read_bytes())
+        except ValueError as error:  # protobuf's DecodeError
+            raise ModelError(f"{package / MODEL} is damaged ({error}); convert the model again") from error
+
+    def read(self) -> SavedModel:
+        specs = sorted(self._model.mlProgram.functions.items())  # protobuf keeps no order
+        functions = {name: self._function(name, spec) for name, spec in specs}
+        return SavedModel(
+            self._model.specificationVersion,
+            self._model.description.defaultFunctionName,
+            functions,
+            BlobFile(self._package / WEIGHTS),
+        )
+
+    def _function(self, name: str, spec: Any) -> SavedFunction:
+        block = spec.block_specializations[spec.opset]
+        plain = [port for port in spec.inputs if port.type.WhichOneof("type") == "tensorType"]
+        states = [port for port in spec.inputs if port.type.WhichOneof("type") == "stateType"]
+        return SavedFunction(
+            name,
+            tuple(self._port(port.name, port.type) for port in plain),
+            tuple(self._port(port.name, port.type.stateType.wrappedType) for port in states),
+            tuple(block.outputs),
+            tuple(self._operation(operation) for operation in block.operations),
+        )
+
+    def _operation(self, spec: Any) -> SavedOperation:
+        if spec.blocks:
+            raise ModelError(f"{self._package} has a {spec.type} with blocks, which the interpreter does not know")
+        arguments: dict[str, list[str | Constant]] = {
+            name: [self._argument(binding) for binding in argument.arguments] for name, argument in spec.inputs.items()
+        }
+        if spec.type == "const":
+            arguments["val"] = [self._constant(spec.attributes["val"])]
+        return SavedOperation(spec.type, arguments, tuple(self._port(port.name, port.type) for port in spec.outputs))
+
+    def _argument(self, binding: Any) -> str | Constant:
+        return str(binding.name) if binding.WhichOneof("binding") == "name" else self._constant(binding.value)
+
+    def _port(self, name: str, spec: Any) -> Port:
+        tensor = spec.tensorType
+        sizes = (dim.constant.size if dim.WhichOneof("dimension") == "constant" else -1 for dim in tensor.dimensions)
+        return Port(name, self._types.values_by_number[tensor.dataType].name, tuple(sizes))
+
+    def _constant(self, spec: Any) -> Constant:
+        port = self._port("", spec.type)
+        if spec.WhichOneof("value") == "blobFileValue":
+            return Constant(port, offset=spec.blobFileValue.offset)
+        tensor = spec.immediateValue.tensor
+        kind = tensor.WhichOneof("value")
+        values = getattr(tensor, kind).values
+        if kind == "bytes":
+            array = np.frombuffer(values, DTYPES[port.dtype])
+        else:
+            array = np.array(list(values), DTYPES.get(port.dtype))
+        return Constant(port, immediate=array.reshape(port.shape))

@@ -1,0 +1,214 @@
+"""What runs a package: the interface of runtimes, and Core ML itself (macOS).
+
+`Runtime`: what runs a package: one interface, so that the host above it is the same on a Mac and anywhere else.
+
+`CoreMLRuntime`: Core ML itself (macOS): one compiled model a function, all loaded before the first call. coremltools'
+predict holds the GIL for the whole call and lets go of inputs late, on a queue of Core ML's own. So the worker that
+uses this is a process of its own, every call comes from one thread, and inputs are buffers that outlive it.
+
+`has_engine`: where Core ML plans to run a package's operations, and whether there is a Neural Engine to run them
+(macOS).
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafters.coreml.package import saved
+from outrider.drafters.coreml.package.package import Package
+from outrider.protocol.errors import ModelError, WorkerError
+
+Inputs = Mapping[str, NDArray[Any]]
+Outputs = dict[str, NDArray[np.float32]]
+
+
+class RuntimeState(Protocol):
+    """One request's cache inside a runtime; opaque to the host."""
+
+
+class Runtime(Protocol):
+    """Runs the functions of one package. Every call comes from one and the same thread."""
+
+    @property
+    def name(self) -> str:
+        """For a person: what runs it, and where."""
+        ...
+
+    def new_state(self) -> RuntimeState | None:
+        """An empty cache; None for a package whose cache lies with the host."""
+        ...
+
+    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+        """Runs `function`. Inputs are float32 (int32 for positions) of the shapes in the package's layout.
+
+        The arrays handed in stay the caller's: it may write to them after the call, and must never free them between
+        calls. Raises RuntimeFault when the device fails.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeviceAbsent(ModelError):
+    """What is to run a package is not in this machine at all, whatever the package."""
+
+
+class RuntimeFault(WorkerError):
+    """The device that runs a package failed; drafting goes on elsewhere or not at all."""
+
+
+UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
+
+
+class CoreMLRuntime:
+    """A `Runtime` over `package` on `units`, one of UNITS.
+
+    Raises:
+        ModelError: this is no Mac with Core ML, or Core ML refuses the package.
+    """
+
+    def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
+        """
+        Args:
+            functions: only these (all by default); each takes its time and its memory to load.
+        """
+        self.name = f"Core ML on {units}"
+        coremltools = saved.coremltools()
+        self._stateful = package.layout.mode.stateful
+        compiled = compiled_path(package)
+        try:
+            self._models = {
+                name: coremltools.models.CompiledMLModel(
+                    str(compiled),
+                    compute_units=coremltools.ComputeUnit[units],
+                    function_name=name,
+                    optimization_hints={"specializationStrategy": coremltools.SpecializationStrategy.FastPrediction},
+                )
+                for name in functions or [function.name for function in package.layout.functions]
+            }
+        except Exception as error:  # coremltools raises it bare
+            raise ModelError(f"Core ML can't load {package.path} on {units}: {first_line(error)}") from error
+
+    def new_state(self) -> RuntimeState | None:
+        if not self._stateful:
+            return None
+        state: RuntimeState = self._guarded(lambda: next(iter(self._models.values())).make_state())
+        return state
+
+    def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
+        model = self._models.get(function)
+        if model is None:
+            raise RuntimeFault(f"the function {function} was not loaded; loaded are {', '.join(self._models)}")
+        outputs = self._guarded(lambda: model.predict(dict(inputs), state))
+        return {name: np.asarray(array, np.float32) for name, array in outputs.items()}
+
+    def close(self) -> None:
+        self._models = {}
+
+    def _guarded(self, task: Callable[[], Any]) -> Any:
+        try:
+            return task()
+        except Exception as error:  # coremltools raises it bare
+            raise RuntimeFault(f"{self.name} failed: {first_line(error)}; drafting is off for this request") from error
+
+
+def compiled_path(package: Package) -> Path:
+    """The compiled model beside the package, made when it is not there; one for each build of macOS.
+
+    Raises:
+        DeviceAbsent: this is no Mac.
+        ModelError: Core ML refuses the package, or its directory can't be written to.
+    """
+    if sys.platform != "darwin":
+        raise DeviceAbsent("Core ML runs on macOS only; elsewhere the reference interpreter stands in for it")
+    path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
+    if path.is_dir():
+        return path
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            partial = Path(directory) / "model.mlmodelc"
+            _compile(package, partial)
+            with suppress(OSError):  # another process was quicker, and its work is as good
+                partial.rename(path)
+    except OSError as error:
+        raise ModelError(f"{package.path} can't be written to ({error}); compiled models are kept there") from error
+    return path
+
+
+def _compile(package: Package, destination: Path) -> None:
+    try:
+        saved.coremltools().models.utils.compile_model(str(package.mlpackage), str(destination))
+    except Exception as error:  # coremltools raises it bare
+        raise ModelError(f"Core ML can't compile {package.path}: {first_line(error)}") from error
+
+
+def os_build() -> str:
+    """macOS's build number (or the kernel's release elsewhere): a plan made on one does not hold on the next."""
+    if sys.platform != "darwin":
+        return platform.release()
+    command = ["/usr/bin/sw_vers", "-buildVersion"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    return done.stdout.strip() or platform.mac_ver()[0]
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_NO_WORK = ("const", "constexpr")
+Told = TypeVar("Told")
+
+
+def has_engine() -> bool:
+    """Raises ModelError where Core ML does not tell its devices."""
+    devices = importlib.import_module("coremltools.models.compute_device")
+    found = _asked(lambda: list(devices.MLComputeDevice.get_all_compute_devices()))
+    return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in found)
+
+
+def engine_share(package: Package, units: str) -> dict[str, float]:
+    """For each function Core ML has a plan for, the share of its operations planned for the Neural Engine.
+
+    Raises:
+        ModelError: Core ML makes no plan of the package.
+    """
+    return _asked(lambda: _shares(str(compiled_path(package)), units))
+
+
+def _shares(compiled: str, units: str) -> dict[str, float]:
+    coremltools = saved.coremltools()
+    plans = importlib.import_module("coremltools.models.compute_plan")
+    devices = importlib.import_module("coremltools.models.compute_device")
+    plan = plans.MLComputePlan.load_from_path(compiled, coremltools.ComputeUnit[units])
+    program = plan.model_structure.program
+    shares = {}
+    for name, function in program.functions.items() if program is not None else ():
+        placed = []
+        for operation in function.block.operations:
+            if operation.operator_name.split(".")[-1].startswith(_NO_WORK):
+                continue
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+            if usage is not None:
+                placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
+        if placed:  # of functions that a plan is not for, nothing is told
+            shares[name] = round(sum(placed) / len(placed), 4)
+    return shares
+
+
+def _asked(question: Callable[[], Told]) -> Told:
+    saved.coremltools()
+    try:
+        return question()
+    except Exception as error:  # coremltools raises it bare
+        raise ModelError(f"Core ML does not tell: {first_line(error)}") from error

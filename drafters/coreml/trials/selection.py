@@ -1,0 +1,354 @@
+"""Which package of a draft runs on which compute unit here: tried out once, remembered, chosen by time.
+
+At first use the tries end with the first good one; a thorough selection tries everything and takes the quickest. The
+Neural Engine comes first, because there the drafter costs the target least; then the CPU; then none, which means MLX.
+
+`Verdicts`: what trials on this machine showed, kept between runs. A verdict holds for one package, by its hash, one
+build of macOS and one coremltools; any change tries again.
+
+`PackageSource`: the packages a draft can be had as on this machine: those made of a checkpoint, or the one that was
+named itself.
+
+`ProbeVerdict`: one package on one compute unit, tried out in a process that may die: good, or not and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any, Protocol, TypeVar
+
+from outrider.drafters.coreml.converter import converter
+from outrider.drafters.coreml.converter.converter import Options, Progress
+from outrider.drafters.coreml.package import package
+from outrider.drafters.coreml.package.layout import Mode
+from outrider.drafters.coreml.package.package import Package
+from outrider.drafters.coreml.runtime.runtimes import os_build
+from outrider.drafters.coreml.trials import trial
+from outrider.drafters.coreml.trials.trial import Trial
+from outrider.protocol.errors import ModelError
+
+PREFERRED = ("CPU_AND_NE", "CPU_ONLY")
+PREDICTIONS = 300
+MODULE = "outrider.drafters.coreml.trials.trial"
+_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
+_LEAST_AGREEMENT = 0.9
+_MOST_DISTANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeVerdict:
+    """How one unit's trial ended: `trial` when it came to an end, `reason` when the unit is not to be used.
+
+    `final`: no package will fare better on this unit, see `trial.Ending`.
+    """
+
+    units: str
+    trial: Trial | None
+    reason: str = ""
+    final: bool = False
+
+    @property
+    def good(self) -> bool:
+        return not self.reason
+
+
+def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> ProbeVerdict:
+    """Runs the trial of `units` in a subprocess: compile, load, compare, predict, time."""
+    ending = trial.run_program(MODULE, arguments(package, units, predictions), _SECONDS)
+    if ending.written is None:
+        return ProbeVerdict(units, None, ending.reason, ending.final)
+    return judge(Trial(**json.loads(ending.written)))
+
+
+def arguments(package: Package, units: str, predictions: int) -> list[str]:
+    """Of the trial's command line, all but the file for its result."""
+    return ["--package", str(package.path), "--units", units, "--predictions", str(predictions)]
+
+
+def judge(trial: Trial) -> ProbeVerdict:
+    """Holds a finished trial to the agreement gate."""
+    if not trial.agreement >= _LEAST_AGREEMENT:  # NaN is not either
+        reason = f"it agreed with the reference on {trial.agreement:.0%} of tokens; expected {_LEAST_AGREEMENT:.0%}"
+    elif not trial.distance <= _MOST_DISTANCE:
+        reason = f"its distributions are {trial.distance:.3f} from the reference; expected at most {_MOST_DISTANCE}"
+    else:
+        reason = ""
+    return ProbeVerdict(trial.units, trial, reason)
+
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to make a package of a draft."""
+
+    mode: Mode
+    weights: str
+
+    def __str__(self) -> str:
+        return f"{self.mode.value} {self.weights}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A variant's verdict; `key` is the package's own hash, `context` its length in tokens."""
+
+    variant: Variant
+    context: int
+    key: str
+    verdict: ProbeVerdict
+
+    @classmethod
+    def of(cls, package: Package, verdict: ProbeVerdict) -> Tried:
+        layout = package.layout
+        return cls(Variant(layout.mode, layout.weights), layout.context, package.manifest.key, verdict)
+
+
+class Verdicts:
+    """The verdicts kept in `folder` for the draft whose weights have the hash `source_hash`."""
+
+    def __init__(self, folder: Path, source_hash: str) -> None:
+        self._file = folder / f"{source_hash[:16]}-{os_build()}-coremltools{version('coremltools')}.json"
+        self.rows: list[Tried] = read(self._file, _tried)
+
+    def find(self, package: Package, units: str) -> ProbeVerdict | None:
+        found = [row for row in self.rows if row.key == package.manifest.key and row.verdict.units == units]
+        return found[-1].verdict if found else None
+
+    def add(self, row: Tried) -> None:
+        known = (row.key, row.verdict.units)
+        self.rows = [other for other in self.rows if (other.key, other.verdict.units) != known] + [row]
+        write(self._file, [dataclasses.asdict(kept) for kept in self.rows])
+
+
+def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
+    """The rows of `file`; none when it is not there or can no longer be read: what it told is found out again."""
+    try:
+        return [parse(fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """All of `rows` or, for whoever reads meanwhile, all of those before."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    partial.replace(file)
+
+
+def _tried(fields: dict[str, Any]) -> Tried:
+    told = fields["verdict"]
+    trial = None if told["trial"] is None else Trial(**told["trial"])
+    verdict = ProbeVerdict(str(told["units"]), trial, str(told["reason"]), bool(told["final"]))
+    variant = Variant(Mode(fields["variant"]["mode"]), str(fields["variant"]["weights"]))
+    return Tried(variant, int(fields["context"]), str(fields["key"]), verdict)
+
+
+VARIANTS = tuple(Variant(mode, weights) for weights in ("fp16", "int8") for mode in Mode)
+"""In the order in which they are tried: the draft's own numbers first, and what the Neural Engine takes readily."""
+
+
+class PackageSource(Protocol):
+    """Where a draft's packages come from."""
+
+    @property
+    def source_hash(self) -> str: ...
+
+    @property
+    def variants(self) -> tuple[Variant, ...]: ...
+
+    def made(self, variant: Variant) -> bool:
+        """Whether the package is there already."""
+        ...
+
+    def get(self, variant: Variant) -> Package:
+        """The package, made now if need be. Raises ModelError when it can't be."""
+        ...
+
+    def discard(self, variant: Variant) -> None:
+        """Gives up a package that can be made again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OfCheckpoint:
+    """Packages of the model directory `checkpoint`, of `context` tokens, kept in `folder` (the cache by default)."""
+
+    checkpoint: Path
+    context: int
+    source_hash: str
+    progress: Progress | None = None
+    folder: Path | None = None
+    variants: tuple[Variant, ...] = VARIANTS
+
+    @classmethod
+    def of(cls, checkpoint: Path, context: int, progress: Progress | None = None) -> OfCheckpoint:
+        return cls(checkpoint, context, package.fingerprint(checkpoint), progress)
+
+    def made(self, variant: Variant) -> bool:
+        return converter.directory_of(self.source_hash, self._options(variant), self.folder).exists()
+
+    def get(self, variant: Variant) -> Package:
+        return converter.package_of(self.checkpoint, self._options(variant), self.progress, self.folder)
+
+    def discard(self, variant: Variant) -> None:
+        directory = converter.directory_of(self.source_hash, self._options(variant), self.folder)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def _options(self, variant: Variant) -> Options:
+        return Options(variant.mode, variant.weights, self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class OnePackage:
+    """A package that was named: there is no other, and it stays."""
+
+    package: Package
+
+    @property
+    def source_hash(self) -> str:
+        return self.package.manifest.source_hash
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        return (Variant(self.package.layout.mode, self.package.layout.weights),)
+
+    def made(self, variant: Variant) -> bool:
+        return True
+
+    def get(self, variant: Variant) -> Package:
+        return self.package
+
+    def discard(self, variant: Variant) -> None:
+        """It is not ours to remove."""
+
+
+_WEIGHED = ("q1", "q8", "q16")  # what a round of drafting calls
+_WORTH_A_CHANGE = 0.9  # of the time of what is tried earlier
+
+Try = Callable[[Package, str], ProbeVerdict]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`package` and `units` to use, None for none; `sentence` says so to a person, with the reasons."""
+
+    package: Package | None
+    units: str | None
+    sentence: str
+    tried: tuple[Tried, ...]
+
+
+def choose(
+    packages: PackageSource, memory: Path, tell: Tell, thorough: bool = False, attempt: Try = try_out
+) -> Selection:
+    """The package and unit to draft with.
+
+    Args:
+        memory: directory where verdicts are kept.
+        tell: gets a sentence before each trial, which may take minutes.
+        thorough: try every package on every unit; those made only for that are removed again.
+
+    Raises:
+        ModelError: not one package of the draft can be made.
+    """
+    return _Selector(packages, Verdicts(memory, packages.source_hash), tell, attempt).choose(thorough)
+
+
+class _Selector:
+    def __init__(self, packages: PackageSource, verdicts: Verdicts, tell: Tell, attempt: Try) -> None:
+        self._packages, self._verdicts, self._tell, self._attempt = packages, verdicts, tell, attempt
+        self._made_here = [variant for variant in packages.variants if not packages.made(variant)]
+        self._rows: list[Tried] = []
+
+    def choose(self, thorough: bool) -> Selection:
+        chosen: Tried | None = None
+        for units in PREFERRED:
+            if chosen is None or thorough:
+                rows = self._try_all(units) if thorough else self._known(units) or self._try_until_good(units)
+                self._rows += [row for row in rows if row not in self._rows]
+                chosen = chosen or quickest(rows)
+        for variant in self._made_here if thorough else ():
+            if chosen is None or variant != chosen.variant:
+                self._packages.discard(variant)
+        return self._selection(chosen)
+
+    def _known(self, units: str) -> list[Tried]:
+        """What is remembered of the packages that are there, if one of them is good."""
+        rows = []
+        for variant in filter(self._packages.made, self._packages.variants):
+            package = self._packages.get(variant)
+            verdict = self._verdicts.find(package, units)
+            rows += [] if verdict is None else [Tried.of(package, verdict)]
+        return rows if quickest(rows) else []
+
+    def _try_until_good(self, units: str) -> list[Tried]:
+        rows: list[Tried] = []
+        while len(rows) < len(self._packages.variants) and not (rows and (rows[-1].verdict.good or _final(rows))):
+            rows += self._try(units, len(rows))
+        return rows
+
+    def _try_all(self, units: str) -> list[Tried]:
+        rows: list[Tried] = []
+        while len(rows) < len(self._packages.variants) and not _final(rows):
+            rows += self._try(units, len(rows))
+        return rows
+
+    def _try(self, units: str, number: int) -> list[Tried]:
+        """The verdict of one variant: remembered, or found now."""
+        variant = self._packages.variants[number]
+        try:
+            package = self._packages.get(variant)
+        except ModelError as error:
+            if number == 0:
+                raise
+            return [Tried(variant, 0, "", ProbeVerdict(units, None, str(error)))]
+        verdict = self._verdicts.find(package, units)
+        if verdict is None:
+            self._tell(f"trying Core ML on {units} with this draft, {variant} (once)")
+            verdict = self._attempt(package, units)
+            self._verdicts.add(Tried.of(package, verdict))
+        return [Tried.of(package, verdict)]
+
+    def _selection(self, chosen: Tried | None) -> Selection:
+        bad = "; ".join(
+            f"{row.verdict.units}, {row.variant}: {row.verdict.reason}" for row in self._rows if not row.verdict.good
+        )
+        if chosen is None or chosen.verdict.trial is None:
+            sentence = f"Core ML does not help this draft on this machine; drafting with MLX instead ({bad})"
+            return Selection(None, None, sentence, tuple(self._rows))
+        units, ms = chosen.verdict.units, chosen.verdict.trial.ms["q1"]
+        sentence = f"drafting with Core ML on {units}, {chosen.variant}, {ms:.2f} ms a token"
+        package = self._packages.get(chosen.variant)
+        return Selection(package, units, f"{sentence} ({bad})" if bad else sentence, tuple(self._rows))
+
+
+def quickest(rows: Sequence[Tried]) -> Tried | None:
+    """The first good row, unless a later one is quicker by a tenth; None when none is good."""
+    best: Tried | None = None
+    for row in rows:
+        trial = row.verdict.trial
+        if not row.verdict.good or trial is None:
+            continue
+        if best is None or best.verdict.trial is None or _cost(trial) < _WORTH_A_CHANGE * _cost(best.verdict.trial):
+            best = row
+    return best
+
+
+def _cost(trial: Trial) -> float:
+    return mean(trial.ms[name] for name in _WEIGHED)
+
+
+def _final(rows: Sequence[Tried]) -> bool:
+    return bool(rows) and rows[-1].verdict.final

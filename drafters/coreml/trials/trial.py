@@ -1,0 +1,229 @@
+"""`python -m outrider.drafters.coreml.trials.trial`: one package on one compute unit, tried out. Writes what it saw.
+
+Meant to be sacrificed: a graph the Neural Engine's compiler dislikes can end the whole process, some only after a
+hundred predictions. So this runs in a process of its own (`selection` starts it), and a missing file is an answer too.
+
+`Ending`: a program run in a process that may die: what it wrote, or how it ended. Knows nothing of what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.drafters.coreml.host.host import LinearCache, PackageHost
+from outrider.drafters.coreml.package.layout import PackageFunction
+from outrider.drafters.coreml.package.package import Package, open_package
+from outrider.drafters.coreml.runtime import runtimes
+from outrider.drafters.coreml.runtime.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
+from outrider.drafters.coreml.runtime.runtimes import DeviceAbsent, compiled_path
+from outrider.protocol.errors import ModelError, OutriderError
+
+ABSENT = 20
+"""The exit code of a program whose device is not there at all."""
+_ROOT = Path(__file__).absolute().parents[4]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`written`: what the program left, None when it left nothing, and then `reason` says why.
+
+    `final`: the device is not there or does not come back, so that another try of the like is of no use.
+    """
+
+    written: str | None
+    reason: str = ""
+    final: bool = False
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of one of this project's modules."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """This process's, in which the project is found from everywhere."""
+    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def run_program(module: str, arguments: list[str], seconds: float) -> Ending:
+    """Runs `module` with `arguments` and --result FILE, for at most so many seconds."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"
+        line = command(module, *arguments, "--result", str(result))
+        try:
+            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=seconds, env=environment())
+        except subprocess.TimeoutExpired:
+            return Ending(None, f"its trial was still running after {seconds:.0f} seconds", final=True)
+        if not result.is_file():
+            return Ending(None, _reason(done), final=done.returncode == ABSENT)
+        return Ending(result.read_text(encoding="utf-8"))
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"its trial was ended by {_signal(-done.returncode)}"
+    lines = done.stderr.strip().splitlines()
+    return f"its trial failed: {lines[-1]}" if lines else f"its trial failed with exit code {done.returncode}"
+
+
+def _signal(number: int) -> str:
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(number, f"signal {number}")
+
+
+_STEPS = 12
+_WARM_UP = 3
+_TIE = 0.05  # of the logits' standard deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a unit did with a package.
+
+    `agreement`: share of compared rows whose best token is the interpreter's (see `agreement`); `distance`: mean total
+    variation between the two distributions. `ms`: median milliseconds a call by function; `engine_share`: the share of
+    its operations that Core ML plans for the Neural Engine, {} where it tells no plan. `compile_seconds` is 0 for what
+    was compiled before.
+    """
+
+    units: str
+    compile_seconds: float
+    load_seconds: float
+    predictions: int
+    agreement: float
+    distance: float
+    ms: dict[str, float] = field(default_factory=dict)
+    engine_share: dict[str, float] = field(default_factory=dict)
+
+
+def run(package: Package, units: str, predictions: int) -> Trial:
+    """Compiles, loads, compares with the interpreter, predicts `predictions` times, measures.
+
+    Raises:
+        DeviceAbsent: this machine has no such unit.
+        OutriderError: the device refused or gave no numbers.
+    """
+    started = time.monotonic()
+    if units != REFERENCE:
+        compiled_path(package)
+    _check_engine(units)
+    compiled = time.monotonic()
+    host = PackageHost(package, runtime_of(package, units))
+    loaded = time.monotonic()
+    found, expected = _logits(host), _logits(PackageHost(package, NumpyRuntime(package.mlpackage)))
+    return Trial(
+        units=units,
+        compile_seconds=round(compiled - started, 3),
+        load_seconds=round(loaded - compiled, 3),
+        predictions=predictions,
+        agreement=agreement(found, expected),
+        distance=float(np.abs(_softmax(found) - _softmax(expected)).sum(axis=-1).mean() / 2),
+        ms=_times(host, predictions),
+        engine_share=_engine_share(package, units),
+    )
+
+
+def _check_engine(units: str) -> None:
+    """Without a Neural Engine that unit would be the CPU by another name. Silence is no proof that there is none."""
+    if units != "CPU_AND_NE":
+        return
+    try:
+        there = runtimes.has_engine()
+    except ModelError:
+        return
+    if not there:
+        raise DeviceAbsent("Core ML can't use a Neural Engine on this machine")
+
+
+def _engine_share(package: Package, units: str) -> dict[str, float]:
+    if units == REFERENCE:
+        return {}
+    try:
+        return runtimes.engine_share(package, units)
+    except ModelError:  # it predicts well, wherever it does so
+        return {}
+
+
+def agreement(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """The share of rows [R, vocab] that choose alike; where the two best are all but tied, either choice is alike."""
+    top = np.argsort(-expected, axis=-1)[:, :2]
+    first, second = np.take_along_axis(expected, top, axis=-1).T
+    tied = (first - second <= _TIE * expected.std(axis=-1)) & (found.argmax(axis=-1) == top[:, 1])
+    return float(((found.argmax(axis=-1) == top[:, 0]) | tied).mean())
+
+
+def _logits(host: PackageHost) -> NDArray[np.float32]:
+    """Rows of a fixed random text, read by the prefill, by eight at once and one by one."""
+    layout = host.layout
+    text = np.random.default_rng(0).integers(0, layout.architecture.vocab_size, layout.context).tolist()
+    line, rows = LinearCache(host), []
+    several, single = layout.functions[1], layout.functions[0]
+    line.feed(text[:16], layout.prefill)
+    for function, count in ((several, several.rows), *((single, 1) for _ in range(_STEPS))):
+        fresh = line.feed(text[line.length : line.length + count], function)
+        if fresh.logits is not None:
+            rows.append(fresh.logits)
+    line.close()
+    return np.concatenate(rows)
+
+
+def _times(host: PackageHost, predictions: int) -> dict[str, float]:
+    """Milliseconds a call: the single-row function as often as asked, the others a tenth as often."""
+    single = host.layout.functions[0]
+    return {
+        function.name: round(_time(host, function, predictions if function is single else predictions // 10 + 1), 4)
+        for function in host.layout.functions
+    }
+
+
+def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
+    line, taken = LinearCache(host), []
+    for _ in range(count + _WARM_UP):
+        if line.length + function.rows > host.layout.context:
+            line.close()
+            line = LinearCache(host)
+        started = time.perf_counter()
+        line.feed([1] * function.rows, function)
+        taken.append(time.perf_counter() - started)
+    line.close()
+    return 1e3 * median(taken[_WARM_UP:])
+
+
+def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.trials.trial", description=__doc__)
+    parser.add_argument("--package", type=Path, required=True)
+    parser.add_argument("--units", choices=NAMES, required=True)
+    parser.add_argument("--predictions", type=int, default=300)
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        trial = run(open_package(options.package), options.units, options.predictions)
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+    options.result.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

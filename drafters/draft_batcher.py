@@ -1,0 +1,174 @@
+"""Several requests' work in forwards that they share, under one budget of branches.
+
+What each wants fed is collected, fed at once, and handed back. What fails with other requests is tried alone, so that
+only the request whose own forward fails ends.
+
+`Capacity`: how many branches can be ready when the target is: what a forward takes by its rows, against how long a
+round is. Counts and times only; knows nothing of what is drafted. Old measurements fade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree, TreeFeed
+from outrider.drafters.fan_out import BranchRequest, Calibration, shares
+from outrider.drafters.growth import ReadyBranches, Result, Steps
+from outrider.drafters.work_ahead import WorkAhead
+from outrider.engine.pace import FADE, ForwardCost
+from outrider.protocol import clock
+from outrider.protocol.errors import OutriderError, named_errors
+
+# Until so much has been seen nothing is said.
+ENOUGH = 8.0
+
+
+class Capacity:
+    """Live estimates of one drafter beside its target."""
+
+    def __init__(self) -> None:
+        self._cost = ForwardCost()
+        self._rounds = self._round_ms = 0.0
+
+    def forward(self, rows: int, ms: float) -> None:
+        """A forward of so many tokens took `ms`."""
+        self._cost.add(rows, ms)
+
+    def round(self, ms: float) -> None:
+        """From one commit of a request, with a chain to verify, to the next it took `ms`."""
+        self._rounds = self._rounds * FADE + 1.0
+        self._round_ms = self._round_ms * FADE + ms
+
+    def branches(self, depth: int) -> int | None:
+        """How many branches of this depth can grow while a round lasts, all requests' together; None: not known yet.
+
+        Their forwards are one more than they are deep: those of full acceptance begin with the second.
+        """
+        if min(self._rounds, self._cost.seen) < ENOUGH:
+            return None
+        fixed, each = self._cost.line
+        room = self._round_ms / self._rounds / (depth + 1) - fixed
+        return max(int(room / each), 0)
+
+
+Found = TypeVar("Found")
+
+
+class DraftBatcher:
+    """Makes forwards of `drafter` for all requests that want one."""
+
+    def __init__(self, drafter: Drafter, calibration: Calibration | None = None) -> None:
+        self.capacity = Capacity()
+        self._joining = drafter if isinstance(drafter, BatchingDrafter) else None
+        self._calibration = calibration or Calibration()
+
+    def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
+        """One forward for each of `works`; in place of an answer, the error of one that failed.
+
+        `active`: among how many requests the drafter's time is shared.
+        """
+        started_ns = clock.now()
+        wishes = [_tried(work.wish) for work in works]
+        self._grant(
+            [(work, wish) for work, wish in zip(works, wishes, strict=True) if isinstance(wish, BranchRequest)], active
+        )
+        failed = {id(work): wish for work, wish in zip(works, wishes, strict=True) if isinstance(wish, OutriderError)}
+        sound = [work for work in works if id(work) not in failed]
+        jobs = [_Job(work.tree, work.advance()) for work in sound]
+        rows = self._run(jobs)
+        if rows:
+            self.capacity.forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
+        found = iter(jobs)
+        return [failed[id(work)] if id(work) in failed else next(found).found() for work in works]
+
+    def _grant(self, asked: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
+        """Shares out what can be ready in time; who comes later finds the like left."""
+        wishes = [wish for _, wish in asked]
+        budget = self.capacity.branches(max((wish.depth for wish in wishes), default=0)) if active > 1 else None
+        if budget is not None:
+            budget = budget * len(wishes) // active
+        for (work, wish), share in zip(asked, shares(wishes, budget, self._calibration), strict=True):
+            work.grant(wish, share)
+
+    def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
+        """What follows each one's committed text, `depths` tokens of it; or why there is nothing."""
+        jobs = [_Job(work.tree, work.continuation(depth)) for work, depth in zip(works, depths, strict=True)]
+        self._run(jobs)
+        return [job.found() for job in jobs]
+
+    def _run(self, jobs: Sequence[_Job[Result]]) -> int:
+        """Works until all have ended; how many tokens were fed."""
+        rows = 0
+        for job in jobs:
+            job.begin()
+        while hungry := [job for job in jobs if job.feed is not None]:
+            rows += sum(len(job.wanted().tokens) for job in hungry)
+            for job, fed in zip(hungry, self._fed(hungry), strict=True):
+                job.go_on(fed)
+        return rows
+
+    def _fed(self, jobs: Sequence[_Job[Result]]) -> list[list[int] | OutriderError]:
+        """One forward, or one each where they can't be joined: each job's new nodes."""
+        if self._joining is not None and len(jobs) > 1:
+            trees, feeds, join = [job.tree for job in jobs], [job.wanted() for job in jobs], self._joining.feed_together
+            found = _tried(lambda: join(trees, feeds))
+            if not isinstance(found, OutriderError):
+                return list(found)
+        return [_tried(job.alone) for job in jobs]
+
+
+class _Job(Generic[Result]):
+    """One request's work: `feed` is what it waits for, None once it has ended."""
+
+    def __init__(self, tree: TokenTree, steps: Steps[Result]) -> None:
+        self.tree, self._steps = tree, steps
+        self.feed: TreeFeed | None = None
+        self._found: list[Result | OutriderError] = []
+
+    def begin(self) -> None:
+        self._step(lambda: next(self._steps))
+
+    def go_on(self, fed: list[int] | OutriderError) -> None:
+        if isinstance(fed, OutriderError):
+            self.feed = None
+            self._found.append(fed)
+        else:
+            self._step(lambda: self._steps.send(fed))
+
+    def wanted(self) -> TreeFeed:
+        if self.feed is None:
+            raise ValueError("this job has ended; only one that waits can be fed")
+        return self.feed
+
+    def alone(self) -> list[int]:
+        feed = self.wanted()
+        return self.tree.feed(feed.parents, feed.tokens)
+
+    def found(self) -> Result | OutriderError:
+        return self._found[0]
+
+    def _step(self, step: Callable[[], TreeFeed]) -> None:
+        def stepped() -> TreeFeed | None:
+            try:
+                return step()
+            except StopIteration as ended:
+                self._found.append(ended.value)
+                return None
+
+        feed = _tried(stepped)
+        if isinstance(feed, OutriderError):
+            self._found.append(feed)
+            self.feed = None
+        else:
+            self.feed = feed
+
+
+def _tried(task: Callable[[], Found]) -> Found | OutriderError:
+    """What `task` returns, or why it failed."""
+    try:
+        with named_errors("the draft's forward"):
+            return task()
+    except OutriderError as error:
+        return error

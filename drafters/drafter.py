@@ -1,0 +1,211 @@
+"""The interface of a drafter: anything that proposes tokens. A new drafter is one new file behind these two classes.
+
+A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or which outcomes are worth preparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.tree_feed import Candidate, TreeFeed
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Halves
+from outrider.protocol.trees import SparseQ
+
+__all__ = [
+    "BatchingDrafter",
+    "Candidate",
+    "Drafter",
+    "DrafterFault",
+    "DrawingDrafter",
+    "DrawingTree",
+    "FeatureDrafter",
+    "FeatureTree",
+    "TokenTree",
+    "TreeFeed",
+]
+
+
+class TokenTree(Protocol):
+    """One request's committed tokens and the drafted tokens that grow from them.
+
+    A *node* is a token that has been fed, so that what follows it is known. Nodes are ints, numbered from 0 in feeding
+    order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's
+    node. Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or
+    without noise (residual sampling).
+    """
+
+    @property
+    def root(self) -> int: ...
+
+    @property
+    def next_node(self) -> int: ...
+
+    @property
+    def cached(self) -> int:
+        """How many of the tokens it was opened with were not read, for they were remembered."""
+        ...
+
+    @property
+    def committed_len(self) -> int:
+        """Number of committed tokens, the root's included."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many further positions fit behind the committed tokens before the context ends."""
+        ...
+
+    def column_tokens(self) -> list[int]:
+        """The token of every committed KV column, in order; must equal the committed tokens."""
+        ...
+
+    def child(self, node: int, token: int) -> int | None:
+        """The fed node for `token` right after `node`, if there is one. May evaluate."""
+        ...
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        """Feeds one token behind each parent, all in one forward, and returns their nodes.
+
+        A token of None is the parent's own best continuation, kept on the device: feeding is lazy and never waits. A
+        parent may be a node of this same call if its token comes earlier in the list and the child's token is not None.
+        """
+        ...
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        """Each node's own best continuation. Waits for it."""
+        ...
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        """The `count` best continuations of each node, best first. Waits for them."""
+        ...
+
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        """Makes `tokens` final, which follow the root though nobody drafted them; the last becomes the root. Waits.
+
+        Every pending node is dropped. What may follow the tokens before the last is not looked at, so that many cost no
+        more memory than a prompt's. With `more` there is no root, until a later call reads the rest.
+        """
+        ...
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Makes `path` (a child of the root and so on downwards) final; its last node becomes the root.
+
+        Descendants of the new root stay; every other pending node is dropped.
+        """
+        ...
+
+    def close(self, spoilt: bool = False) -> None:
+        """Frees what it holds; what a cache may keep for later texts goes there, unless it is `spoilt` by a failure."""
+        ...
+
+
+class Drafter(Protocol):
+    """What proposes: opens one tree a request."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def parameters(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def prompt_cache(self) -> PromptCache:
+        """What it remembers of texts that have ended: nothing where it reads every text in full."""
+        ...
+
+    @property
+    def note(self) -> str:
+        """What a person should know about how it runs; mostly nothing."""
+        ...
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> TokenTree:
+        """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
+
+        What `constraint` rules out scores -inf; a drafter without scores may leave it out, for the target has it too.
+        """
+        ...
+
+
+class DrawingTree(TokenTree, Protocol):
+    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
+
+    By noise of its own wherever a chain begins, which is behind every token that was told (`engine.residual`).
+    """
+
+    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+        """As `TokenTree.child`; `told` True: only a node that was fed as a token, False: only one fed as None."""
+        ...
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        """What each node's own continuation was drawn from, a row a node; None for no nodes. Waits for it."""
+        ...
+
+
+@runtime_checkable
+class DrawingDrafter(Drafter, Protocol):
+    """A drafter that can draw. One that can't proposes for residual sampling all the same, what it thinks best."""
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> DrawingTree:
+        """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
+        ...
+
+
+@runtime_checkable
+class FeatureTree(TokenTree, Protocol):
+    """A tree of what reads the target's hidden rows."""
+
+    def add_features(self, position: int, rows: Halves) -> None:
+        """Rows [N, W] of committed tokens, the first at `position`, as they come: also of ones yet to be committed."""
+        ...
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could once `ahead` tokens more were read. Before that there is no root."""
+        ...
+
+
+@runtime_checkable
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter whose trees are told the target's rows. `features`: of what they are made, which both ends compare."""
+
+    @property
+    def features(self) -> str: ...
+
+
+@runtime_checkable
+class BatchingDrafter(Drafter, Protocol):
+    """A drafter whose trees can grow in one forward. Those of another are fed one after the other."""
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """As `TokenTree.feed` for each tree; a call that fails leaves every tree as it was."""
+        ...
+
+
+class DrafterFault(OutriderError):
+    """The drafter can't go on with this request; the target goes on alone."""

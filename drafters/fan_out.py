@@ -1,0 +1,227 @@
+"""Which outcomes to prepare, and what past rounds taught about them.
+
+`BranchRequest`: which outcomes to prepare: how many bonus candidates at each number of accepted tokens, under a budget
+of branches. Paper section 4 (fan-out). A policy returns F_k for k = 0..chain_length; it is told what the drafter thinks
+at each fork point, None where that is not known yet.
+
+`Calibration`: what past rounds taught: how often a chain token holds, and where the bonus token was found among the
+candidates. Both depend on how sure the drafter was, so both are counted by *gap*: by how much the token chosen beats
+the next, or a candidate lies below the first. Counts only; knows nothing of branches or budgets. Old rounds fade.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+MAX_RANK = 8
+FADE = 0.998
+# What a rank beyond the counted ones is worth, as a share of the one before it.
+BEYOND = 0.8
+
+# Bucket borders of gaps, nats. Between two of them acceptance changes by about ten points on the embedded pair.
+GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
+BUCKETS = len(GAPS) + 1
+
+# Until rounds have been seen, this many of a typical pair's stand for them (measured, docs/log.md).
+PRIOR_ROUNDS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """A fork point: what the drafter thinks may follow k accepted tokens.
+
+    `own_gap`: by how much the chain's own next token beats the best other; None after the whole chain. `gaps`: of the
+    candidates for the bonus token, best first, each below the drafter's best.
+    """
+
+    own_gap: float | None
+    gaps: tuple[float, ...]
+
+    def below_first(self, rank: int) -> float:
+        """How far candidate `rank` lies below the first candidate."""
+        return self.gaps[rank] - self.gaps[0]
+
+
+class Share:
+    """How often something happened out of how often it could have, with a prior."""
+
+    def __init__(self, prior: float) -> None:
+        self._happened = PRIOR_ROUNDS * prior
+        self._tried = PRIOR_ROUNDS
+
+    def add(self, happened: bool) -> None:
+        self._happened = self._happened * FADE + happened
+        self._tried = self._tried * FADE + 1.0
+
+    @property
+    def value(self) -> float:
+        return self._happened / self._tried
+
+
+class Calibration:
+    """Live estimates behind the fan-out."""
+
+    def __init__(self) -> None:
+        middles = [0.12, *((a + b) / 2 for a, b in pairwise(GAPS)), 12.0]
+        self._accepted = [Share(1.0 - 0.6 * math.exp(-gap / 1.5)) for gap in middles]
+        self._by_position: list[Share] = []
+        self._by_gap = {
+            full: [[Share(_prior_share(full, rank, gap)) for gap in middles] for rank in range(MAX_RANK)]
+            for full in (False, True)
+        }
+        self._by_rank = {
+            full: [Share(_prior_share(full, rank, 0.5 + 0.5 * rank)) for rank in range(MAX_RANK)]
+            for full in (False, True)
+        }
+
+    def learn(self, points: Sequence[ForkPoint], chain_length: int, accepted: int, rank: int | None) -> None:
+        """One outcome: `accepted` of `chain_length` held, and the bonus stood at `rank` among the candidates there.
+
+        `points` are those of 0..accepted, the last of them unless the chain was not thought beyond; a rank of None:
+        beyond the candidates.
+        """
+        while len(self._by_position) < chain_length:
+            self._by_position.append(Share(0.75))
+        for position in range(min(accepted + 1, chain_length)):
+            gap = points[position].own_gap
+            self._by_position[position].add(position < accepted)
+            if gap is not None:
+                self._accepted[bisect(GAPS, gap)].add(position < accepted)
+        if accepted == len(points):
+            return
+        full, point = accepted == chain_length, points[accepted]
+        for candidate in range(min(len(point.gaps), MAX_RANK)):
+            self._by_rank[full][candidate].add(candidate == rank)
+            bucket = bisect(GAPS, point.below_first(candidate))
+            self._by_gap[full][candidate][bucket].add(candidate == rank)
+
+    def acceptance(self, position: int, gap: float | None = None) -> float:
+        """Probability that chain token `position` holds, given that all before it held; better with its gap."""
+        if gap is not None:
+            return self._accepted[bisect(GAPS, gap)].value
+        return self._by_position[position].value if position < len(self._by_position) else 0.75
+
+    def bonus_share(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
+        """Probability that the bonus is candidate number `rank`, the chain's own token left out."""
+        rank_known = min(rank, MAX_RANK - 1)
+        if point is None:
+            return self._by_rank[full][rank_known].value * BEYOND ** (rank - rank_known)
+        share = self._by_gap[full][rank_known][bisect(GAPS, point.below_first(rank))]
+        return share.value * BEYOND ** (rank - rank_known)
+
+
+def _prior_share(full: bool, rank: int, gap: float) -> float:
+    first = 0.8 if full else 0.5
+    return first if rank == 0 else 0.4 * math.exp(-gap) / rank
+
+
+FanOut = Callable[[Sequence[ForkPoint | None], int, Calibration], list[int]]
+
+# Theorem 12's exponent r of 1 - p_hit(F) = F^-r; the paper shows straight lines near this slope.
+POWER_LAW_EXPONENT = 1.0
+
+
+def uniform(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
+    """The same everywhere; what does not divide goes to the longest acceptances."""
+    counts = [budget // len(points)] * len(points)
+    for index in range(budget % len(points)):
+        counts[len(points) - 1 - index] += 1
+    return counts
+
+
+def geometric(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
+    """Theorem 12: F_k proportional to a^(k/(1+r)), the last one lifted by (1-a)^(-1/(1+r)).
+
+    Whole numbers by largest remainder, so that the counts add up to the budget.
+    """
+    rates = [calibration.acceptance(position) for position in range(len(points) - 1)]
+    rate = min(max(sum(rates) / len(rates) if rates else 0.5, 0.05), 0.98)
+    power = 1.0 / (1.0 + POWER_LAW_EXPONENT)
+    weights = [rate ** (k * power) for k in range(len(points))]
+    weights[-1] *= (1.0 - rate) ** -power
+    shares = [budget * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: counts[k] - shares[k])
+    for k in by_remainder[: budget - sum(counts)]:
+        counts[k] += 1
+    return counts
+
+
+def best_first(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
+    """The likeliest (k, rank) pairs first."""
+    counts = [0] * len(points)
+    for _, k in islice(ranked(points, calibration), budget):
+        counts[k] += 1
+    return counts
+
+
+def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iterator[tuple[float, int]]:
+    """Every branch there may be, likeliest first: its probability, and after how many accepted tokens it begins.
+
+    By live estimates of P(k) * P(rank | k) given how sure the drafter is.
+    """
+    reach = 1.0
+    heap: list[tuple[float, int, int, float]] = []
+    for k, point in enumerate(points):
+        full = k == len(points) - 1
+        holds = 0.0 if full else calibration.acceptance(k, point.own_gap if point else None)
+        stops_here = reach * (1.0 - holds)
+        if point is None or point.gaps:  # filters may leave nothing but the chain's own token
+            heapq.heappush(heap, (-stops_here * calibration.bonus_share(full, 0, point), k, 0, stops_here))
+        reach *= holds
+    while heap:
+        gain, k, rank, stops_here = heapq.heappop(heap)
+        yield -gain, k
+        point, full = points[k], k == len(points) - 1
+        if point is None or rank + 1 < len(point.gaps):
+            share = calibration.bonus_share(full, rank + 1, point)
+            heapq.heappush(heap, (-stops_here * share, k, rank + 1, stops_here))
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRequest:
+    """A request's: `branches` outcomes to be prepared for, `depth` deep, at these fork points (None: not known yet).
+
+    The `rank_offset` likeliest are other drafters'.
+    """
+
+    points: Sequence[ForkPoint | None]
+    branches: int
+    depth: int
+    rank_offset: int = 0
+
+
+def ranks(wish: BranchRequest, branches: int, policy: FanOut, calibration: Calibration) -> list[range]:
+    """Which bonus candidates to prepare for at each fork point: `branches` of them, those a policy would add to the
+    `rank_offset` likeliest."""
+    until = policy(wish.points, wish.rank_offset + branches, calibration)
+    since = policy(wish.points, wish.rank_offset, calibration) if wish.rank_offset else [0] * len(until)
+    return [range(first, last) for first, last in zip(since, until, strict=True)]
+
+
+def shares(wishes: Sequence[BranchRequest], budget: int | None, calibration: Calibration) -> list[int]:
+    """How many branches each request gets, of `budget` in all: those most likely needed, whosever they are.
+
+    Nobody gets more than the wish, nobody that wishes for any gets none. A budget of None grants every wish.
+    """
+    if budget is None or sum(wish.branches for wish in wishes) <= budget:
+        return [wish.branches for wish in wishes]
+    counts = [min(wish.branches, 1) for wish in wishes]
+    others = (_by(index, wish, calibration) for index, wish in enumerate(wishes))
+    for _, index in islice(heapq.merge(*others), max(budget - sum(counts), 0)):
+        counts[index] += 1
+    return counts
+
+
+def _by(index: int, wish: BranchRequest, calibration: Calibration) -> Iterator[tuple[float, int]]:
+    """One request's branches but its first as `heapq.merge` takes them: the least number first."""
+    for gain, _ in islice(ranked(wish.points, calibration), wish.rank_offset + 1, wish.rank_offset + wish.branches):
+        yield -gain, index
+
+
+POLICIES: dict[str, FanOut] = {"best-first": best_first, "geometric": geometric, "uniform": uniform}

@@ -1,0 +1,311 @@
+"""A head in a process of its own: it works ahead like a draft model, on token trees fed with rows that the target
+tells it.
+
+What it needs of the target's weights, as its embedding, is read from the target's files; nothing else of them is.
+
+`HeadTree`: a token tree of a head: what it drafts behind committed tokens, whose rows the target tells as they are
+made. Before the first rows come there is nothing to grow from. Where the target has spoken since, what was fed a guess
+is no node any more, so committed tokens are fed again with what is true. Where rows were missed, as those of a
+remembered prompt are, reading begins behind the gap. Satisfies `drafters.drafter.FeatureTree`.
+
+`BlockTree`: a token tree of a block head: branches are blocks, whose first tokens are known and the rest masks.
+Outcomes are told as tokens, so each opens a block of its own: the last token with a feature before it, what was
+committed or accepted since, and the bonus. What grows behind it is that block's. A block ends somewhere, so there is
+`room` for so many tokens only. Satisfies `drafters.drafter.FeatureTree`.
+
+`agrees`: may numpy grow a head's trees? Tried at load: ragged branches of several texts in one forward, some behind
+rows that have been heard and some behind guesses, and what became final, against MLX's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from outrider.drafters.drafter import TokenTree
+from outrider.drafters.heads.block_kv_rows import BlockKVRows, NewBlocks, OpenedBlock
+from outrider.drafters.heads.head import BlockHead, GuessingHead
+from outrider.drafters.heads.kv_rows import NO_NUMBERS, HostKVRows, PairKVRows
+from outrider.drafters.heads.load import features_of, read
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
+from outrider.drafters.heads.pairing import alike, host_of
+from outrider.engine.loading import LoadedModel, outline
+from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.sampling import Sampler
+from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout, feed_together
+from outrider.engine.tree_feed import TreeFeed
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import CannotDraft, ModelFault
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
+
+
+class HeadTree(Tree):
+    """One request's tree of pairs. Tokens before the first pair's are committed and have no column."""
+
+    kv_rows: PairKVRows
+
+    def __init__(
+        self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int], numpy: NumpyHead | None = None
+    ) -> None:
+        """`numpy` makes the forwards of few pairs."""
+        columns = PairKVRows(head) if numpy is None else HostKVRows(head, numpy)
+        super().__init__(columns, sampler, head.context_length, tokens)
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could once `ahead` tokens more were read."""
+        return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """The target's rows [N, W] of committed tokens, the first at `position`. Waits where they are read."""
+        self.kv_rows.add_features(position, rows)
+        if not self._nodes:
+            self._read_on(True)
+
+    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+        for child in self._node(node).children:
+            entry = self._nodes[child]
+            if self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
+                return child
+        return None
+
+    def commit(self, path: Sequence[int]) -> None:
+        super().commit(path)
+        self.kv_rows.features.forget(len(self._committed) - 1)
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        self._committed += tokens
+        self._recent, self._nodes = [], {}
+        self._read_on(not more)
+
+    def _read_on(self, to_end: bool) -> None:
+        """Feeds the committed tokens whose rows have been heard; behind the last one, if that may be, it can grow."""
+        heard, total = self.kv_rows.features, len(self._committed)
+        if heard.begin == heard.end:
+            return
+        if not self._column_tokens or heard.begin > self._origin + len(self._column_tokens) - 1:
+            self._origin, self._column_tokens = heard.begin + 1, []
+            self.kv_rows.begin_at(self._origin)
+            self._layout = TreeLayout(0)
+        fed, end = self._origin + len(self._column_tokens), min(heard.end + 1, total)
+        if end <= fed:
+            return
+        has_root = to_end and end == total
+        start = len(self._column_tokens)
+        self._column_tokens += self._committed[fed : end - has_root]
+        self.kv_rows.prefill(self._column_tokens, None, total, start)
+        self._layout = TreeLayout(len(self._column_tokens))
+        if has_root:
+            last = self._committed.pop()
+            (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+            self._settle(root)
+        heard.forget(self._origin + len(self._column_tokens) - 1)
+
+
+class BlockTree(Tree):
+    """One request's tree. Every committed token has a column; what is read of them are rows."""
+
+    kv_rows: BlockKVRows
+
+    def __init__(self, head: BlockHead, sampler: Sampler, tokens: Sequence[int]) -> None:
+        self._depth = head.depth
+        super().__init__(BlockKVRows(head), sampler, head.context_length, tokens)
+
+    @property
+    def room(self) -> int:
+        return max(0, min(super().room, self.kv_rows.reach(len(self._committed) - 1)))
+
+    def ready(self, ahead: int = 0) -> bool:
+        """Whether it can grow, or could once `ahead` tokens more were read."""
+        return bool(self._nodes) or self.kv_rows.end >= len(self._committed) + ahead - 1
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """The target's rows [N, W] of committed tokens, the first at `position`. Waits where many are read."""
+        self.kv_rows.add_features(position, rows)
+        self._plant()
+
+    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+        """A block's own choice is a node for who goes on with it: else what follows a token is asked of a block that
+        knows it. Where the target has spoken since, neither is."""
+        parent, own = self._node(node), told is False
+        for child in parent.children:
+            entry = self._nodes[child]
+            is_own = entry.fork == parent.fork
+            if is_own == own and self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
+                return child
+        return None
+
+    def begin(self, feed: TreeFeed) -> TreeInput:
+        opened = self._opened(feed)
+        growth = super().begin(feed)
+        new = growth.new
+        blocks = NewBlocks(new.tokens, new.start, new.positions, new.seen, new.parents, opened)
+        return replace(growth, new=blocks)
+
+    def _opened(self, feed: TreeFeed) -> list[OpenedBlock | None]:
+        """The block of each token; None for what goes on in that of its parent."""
+        first, wanted = self._next, feed.wanted or [self._depth] * len(feed.tokens)
+        found: list[OpenedBlock | None] = []
+        for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
+            goes_on = token is None and parent < first and self.kv_rows.goes_on(self._node(parent).column)
+            found.append(None if goes_on else self._block(self._down_to(feed, index), wanted[index]))
+        return found
+
+    def _block(self, path: list[int], wanted: int) -> OpenedBlock:
+        """That of the last token of a path behind the committed ones."""
+        last = len(self._committed) + len(path) - 1
+        anchor = self.kv_rows.anchor(last)
+        pending = anchor - len(self._committed)
+        tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
+        return OpenedBlock(anchor, tokens, max(1, min(wanted, self._depth - (last - anchor))))
+
+    def _down_to(self, feed: TreeFeed, index: int) -> list[int]:
+        """The pending tokens down to one that is to be fed, its own included. Waits for what was not read."""
+        parent, token = feed.parents[index], feed.tokens[index]
+        above = self._path(parent) if parent < self._next else self._down_to(feed, parent - self._next)
+        return [*above, self._best(self._node(parent)) if token is None else token]
+
+    def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
+        self._committed += tokens
+        self._column_tokens = list(self._committed)
+        self._recent, self._nodes = [], {}
+        self._layout = TreeLayout(len(self._committed))
+        if not more:
+            self._plant()
+
+    def _plant(self) -> None:
+        """The last committed token becomes the root, once the rows before it have been heard."""
+        if self._nodes or not self.ready():
+            return
+        last = self._committed.pop()
+        self._column_tokens = list(self._committed)
+        self._layout = TreeLayout(len(self._committed))
+        (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
+        self._settle(root)
+        if not self.kv_rows.is_sound(self._nodes[root].column):
+            raise ModelFault(NO_NUMBERS)
+
+
+_LENGTHS = (9, 2, 14)
+# Behind what of the root (0) and these each token is fed. Of the first so many branches end that columns are moved.
+_PARENTS = ((0,) * 10 + (1, 11, 11, 2), (0, 0), (0, 1, 2, 2, 0))
+_FINAL = ((1, 11), (2,), (1, 2))
+_ROUNDS = 3
+
+
+def agrees(head: GuessingHead, numpy: NumpyHead, target: LoadedModel) -> bool:
+    """Whether trees over texts of no meaning get the logits that MLX gives them."""
+    draws = np.random.default_rng(0)
+    texts = [draws.integers(0, 9, length).tolist() for length in _LENGTHS]
+    ways = [[_open(head, target, text, by) for text in texts] for by in (None, numpy)]
+    heard = [0] * len(texts)
+    for _ in range(_ROUNDS):
+        for number, tree in enumerate(ways[0]):
+            known = tree.committed_len - 1
+            raw = draws.standard_normal((known - heard[number], head.points.count * int(target.config["hidden_size"])))
+            rows = np.array(head.fuse(mx.array(raw, mx.float32)).astype(mx.float32))
+            for way in ways:
+                way[number].add_features(heard[number], rows)
+            heard[number] = known
+        tokens = [draws.integers(0, 9, len(parents)).tolist() for parents in _PARENTS]
+        own, found = (_grown(way, tokens) for way in ways)
+        if not all(alike(*both) for both in zip(own, found, strict=True)):
+            return False
+    return True
+
+
+def _open(head: GuessingHead, target: LoadedModel, text: Sequence[int], numpy: NumpyHead | None) -> HeadTree:
+    sampler = Sampler(SamplingParams(), target.vocab_size, normalised=False)
+    return HeadTree(head, sampler, text, numpy)
+
+
+def _grown(trees: Sequence[HeadTree], tokens: Sequence[Sequence[int]]) -> list[mx.array]:
+    """The logits at the root and behind all that is fed, tree by tree; then some of them are final."""
+    feeds = []
+    for tree, parents, own in zip(trees, _PARENTS, tokens, strict=True):
+        names = [tree.root, *range(tree.next_node, tree.next_node + len(parents))]
+        feeds.append(TreeFeed([names[parent] for parent in parents], own))
+    found = []
+    for tree, nodes, final in zip(trees, feed_together(trees, feeds), _FINAL, strict=True):
+        found.append(mx.stack([tree.scores(node) for node in (tree.root, *nodes)]))
+        tree.commit([nodes[name - 1] for name in final])
+    return found
+
+
+UNTRAINED = (
+    "this head was not trained for blocks whose first tokens are known (dflash_config's loss_type variable_prefix), as"
+    " outcomes are: what it prepares holds less often than what it drafts; expected one that was, or head_in target"
+)
+
+
+class AheadHead:
+    """A `FeatureDrafter` with `head`. `features`: of what its rows are to be made."""
+
+    def __init__(
+        self,
+        head: GuessingHead | BlockHead,
+        backend: str,
+        vocab_size: int,
+        features: str = "",
+        numpy: NumpyHead | None = None,
+    ) -> None:
+        """`vocab_size`: the target's. `numpy` makes the forwards of few pairs.
+
+        Raises:
+            CannotDraft: it has nothing to go on with where the target has not spoken yet.
+        """
+        self._numpy = numpy
+        self.note = _doubt(head, backend)
+        self.head, self.backend, self.features = head, backend, features
+        self.vocab_size, self.context_length = vocab_size, head.context_length
+        self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
+        self.weight_bytes = head.weight_bytes
+        self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
+
+    @classmethod
+    def load(cls, kind: str, path: str, target: str, progress: Callable[[str], None]) -> AheadHead:
+        """The head of this kind in a folder, for the target in another.
+
+        Raises:
+            CannotDraft: there is none, or it can't draft for this target.
+        """
+        model = outline(target, progress=progress)
+        head = read(kind, path, model, progress)
+        if not isinstance(head, GuessingHead | BlockHead):
+            raise CannotDraft(f"{kind} heads can draft only in the target's process; use head_in target")
+        numpy = host_of(head, model, agrees)
+        return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), numpy)
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> TokenTree:
+        """A tree that reads `tokens` as it is told their rows."""
+        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+        if isinstance(self.head, BlockHead):
+            return BlockTree(self.head, sampler, tokens)
+        return HeadTree(self.head, sampler, tokens, self._numpy)
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return feed_together(cast(Sequence[Tree], trees), feeds)
+
+
+def _doubt(head: GuessingHead | BlockHead, backend: str) -> str:
+    """What a person should know about such a head in a process of its own."""
+    if not isinstance(head, BlockHead):
+        return ""
+    if head.link is not None and head.link.recalls:
+        raise CannotDraft(
+            f"this {backend} head's memory starts with each block, so it can't continue from an outcome inside one;"
+            " use head_in target"
+        )
+    return "" if head.sees_prefixes else UNTRAINED

@@ -1,0 +1,391 @@
+"""DFlash (arXiv 2602.06036): a block of masks over the target's fused rows, all of whose tokens are drafted at once.
+
+The forward of z-lab's heads and those that grew out of them, for their differences are switches: DSpark's Markov head
+and confidence, DFlash2's convolutions and selector. Names of weights are z-lab's. A layer's keys and values are those
+of the features, projected, and of the block's own rows; features know no layer below, so they are written once. Knows
+no files.
+
+`read`: reads block heads as they are published: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark,
+speculators'. What the formats count differently is made one here: layers are the target's outputs from 0 on, tokens
+its own, and a block's depth is what it drafts. Every reason why a head can't be used is one sentence.
+
+`BlockConvolution`: DFlash2's convolution over the rows of a block, whose kernel each row makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outrider.drafters.heads.checkpoint import (
+    Weights,
+    check_taps,
+    check_width,
+    complete,
+    fill,
+    read_config,
+    read_weights,
+    refuse_quantised,
+    sizes_of,
+)
+from outrider.drafters.heads.layers import (
+    Attention,
+    BlockLink,
+    Confidence,
+    Confident,
+    DraftVocabulary,
+    Markov,
+    Mlp,
+    Selector,
+)
+from outrider.engine import positions
+from outrider.engine.flat import FlatCache
+from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.heads import head_kind
+
+
+class BlockConvolution(nn.Module):  # type: ignore[misc]
+    """Two of them, one before and one behind a layer's part; both kernels are made of what goes into the first."""
+
+    def __init__(self, size: int, taps: int, group: int) -> None:
+        """`taps`: how many rows each sees, its own first. `group`: how many numbers share what a row adds."""
+        super().__init__()
+        self._taps, self._group = taps, group
+        self.base_kernel = mx.zeros((2, taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def __call__(self, inner: Callable[[mx.array], mx.array], x: mx.array, places: mx.array) -> mx.array:
+        """Of rows [1, T, H] at these places in their blocks [T]."""
+        own = self.kernel_projection(x).reshape(x.shape[1], 2, self._taps, -1)
+        kernels = self.base_kernel + mx.repeat(own, self._group, axis=-1)
+        before = _convolved(x, kernels[:, 0], places)
+        return _convolved(inner(before), kernels[:, 1], places)
+
+
+def _convolved(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
+    """Row by row, kernel [T, taps, H]; nothing comes from another block."""
+    found = kernel[:, 0] * x
+    for back in range(1, kernel.shape[1]):
+        earlier = mx.where((places >= back)[:, None], mx.roll(x, back, axis=1), 0)  # type: ignore[call-arg]
+        found = found + kernel[:, back] * earlier
+    return found
+
+
+Layer = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """Sizes and switches. `taps`: layers' outputs. `depth`: the most tokens that a block drafts.
+
+    `from_anchor`: the last token's own row drafts the first. `windows`: what each layer sees, None for everything.
+    `sees_prefixes`: it was trained with more than a block's first token known.
+    `own_output`: it has an output layer of its own, over its own tokens. `multiplier`, `softcap`: what becomes of
+    vectors before the output layer, and of logits behind it.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    taps: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    mask_token: int
+    depth: int
+    from_anchor: bool = False
+    sees_prefixes: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    context_length: int = 2048
+    qk_norm: bool = True
+    attention_bias: bool = False
+    own_output: bool = False
+    multiplier: float = 1.0
+    softcap: float = 0.0
+    markov: str = ""
+    markov_rank: int = 0
+    confidence: bool = False
+    confidence_with_markov: bool = False
+    conv_taps: int = 0
+    conv_group: int = 16
+    selector_rank: int = 0
+
+
+class DFlashBlock(nn.Module):  # type: ignore[misc]
+    """A layer: attention and MLP, each between the halves of a convolution where there are any."""
+
+    def __init__(self, config: DFlashConfig, window: int | None) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self._window = window
+        self.self_attn = Attention(config, size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = Mlp(size, config.intermediate_size)
+        if config.conv_taps:
+            self.attention_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
+            self.mlp_conv = BlockConvolution(size, config.conv_taps, config.conv_group)
+
+    def __call__(self, x: mx.array, places: mx.array, cache: FlatCache) -> mx.array:
+        mask = cache.make_mask(x.shape[1], window_size=self._window)
+        attend: Layer = lambda seen: self.self_attn(seen, mask, cache)  # noqa: E731
+        x = x + self._between("attention_conv", attend, self.input_layernorm(x), places)
+        return x + self._between("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
+
+    def _between(self, name: str, inner: Layer, x: mx.array, places: mx.array) -> mx.array:
+        around: mx.array = self[name](inner, x, places) if name in self else inner(x)
+        return around
+
+
+class DFlash(nn.Module):  # type: ignore[misc]
+    """A `BlockHead`. `embed`, `output`: the target's own."""
+
+    def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._config, self._embed, self._output = config, embed, output
+        self._vocabulary = vocabulary
+        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.layers = [DFlashBlock(config, window) for window in config.windows]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if config.own_output:
+            self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
+        if config.markov_rank:
+            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
+        if config.confidence:
+            self.confidence_head = Confidence(size, config.confidence_with_markov * config.markov_rank)
+        if config.selector_rank:
+            self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
+
+    @property
+    def points(self) -> HiddenStatePoints:
+        return HiddenStatePoints(self._config.taps)
+
+    @property
+    def context_length(self) -> int:
+        return self._config.context_length
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    @property
+    def reach(self) -> int | None:
+        return None
+
+    @property
+    def bytes_per_pair(self) -> int:
+        config = self._config
+        numbers = 2 * len(config.windows) * config.num_key_value_heads * config.head_dim
+        return numbers * int(self.fc.weight.dtype.size)
+
+    @property
+    def depth(self) -> int:
+        return self._config.depth
+
+    @property
+    def mask_token(self) -> int:
+        return self._config.mask_token
+
+    @property
+    def from_anchor(self) -> bool:
+        return self._config.from_anchor
+
+    @property
+    def sees_prefixes(self) -> bool:
+        return self._config.sees_prefixes
+
+    @property
+    def link(self) -> BlockLink | None:
+        if "confidence_head" in self and "markov_head" in self:
+            return Confident(self.markov_head, self.confidence_head, self._config.confidence_with_markov)
+        found: BlockLink | None = self.get("candidate_selector", self.get("markov_head"))
+        return found
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        fused: mx.array = self.hidden_norm(self.fc(rows.astype(self.fc.weight.dtype)))
+        return fused
+
+    def read(self, features: mx.array, caches: list[FlatCache]) -> None:
+        for layer, cache in zip(self.layers, caches, strict=True):
+            layer.self_attn.read(features, cache)
+
+    def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
+        x = self._embed(tokens).astype(self.fc.weight.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, places, cache)
+        normed: mx.array = self.norm(x)
+        return normed
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        config = self._config
+        output = self.lm_head if "lm_head" in self else self._output
+        found = output(hidden * config.multiplier if config.multiplier != 1 else hidden).astype(mx.float32)
+        if config.softcap:
+            found = mx.tanh(found / config.softcap) * config.softcap
+        return self._vocabulary.spread(found)
+
+
+_Layer = Callable[[mx.array], mx.array]
+_FAMILIES = ("qwen3", "llama", "dflash", "dspark", "")
+_TARGETS = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
+_BLOCK = 16
+_VISIBLE = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's way to train
+
+
+def read(folder: Path, target: LoadedModel) -> DFlash:
+    """The head in `folder` for its target.
+
+    Raises:
+        CannotDraft: it is no head of this kind, not whole, or one for another target.
+    """
+    backbone, _ = backbone_of(target.model)
+    inner = getattr(target.model, "language_model", target.model)
+    table, output = embedding(backbone), output_layer(inner, backbone)
+    return build(
+        read_config(folder), read_weights(folder), target.config, target.vocab_size,
+        lambda tokens: table(tokens), output, str(folder),
+    )  # fmt: skip
+
+
+def build(
+    config: Mapping[str, Any],
+    weights: Weights,
+    target: Mapping[str, Any],
+    vocab_size: int,
+    embed: _Layer,
+    output: _Layer,
+    name: str = "the head",
+) -> DFlash:
+    """The same from what was read. Raises CannotDraft."""
+    if head_kind(config) != "dflash":
+        raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
+    refuse_quantised(config, weights, name)
+    weights = {_renamed(key): value for key, value in weights.items()}
+    target = target.get("text_config") or target
+    with complete(name):
+        settings = _settings(_flat(config), weights, target, name)
+        count = int(config.get("draft_vocab_size") or vocab_size)
+    _check_target(_flat(config), settings, target, vocab_size, name)
+    d2t = weights.pop("d2t", None)
+    vocabulary = DraftVocabulary.read(d2t, count if d2t is not None else vocab_size, vocab_size, name)
+    if d2t is None:
+        weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
+    head = DFlash(settings, embed, output, vocabulary)
+    unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
+    unknown = [key for key in unknown if not key.startswith(_TARGETS)]
+    if unknown:
+        raise CannotDraft(f"{name} has {', '.join(unknown[:3])}, which is not supported")
+    fill(head, weights, name)
+    positions.install(head)
+    return head
+
+
+def _renamed(key: str) -> str:
+    return key.removeprefix("model.").removeprefix("logit_head.")
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings side by side: formats nest the sizes, or what is the method's own."""
+    return {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
+
+
+def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
+    """Sizes by the config, switches by the config or by the weights that are there."""
+    block, from_anchor = int(config.get("block_size") or _BLOCK), _from_anchor(config)
+    markov = int(config.get("markov_rank") or 0)
+    kind = str(config.get("markov_head_type") or "vanilla").lower()
+    if markov and kind not in ("vanilla", "gated", "rnn"):
+        raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not supported")
+    return DFlashConfig(
+        **sizes_of(config, weights, target),
+        taps=_taps(config, int(target["num_hidden_layers"]), name),
+        windows=_windows(config, name),
+        mask_token=int(config["mask_token_id"]),
+        depth=block if from_anchor else block - 1,
+        from_anchor=from_anchor,
+        sees_prefixes=config.get("loss_type") in _VISIBLE,
+        own_output="d2t" in weights,
+        multiplier=float(config.get("output_multiplier") or 1.0),
+        softcap=float(config.get("final_logit_softcapping") or 0.0),
+        markov=kind,
+        markov_rank=markov,
+        confidence="confidence_head.proj.weight" in weights,
+        confidence_with_markov=bool(config.get("confidence_head_with_markov", False)),
+        conv_taps=int(config.get("conv_kernel_size") or 0),
+        conv_group=int(config.get("conv_group_size") or 16),
+        selector_rank=int(config.get("selector_rank") or 0),
+    )
+
+
+def _from_anchor(config: Mapping[str, Any]) -> bool:
+    """DSpark's blocks draft from their first row on, DFlash's from the second, unless they say otherwise."""
+    said = config.get("sample_from_anchor", config.get("shift_label"))
+    return bool(said) if said is not None else _is_dspark(config)
+
+
+def _is_dspark(config: Mapping[str, Any]) -> bool:
+    named = [config.get("projector_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    return any("dspark" in str(name).lower() for name in named)
+
+
+def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
+    """Layers' outputs, counted from 0, as z-lab and DeepSpec do; speculators' j is the output of j - 1."""
+    inputs = config.get("aux_hidden_state_layer_ids")
+    if inputs:
+        taps = tuple(int(number) - 1 for number in inputs)
+    elif config.get("target_layer_ids"):
+        taps = tuple(int(number) for number in config["target_layer_ids"])
+    else:
+        taps = _usual_taps(layers, int(config["num_hidden_layers"]))
+    check_taps(taps, layers, name)
+    return taps
+
+
+def _usual_taps(layers: int, own: int) -> tuple[int, ...]:
+    """As many as the head has layers, evenly from the second to the last but two."""
+    if own == 1:
+        return (layers // 2,)
+    return tuple(round(1 + number * (layers - 4) / (own - 1)) for number in range(own))
+
+
+def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+    count = int(config["num_hidden_layers"])
+    kinds = config.get("layer_types") or ["full_attention"] * count
+    window = int(config.get("sliding_window") or 0)
+    windows = tuple((window or None) if kind == "sliding_attention" else None for kind in kinds[:count])
+    if any(windows) and config.get("sliding_window_non_causal") is False:
+        raise CannotDraft(f"{name} has sliding windows of causal blocks, which are not supported")
+    return windows
+
+
+def _check_target(
+    config: Mapping[str, Any], settings: DFlashConfig, target: Mapping[str, Any], vocab_size: int, name: str
+) -> None:
+    layers = int(target["num_hidden_layers"])
+    if config.get("model_type", "") not in _FAMILIES:
+        raise CannotDraft(f"{name} is built of {config['model_type']} layers; expected those of qwen3 or llama")
+    check_width(settings.hidden_size, target, name)
+    if int(config.get("num_target_layers") or layers) != layers:
+        raise CannotDraft(
+            f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
+            " expected a head for this target"
+        )
+    if not 0 <= settings.mask_token < vocab_size:
+        raise CannotDraft(
+            f"{name} has mask token {settings.mask_token}, but this target has {vocab_size} tokens; expected a head for"
+            " this target"
+        )
+    if settings.depth < 1:
+        raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

@@ -1,0 +1,279 @@
+"""Chains by a head, for several requests in forwards that they share, and what it has heard of each text.
+
+A text's new pairs are read, all true: each verify tells the features of what it accepted, and nothing that was drafted
+is kept. How chains come of them is the head's `HeadProposer`. Tokens are chosen by the target's own contract
+(`engine.sampling`): the same noise, by the target's names of tokens.
+
+`FeatureFollower`: what a head has heard of one text: the features it has read, and those that wait for their turn. A
+target's slot tells the hidden rows of committed tokens as they come. They are read when drafting is first wanted, so
+plain decoding costs their keeping only; of many the newest are kept, and those alone that can matter. Where some were
+missed, reading begins behind the gap: positions count from there, and the head sees less of the text. Of a prompt that
+the target remembers the head remembers its own part, or goes without.
+
+`SavedPairs`: what a head has read of a text, for later texts that begin like it. Pair j is made of tokens j and j + 1,
+so of so many tokens that two texts share one pair fewer serves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.fan_out import Calibration
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.pair_kv_cache import HeadKVCache, PairFeed
+from outrider.drafters.heads.proposers import HeadProposer, proposer_of
+from outrider.engine.flat import FlatSequence
+from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.sampling import Sampler
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import ModelFault, OutriderError, named_errors
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPairs(SavedPrefix):
+    """`length` counts tokens. `layers` hold the pairs from `begin` on: what came before was never heard."""
+
+    begin: int = 0
+
+    def serves(self, length: int) -> int:
+        shared = min(length, self.length)
+        return shared if shared - 1 - self.begin >= LEAST else 0
+
+    def up_to(self, position: int) -> CachedPrefix:
+        """The pairs before this position, as the head's own texts begin with them."""
+        count = position - self.begin
+        return CachedPrefix(SavedPrefix(count, tuple(self.columns(count))), count)
+
+
+MOST_WAITING = 2048
+PIECE = 512
+READ_AGAIN = 16  # tokens that the target reads though it remembers them, where the head would miss all before them else
+
+
+class FeatureFollower:
+    """One text's features. `sampler` chooses what is drafted for it; `reach`: so many of the newest can matter."""
+
+    def __init__(
+        self, texts: HeadKVCache, sampler: Sampler, reach: int | None = None, cache: PromptCache | None = None
+    ) -> None:
+        """`cache`: what the head remembers of other texts."""
+        self.sampler = sampler
+        self._kv_cache, self._cache = texts, cache
+        self._most, self._kept = reach or MOST_WAITING, reach or MOST_WAITING // 2
+        self._text: FlatSequence | None = None
+        self._waiting: list[mx.array] = []
+        self.waiting = 0  # how many features are to be read
+        self._begin, self._next = 0, 0  # the positions of its first feature and of the one to come
+        self._start: CachedPrefix | None = None  # what it begins with, when it begins
+        self._closed = False
+
+    def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
+        """Of these tokens the target remembers so many; from which on their rows should be told.
+
+        `exact`: the target can forget some of them, and read them again.
+        """
+        found = self._cache.find(tokens) if self._cache is not None else None
+        if found is None or not isinstance(found.saved, SavedPairs):
+            return length
+        known = min(found.length - 1, length)
+        if known <= found.saved.begin or known < length - (READ_AGAIN if exact else 0):
+            return length
+        self._begin, self._next, self._start = found.saved.begin, known, found.saved.up_to(known)
+        return known
+
+    def add_features(self, position: int, features: mx.array) -> None:
+        """The features [R, W] of committed tokens, the first at `position`."""
+        if self._closed:
+            return
+        if position != self._next:
+            self._begin_anew(position)
+        self._waiting.append(features)
+        self._next = position + features.shape[0]
+        self.waiting += features.shape[0]
+        if self.waiting > self._most:
+            newest = mx.contiguous(mx.concatenate(self._waiting)[-self._kept :])
+            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # else it holds on to the older ones
+            self._begin_anew(self._next - newest.shape[0])
+            self._wait_for(newest)
+
+    @property
+    def text(self) -> FlatSequence:
+        """Its place among the head's texts."""
+        if self._text is None:
+            self._text = self._kv_cache.open()
+            if self._start is not None:
+                self._kv_cache.adopt(self._text, self._start)
+                self._start = None
+        return self._text
+
+    @property
+    def length(self) -> int:
+        """How many pairs have been read."""
+        return self._text.length if self._text is not None else 0
+
+    def is_up_to(self, tokens: Sequence[int]) -> bool:
+        """Whether it has heard of all but the last of these, which has no feature yet, and has something to read."""
+        return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
+
+    def catch_up(self, tokens: Sequence[int]) -> PairFeed:
+        """The last piece of what is to be read of committed `tokens`; what comes before it is read here.
+
+        `has_read` is to be said once it was fed.
+        """
+        waiting = mx.concatenate(self._waiting)
+        while waiting.shape[0] > PIECE:
+            self._kv_cache.read(self._feed(tokens, waiting[:PIECE]))
+            mx.eval(self._kv_cache.state())
+            waiting = waiting[PIECE:]
+            self._wait_for(waiting)
+        return self._feed(tokens, waiting)
+
+    def has_read(self) -> None:
+        """What `catch_up` gave has been fed."""
+        self._waiting, self.waiting = [], 0
+
+    def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
+        begin = self._next - self.waiting + 1
+        behind = mx.array(list(tokens[begin : begin + features.shape[0]]), mx.int32)
+        return PairFeed(self.text, behind, features)
+
+    def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The first of these committed tokens of which all pairs have been read; none where it began behind a gap."""
+        return tokens[: self.length + 1] if self.length and not self._begin else ()
+
+    def save(self, length: int) -> SavedPairs:
+        """A copy of what was read of the first `length` tokens."""
+        pairs = self._kv_cache.save(self.text, length - 1 - self._begin)
+        return SavedPairs(length, pairs.layers, begin=self._begin)
+
+    def read_all(self, tokens: Sequence[int]) -> int:
+        """Reads what waits of committed `tokens`; how many of them it knows then, 0: nothing that could be kept."""
+        if self._text is None or self._next >= len(tokens):
+            return 0
+        if self._waiting:
+            self._kv_cache.read(self.catch_up(tokens))
+            self.has_read()
+        return self._next + 1
+
+    def close(self) -> None:
+        """It hears no more, and gives its place back."""
+        self._closed = True
+        self._begin_anew(0)
+
+    def _begin_anew(self, position: int) -> None:
+        if self._text is not None:
+            self._kv_cache.close(self._text)
+        self._text, self._waiting, self.waiting = None, [], 0
+        self._begin, self._start = position, None
+
+    def _wait_for(self, features: mx.array) -> None:
+        self._waiting, self.waiting = [features], int(features.shape[0])
+
+
+log = logging.getLogger(__name__)
+
+_NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
+
+
+class HeadDrafter:
+    """Drafts with `head` in the target's process. `note`: what a person should know about it. `agreement`: how often it
+    said the target's next token in a trial, if there was one."""
+
+    def __init__(
+        self,
+        head: Head,
+        vocab_size: int,
+        note: str = "",
+        proposer: HeadProposer | None = None,
+        agreement: float | None = None,
+    ) -> None:
+        """`vocab_size`: the target's. `way`: None: its kind's."""
+        self.head, self.note, self.agreement = head, note, agreement
+        self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
+        self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
+        self._proposer = proposer or proposer_of(head)
+        self.calibration = Calibration()
+
+    @property
+    def kv_cache(self) -> HeadKVCache:
+        """What the head remembers."""
+        return self._proposer.kv_cache
+
+    def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> FeatureFollower:
+        """What is to hear the features of a text that chains are wanted for."""
+        return FeatureFollower(self.kv_cache, self.sampler(sampling, constraint), self.head.reach, self.prompt_cache)
+
+    def keep(self, follower: FeatureFollower, tokens: Sequence[int]) -> None:
+        """What was read of these committed tokens stays for later texts."""
+        if not self.prompt_cache.wants(tokens):
+            return
+        try:
+            with named_errors("storing the head's state"):
+                length = follower.read_all(tokens)
+                if length:
+                    self.prompt_cache.keep(tokens[:length], follower.save(length))
+        except OutriderError as error:
+            log.warning("%s; the head will read it again", error)
+
+    def sampler(self, sampling: SamplingParams, constraint: Constraint | None = None) -> Sampler:
+        return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+
+    def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
+        """The `depths` tokens that follow each committed text; nothing where it can't tell. Waits.
+
+        What fails with other requests is tried alone; who fails alone is followed no more, and its request goes on
+        without.
+        """
+        for chain, depth in zip(chains, depths, strict=True):
+            room = self.head.context_length - len(chain.tokens)
+            chain.depth = min(depth, room, self._proposer.depth) if chain.follower.is_up_to(chain.tokens) else 0
+        # Rows of the buffers are fed in their order.
+        able = sorted((chain for chain in chains if chain.depth > 0), key=lambda chain: chain.follower.text.row)
+        try:
+            self._grow(able)
+        except OutriderError as error:
+            log.warning("%s%s", error, "; each is tried alone" if len(able) > 1 else "")
+            for chain in able:
+                self._grow_alone(chain, able)
+        return [chain.continuation for chain in chains]
+
+    def _grow_alone(self, chain: ChainState, company: Sequence[ChainState]) -> None:
+        chain.picks.clear()
+        try:
+            if len(company) > 1:
+                self._grow([chain])
+                return
+        except OutriderError as error:
+            log.warning("%s", error)
+        log.warning("the head stops drafting for this request")
+        chain.picks.clear()
+        chain.follower.close()
+
+    def _grow(self, chains: Sequence[ChainState]) -> None:
+        if not chains:
+            return
+        followers = [chain.follower for chain in chains]
+        with named_errors("the head's reading"):
+            feeds = [chain.follower.catch_up(chain.tokens) for chain in chains]
+        read = [follower.length for follower in followers]
+        try:
+            with named_errors("the head's forward"):
+                begun = [feed.text.length + feed.count * feed.stays for feed in feeds]
+                sound = mx.isfinite(self._proposer.draft(chains, feeds)).all()
+                mx.eval(sound, [pick.arrays for chain in chains for pick in chain.picks])
+            if not sound.item():
+                raise ModelFault(_NO_NUMBERS)
+            read = begun
+            for follower in followers:
+                follower.has_read()
+        finally:
+            for follower, length in zip(followers, read, strict=True):
+                follower.text.roll_back(length)

@@ -1,0 +1,294 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer over the fused rows of three of the target's layers.
+
+The forward of the official, SpecForge and speculators heads, for their differences are switches: where the residual
+begins, which norms stand before and behind. Names of weights are speculators'. Knows no files.
+
+`read`: reads EAGLE-3 and P-EAGLE heads as they are published: SafeAI's and SpecForge's layout, and speculators'. What
+the formats count differently is made one here: layers are the target's outputs from 0 on, tokens its own. Every reason
+why a head can't be used is one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outrider.drafters.heads.checkpoint import (
+    Weights,
+    check_taps,
+    check_width,
+    complete,
+    fill,
+    read_config,
+    read_weights,
+    refuse_quantised,
+    sizes_of,
+)
+from outrider.drafters.heads.layers import Attention, DraftVocabulary, Mlp
+from outrider.engine import positions
+from outrider.engine.flat import FlatCache
+from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.heads import head_kind
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """Sizes and switches. `taps`: layers' outputs. `embeds`: it has an embedding of its own.
+
+    `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
+    before they are fused, `input_norm`: all of them as one. `norm_output`: what stands in for a feature is normed.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    taps: tuple[int, ...]
+    num_hidden_layers: int = 1
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    context_length: int = 2048
+    embeds: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    input_norm: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+
+
+class Eagle3Layer(nn.Module):  # type: ignore[misc]
+    """A Llama layer; the `first` one sees the token's embedding beside the feature."""
+
+    def __init__(self, config: Eagle3Config, first: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Attention(config, 2 * size if first else size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = Mlp(size, config.intermediate_size)
+
+    def __call__(self, x: mx.array, embedded: mx.array | None, mask: Any, cache: FlatCache) -> mx.array:
+        residual = x
+        if embedded is None:
+            seen = self.input_layernorm(x)
+        else:
+            normed = self.hidden_norm(x)
+            residual = normed if self._norm_before_residual else x
+            seen = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
+        h = residual + self.self_attn(seen, mask, cache)
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+class Eagle3(nn.Module):  # type: ignore[misc]
+    """A `StepHead`. `embed`: the target's embedding, for one without."""
+
+    def __init__(
+        self, config: Eagle3Config, embed: Callable[[mx.array], mx.array], vocabulary: DraftVocabulary
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.config, self._embed, self.vocabulary = config, embed, vocabulary
+        fused = len(config.taps) * config.target_hidden_size
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
+        if config.input_norm:
+            self.input_norm = nn.RMSNorm(fused, eps=eps)
+        self.fc = nn.Linear(fused, size, bias=False)
+        if config.embeds:
+            self.embed_tokens = nn.Embedding(vocabulary.size, size)
+        self.layers = [Eagle3Layer(config, number == 0) for number in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
+
+    @property
+    def together(self) -> bool:
+        return True
+
+    @property
+    def points(self) -> HiddenStatePoints:
+        return HiddenStatePoints(self.config.taps)
+
+    @property
+    def context_length(self) -> int:
+        return self.config.context_length
+
+    @property
+    def reach(self) -> None:
+        return None
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    @property
+    def bytes_per_pair(self) -> int:
+        config = self.config
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * self._dtype.size
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        rows = rows.astype(self._dtype)
+        if "fc_norm" in self:
+            parts = mx.split(rows, len(self.fc_norm), axis=-1)
+            rows = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
+        fused: mx.array = self.fc(self.input_norm(rows) if "input_norm" in self else rows)
+        return fused
+
+    def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
+        embed = self.embed_tokens if "embed_tokens" in self else self._embed
+        embedded, x = embed(tokens).astype(self._dtype), features
+        mask = caches[0].make_mask(tokens.shape[1])
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x = layer(x, embedded if number == 0 else None, mask, cache)
+        return x
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.vocabulary.spread(self.lm_head(self.norm(hidden)).astype(mx.float32))
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        normed: mx.array = self.norm(hidden)
+        return normed if self.config.norm_output else hidden
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = self.fc.weight.dtype
+        return dtype
+
+
+class PEagle(Eagle3):
+    """P-EAGLE (arXiv 2602.01469), a `MaskedHead`: it has learned what stands for a feature that is not known.
+
+    `depth`: how many tokens it was trained to draft at once.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        embed: Callable[[mx.array], mx.array],
+        vocabulary: DraftVocabulary,
+        mask_token: int,
+        depth: int,
+    ) -> None:
+        super().__init__(config, embed, vocabulary)
+        self.depth, self.mask_token = depth, mask_token
+        self.mask_hidden = mx.zeros((1, 1, len(config.taps) * config.target_hidden_size))
+
+    @property
+    def mask_feature(self) -> mx.array:
+        return self.fuse(self.mask_hidden[0])
+
+
+_DEPTHS = 8  # what the published recipes train
+
+
+def read(folder: Path, target: Mapping[str, Any], vocab_size: int, embed: Callable[[mx.array], mx.array]) -> Eagle3:
+    """The head in `folder` for a target with this config, so many tokens and this embedding.
+
+    Raises:
+        CannotDraft: it is no head of this kind, not whole, or one for another target.
+    """
+    config, weights = read_config(folder), read_weights(folder)
+    return build(config, weights, target, vocab_size, embed, str(folder))
+
+
+def build(
+    config: Mapping[str, Any],
+    weights: Weights,
+    target: Mapping[str, Any],
+    vocab_size: int,
+    embed: Callable[[mx.array], mx.array],
+    name: str = "the head",
+) -> Eagle3:
+    """The same from what was read. Raises CannotDraft."""
+    if head_kind(config) != "eagle3":
+        raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
+    refuse_quantised(config, weights, name)
+    weights = {_renamed(key): value for key, value in weights.items()}
+    d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
+    target = target.get("text_config") or target
+    settings, count = _settings(config, weights, target, name)
+    vocabulary = DraftVocabulary.read(d2t, count, vocab_size, name)
+    _check_size(settings, target, name)
+    if "mask_hidden" in weights:
+        head: Eagle3 = PEagle(settings, embed, vocabulary, *_masks(config, vocab_size, name))
+    else:
+        head = Eagle3(settings, embed, vocabulary)
+    fill(head, weights, name)
+    positions.install(head)
+    return head
+
+
+def _renamed(key: str) -> str:
+    key = key.removeprefix("model.")
+    return "layers.0." + key.removeprefix("midlayer.") if key.startswith("midlayer.") else key
+
+
+def _settings(
+    config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str
+) -> tuple[Eagle3Config, int]:
+    """Sizes by the config, switches by the config or by the weights that are there; and how many tokens it has."""
+    layer = config.get("transformer_layer_config") or config
+    with complete(name):
+        sizes = sizes_of(layer, weights, target)
+        layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
+        settings = Eagle3Config(
+            **sizes,
+            target_hidden_size=int(config.get("target_hidden_size") or sizes["hidden_size"]),
+            taps=_taps(config, int(target["num_hidden_layers"]), name),
+            num_hidden_layers=max(layers, 1),
+            embeds="embed_tokens.weight" in weights,
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+            norm_output=bool(config.get("norm_output", False)),
+            fc_norm="fc_norm.0.weight" in weights,
+            input_norm="input_norm.weight" in weights,
+        )
+        return settings, int(config.get("draft_vocab_size") or layer["vocab_size"])
+
+
+def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
+    """P-EAGLE's mask token, and how many tokens it drafts at once."""
+    token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
+    if token is None or not 0 <= int(token) < vocab_size:
+        raise CannotDraft(
+            f"{name} has mask token {token}, but this target has {vocab_size} tokens; check mask_token_id"
+        )
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return int(token), int(methods[0].get("speculative_tokens") or config.get("num_depths") or _DEPTHS)
+
+
+def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
+    """Layers' outputs, counted from 0.
+
+    SpecForge's `eagle_config` counts so, too. A list at the top, speculators', counts inputs: its j is the output of
+    j - 1. Who names none means the official three.
+    """
+    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    listed = config.get("eagle_aux_hidden_state_layer_ids")
+    if nested:
+        taps = tuple(int(number) for number in nested)
+    elif listed:
+        taps = tuple(int(number) - 1 for number in listed)
+    else:
+        taps = (1, layers // 2 - 1, layers - 4)
+    check_taps(taps, layers, name)
+    return taps
+
+
+def _check_size(settings: Eagle3Config, target: Mapping[str, Any], name: str) -> None:
+    check_width(settings.target_hidden_size, target, name)
+    if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
+        raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")

@@ -1,0 +1,307 @@
+"""Early exit: drafts by the target's own first layers, its final norm and its output layer.
+
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains a model whose early rows can be read so. For any other an
+*adapter*, a normed low-rank map that is added to the row, is trained while the target stays as it is. Knows rows and
+logits; nothing of files or of how the layers are run.
+
+`load`: makes a target's early exit: of its layers alone, or with an adapter that was trained for it and lies in a
+folder. Every reason why there is none is one sentence.
+
+`agreements`: after which of its layers does a target say what it would say in the end? Tried on a text of its own.
+Knows agreement and layers; nothing of chains or files.
+
+`ExitDrafter`: drafts with a target's early exit, in its texts.
+
+`ExitProposer`: chains by the target's first layers, where it remembers its texts: what they write there the verify
+writes again. Stands where `Follower` and `Steps` stand for heads that read what the target thought.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.checkpoint import complete, fill, read_config, read_weights, refuse_quantised, stranger
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.pair_kv_cache import PairFeed
+from outrider.drafters.heads.pairing import trial_text
+from outrider.drafters.heads.proposers import grow
+from outrider.engine.flat import FlatSequence
+from outrider.engine.hidden_states import (
+    FirstLayers,
+    HiddenStatePoints,
+    HiddenStates,
+    backbone_of,
+    final_norm,
+    output_layer,
+)
+from outrider.engine.kv_cache import Feed, FlatKVCache
+from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.loading import LoadedModel
+from outrider.engine.sampling import Sampler
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.heads import head_kind
+from outrider.protocol.sampling import SamplingParams
+
+Layer = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What an adapter's config.json says, beside its model_type: it reads the rows behind the first `exit_layer` layers
+    of a target of these sizes. `target`: that one's fingerprint, if known (`protocol.digest`).
+    """
+
+    exit_layer: int
+    rank: int
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float = 1e-5
+    target: str = ""
+
+
+class ExitAdapter(nn.Module):  # type: ignore[misc]
+    """Rows [.., H] of an early layer as the final norm should see them. Its weights are the checkpoint's, by name."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.down = nn.Linear(config.hidden_size, config.rank, bias=False)
+        self.up = nn.Linear(config.rank, config.hidden_size, bias=False)
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        seen = rows.astype(self.down.weight.dtype)
+        out: mx.array = rows + self.up(self.down(self.norm(seen))).astype(rows.dtype)
+        return out
+
+
+class EarlyExit:
+    """A `Head` whose vectors are the target's rows behind its first `layers` layers; nothing is tapped for it."""
+
+    reach = 1
+    bytes_per_pair = 0
+    points = HiddenStatePoints()
+
+    def __init__(
+        self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
+    ) -> None:
+        """`norm`, `output`: the target's last."""
+        self.layers, self.context_length, self.adapter = layers, context_length, adapter
+        self._norm, self._output = norm, output
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.adapter.parameters())) if self.adapter else 0
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        return rows
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        adapted = self.adapter(hidden) if self.adapter is not None else hidden
+        return self._output(self._norm(adapted)).astype(mx.float32)
+
+
+_MOST = 8  # tokens of a chain
+
+
+def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
+    """How often each agrees with the target, by its number of layers."""
+    tried, rows = list(exits), list[mx.array]()
+    if not tried:
+        return {}
+    text = mx.array([trial_text(target)])
+    hidden_states = HiddenStates(target.model, HiddenStatePoints(tuple(exit.layers - 1 for exit in tried)))
+    truth = hidden_states.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
+    wanted = mx.argmax(truth, axis=-1)
+    found = {}
+    for exit, own in zip(tried, mx.split(rows[0], len(tried), axis=-1), strict=True):
+        found[exit.layers] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == wanted).mean().item())
+    return found
+
+
+def reproduces(target: LoadedModel, last: EarlyExit) -> bool:
+    """Whether the norm and the output layer, called by hand behind all layers, make the model's own logits."""
+    rows: list[mx.array] = []
+    tokens = mx.arange(8)[None]
+    hidden_states = HiddenStates(target.model, HiddenStatePoints((last.layers - 1,)))
+    truth = hidden_states.forward(lambda: target.model(tokens)[0], [(8, rows.append)]).astype(mx.float32)
+    apart = mx.abs(last.logits(rows[0]) - truth).max()
+    return bool((apart <= 1e-2 * mx.abs(truth).max()).item())
+
+
+def speedup(agreement: float, share: float) -> float:
+    """Tokens a verify over the time of chain and verify, for the best chain, where a draft step takes `share` of it."""
+    depths = range(1, _MOST + 1)
+    return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
+
+
+class ExitProposer:
+    """A `Way`, with `kv_cache` of the target once these are known."""
+
+    depth = sys.maxsize
+
+    def __init__(self, exit: EarlyExit, layers: FirstLayers) -> None:
+        self._exit, self._layers = exit, layers
+        self.kv_cache: Any = None
+
+    def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
+        self.kv_cache = kv_cache
+
+    def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
+        return grow(chains, feeds, self._rows, self._exit.logits, lambda hidden: hidden[:, :0])
+
+    def _rows(self, feeds: Sequence[PairFeed]) -> mx.array:
+        rows: mx.array = self.kv_cache.first(self._layers, [Feed(feed.text, feed.tokens, feed.count) for feed in feeds])
+        return rows
+
+
+class ExitFollower:
+    """A text of the target, fed but for its last token. `sampler` chooses what is drafted for it."""
+
+    def __init__(self, sequence: FlatSequence, sampler: Sampler) -> None:
+        self.text, self.sampler = sequence, sampler
+        self._closed = False
+
+    @property
+    def length(self) -> int:
+        return self.text.length
+
+    def is_up_to(self, tokens: Sequence[int]) -> bool:
+        return not self._closed and self.length == len(tokens) - 1
+
+    def catch_up(self, tokens: Sequence[int]) -> PairFeed:
+        """The last token; what its keys and values are the verify finds anew."""
+        return PairFeed(self.text, mx.array(list(tokens[-1:]), mx.int32), mx.zeros((1, 0)), stays=False)
+
+    def has_read(self) -> None:
+        """There is nothing to forget."""
+
+    def close(self) -> None:
+        """It drafts no more; the text is the target's."""
+        self._closed = True
+
+
+class ExitDrafter(HeadDrafter):
+    """A drafter of heads that needs the target's texts, `attach_kv_cache` which it stands from then on."""
+
+    def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
+        self._exits = ExitProposer(exit, FirstLayers(target.model, exit.layers))
+        super().__init__(exit, target.vocab_size, note, self._exits, agreement)
+
+    def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
+        self._exits.attach_kv_cache(kv_cache)
+
+    def follow_text(
+        self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
+    ) -> ExitFollower:
+        """What drafts are wanted for."""
+        return ExitFollower(sequence, self.sampler(sampling, constraint))
+
+
+log = logging.getLogger(__name__)
+
+_LEAST = 0.1
+_MOST_TRIED = 8  # numbers of layers: each takes a pass of the output layer over the trial's text
+
+
+def load(folder: Path, target: LoadedModel) -> ExitDrafter:
+    """Drafts by the target's first layers, as many as seem best, or as the adapter in `folder` was trained for.
+
+    Raises:
+        CannotDraft: there is no adapter, it is for another target, or this one's rows can't be read early.
+    """
+    if not isinstance(open_kv_cache(target), FlatKVCache):
+        raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
+    _, layers = backbone_of(target.model)
+    count = len(layers)
+    if not reproduces(target, _exit(target, count)):
+        raise CannotDraft(
+            f"a {target.model_type} model does more after its layers than norm and output layer, so"
+            " early exit is not supported"
+        )
+    if target.folder is not None and folder.samefile(target.folder):
+        return _best(target, count)
+    return _adapted(folder, target, count)
+
+
+def _exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
+    backbone, _ = backbone_of(target.model)
+    output = output_layer(getattr(target.model, "language_model", target.model), backbone)
+    norm = final_norm(backbone)
+    return EarlyExit(layers, lambda rows: norm(rows), output, target.context_length, adapter)
+
+
+def _best(target: LoadedModel, count: int) -> ExitDrafter:
+    tried = range(1, count, -(-count // _MOST_TRIED))
+    found = agreements(target, (_exit(target, layers) for layers in tried))
+    if not found:
+        raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
+    gains = {layers: speedup(agreement, layers / count) for layers, agreement in found.items()}
+    layers = max(gains, key=gains.__getitem__)
+    note = f"drafting by the first {layers} of {count} layers, which agree with all in {found[layers]:.0%} of a trial"
+    if gains[layers] < 1:
+        note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
+        log.warning("%s", note)
+    return ExitDrafter(_exit(target, layers), target, note, found[layers])
+
+
+def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
+    name, config, weights = str(folder), read_config(folder), read_weights(folder)
+    if head_kind(config) != "early-exit":
+        raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
+    refuse_quantised(config, weights, name)
+    settings = _settings(config, name)
+    _check(settings, target, count, name)
+    adapter = ExitAdapter(settings)
+    fill(adapter, weights, name)
+    exit = _exit(target, settings.exit_layer, adapter)
+    (agreement,) = agreements(target, [exit]).values()
+    other = stranger(folder, target.folder)
+    if other and agreement < _LEAST:
+        raise CannotDraft(
+            f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
+        )
+    note = f"drafting by {exit.layers} of {count} layers and an adapter, which agree in {agreement:.0%} of a trial"
+    if other:
+        note += f"; {other}"
+    if agreement < _LEAST:
+        note += ": few drafts will be accepted; use an adapter trained for this target"
+    return ExitDrafter(exit, target, note, agreement)
+
+
+def _settings(config: Mapping[str, Any], name: str) -> AdapterConfig:
+    with complete(name, "an adapter's sizes"):
+        return AdapterConfig(
+            exit_layer=int(config["exit_layer"]),
+            rank=int(config["rank"]),
+            hidden_size=int(config["hidden_size"]),
+            vocab_size=int(config["vocab_size"]),
+            num_hidden_layers=int(config["num_hidden_layers"]),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+            target=str(config.get("target", "")),
+        )
+
+
+def _check(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
+    """Raises CannotDraft: it is for another target."""
+    config = target.config.get("text_config") or target.config
+    its = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)
+    have = (int(config["hidden_size"]), count, int(config["vocab_size"]))
+    if its != have:
+        raise CannotDraft(
+            f"{name} is for a target with a width of {its[0]}, {its[1]} layers and {its[2]} tokens, and this one has"
+            f" {have[0]}, {have[1]} and {have[2]}; expected one that was trained for it"
+        )
+    if not 0 < settings.exit_layer < count:
+        raise CannotDraft(f"{name} leaves after {settings.exit_layer} layers of {count}; expected 1 to {count - 1}")

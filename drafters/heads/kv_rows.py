@@ -1,0 +1,368 @@
+"""Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens. By MLX;
+`HostKVRows` computes the same by numpy.
+
+A pair is a token and the feature of the one before it: the target's, where that has been heard, else what stands for
+it. For a head that has learned one feature for all rows that are missing it is that; for others what the head made of
+the pair before, so tokens behind one another that the target has not told of are fed one a forward. Knows columns and
+rows; nothing of nodes or sampling.
+
+`FeatureBuffer`: rows of the target's that a head has been told and not yet fed: a stretch of consecutive committed
+tokens. Knows positions and rows; nothing of tokens. Bounded: of a long stretch the newest are kept.
+
+`HostKVRows`: the columns of a head's tree by numpy: what grows, and short pieces of text; long ones are MLX's, over
+the same buffers. Nothing here is lazy: a forward returns when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from outrider.drafters.heads.head import GuessingHead, MaskedHead
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
+from outrider.engine.blocks import Floats
+from outrider.engine.cache import window_of, with_room
+from outrider.engine.flat import WindowMask, install
+from outrider.engine.kv_rows import Bools, Ints, KVRowCache, NewRows, TreeAttentionMetadata, gather, restore, saved
+from outrider.engine.numpy_net import MOST_ROWS, NumpySegment, hidden
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.protocol.errors import ModelFault
+
+MOST = 2048
+
+Row = tuple[mx.array | Floats, int]
+"""A row, as one of an array's [N, W]."""
+
+
+class FeatureBuffer:
+    """Rows of the positions `begin`..`end`-1."""
+
+    def __init__(self) -> None:
+        self.begin = self.end = 0
+        self._parts: list[tuple[int, Floats]] = []
+
+    def add(self, position: int, rows: Floats) -> None:
+        """The next ones, the first at `position`; behind a gap the stretch begins anew. What is known is left out."""
+        end = position + rows.shape[0]
+        if end <= self.end:
+            return
+        if not self.begin <= position <= self.end:
+            self.begin, self._parts = position, []
+        elif position < self.end:
+            position, rows = self.end, rows[self.end - position :]
+        self._parts.append((position, rows))
+        self.end = end
+        self.forget(end - MOST)
+
+    def forget(self, position: int) -> None:
+        """Rows before this position are not wanted any more."""
+        if position > self.begin:
+            self.begin = min(position, self.end)
+            self._parts = [part for part in self._parts if part[0] + part[1].shape[0] > position]
+
+    def __contains__(self, position: int) -> bool:
+        return self.begin <= position < self.end
+
+    def row(self, position: int) -> Row:
+        """The row of a position that it has."""
+        first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
+        return rows, position - first
+
+    def between(self, begin: int, end: int) -> Floats:
+        """The rows of these positions, all of which it has: [end - begin, W]."""
+        parts = [
+            rows[max(begin - first, 0) : max(end - first, 0)]
+            for first, rows in self._parts
+            if first < end and begin < first + rows.shape[0]
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+PIECE = 512
+NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
+
+
+class PairKVRows:
+    """`engine.kv_rows.KVRows` of one text. The token of column 0 stands at position `origin`."""
+
+    lazy = True
+    whole = False
+
+    def __init__(self, head: GuessingHead) -> None:
+        install(head)
+        self._head = head
+        self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
+        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
+        self._frame = TreeAttentionMetadata()
+        self.features = FeatureBuffer()
+        self.begin_at(0)
+
+    def begin_at(self, origin: int) -> None:
+        """Nothing is remembered, and the text is read from here on."""
+        self.origin = origin
+        self.leaves = [KVRowCache(self._frame, window_of(cache)) for cache in make_prompt_cache(self._head)]
+        self._stand_ins: dict[int, Row] = {}  # what stands for the feature of a column's token
+        self._guessed: dict[int, int] = {}  # columns that were fed such a one, and the position that it was for
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """The target's rows of committed tokens, the first at `position`."""
+        self.features.add(position, np.array(rows, np.float32))
+
+    def is_stale(self, column: int) -> bool:
+        """Whether it was fed a guess where the target has spoken since."""
+        return column in self._guessed and self._guessed[column] in self.features
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        """See `Columns.prefill`; the target's rows have been heard for all of them."""
+        for begin in range(start, len(tokens), PIECE):
+            piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
+            before = self.origin + begin - 1
+            self._frame.plain(begin, piece.shape[0])
+            features = mx.array(self.features.between(before, before + piece.shape[0])).astype(self._dtype)
+            hidden = self._head(piece[None], features[None], self.leaves)  # type: ignore[arg-type]
+            sound = mx.isfinite(hidden).all()
+            mx.eval(sound, [leaf.state for leaf in self.leaves])
+            if not sound.item():
+                raise ModelFault(NO_NUMBERS)
+
+    @staticmethod
+    def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
+        """See `Columns.forward`. All texts together, as many forwards as tokens stand behind one another unheard of."""
+        depths = [text._depths(one) for text, one in zip(texts, new, strict=True)]
+        found: list[Any] = []
+        order: list[tuple[int, int]] = []
+        for depth in range(1 + max(int(own.max()) for own in depths)):
+            parts: list[PairSegment] = []
+            for number, (text, one, own) in enumerate(zip(texts, new, depths, strict=True)):
+                rows: Ints = np.flatnonzero(own == depth).astype(np.int32)
+                if len(rows):
+                    begin = parts[-1].span.stop if parts else 0
+                    parts.append(PairSegment(text, one, rows, begin))
+                    order += [(number, int(row)) for row in rows]
+            found.append(texts[0].hidden(parts))
+        return texts[0].logits(found, sorted(range(len(order)), key=order.__getitem__))
+
+    def hidden(self, parts: Sequence[PairSegment]) -> Any:
+        """Hidden vectors [T, H] of these pairs; those of a `StepHead` then stand in for what is to come."""
+        tokens = [part.tokens for part in parts]
+        features = picked([row for part in parts for row in part.features()], self._dtype)
+        offset = mx.array(np.concatenate([part.places for part in parts]))
+        caches: list[Any] = [PairRowCache(parts, number, offset) for number in range(len(self.leaves))]
+        flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
+        hidden = self._head(flat[None], features[None], caches)[0]
+        if not isinstance(self._head, MaskedHead):
+            made(parts, self._head.onward(hidden))
+        return hidden
+
+    def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
+        """Of what forwards brought, one behind the other, at these places of it: [R, V]."""
+        hidden = found[0] if len(found) == 1 else mx.concatenate(list(found))
+        in_order = list(back) == list(range(len(back)))
+        return self._head.logits(hidden if in_order else mx.take(hidden, mx.array(list(back)), axis=0))
+
+    def _depths(self, new: NewRows) -> Ints:
+        """How many forwards each token has to wait for: until the one before it has made what stands for its row."""
+        depths: list[int] = []
+        for parent, place in zip(new.parents, new.positions[new.start :].tolist(), strict=True):
+            known = parent < new.start or self._missing is not None or self.origin + place - 1 in self.features
+            depths.append(0 if known else depths[parent - new.start] + 1)
+        return np.array(depths, np.int32)
+
+    def feature(self, column: int, parent: int, position: int) -> Row:
+        """What the token of this column is fed, which stands at `position` behind that of `parent`."""
+        before = position - 1
+        if before in self.features:
+            self._guessed.pop(column, None)
+            return self.features.row(before)
+        self._guessed[column] = before
+        return self._missing or self._stand_ins[parent]
+
+    def made(self, column: int, row: Row) -> None:
+        """What stands for the feature of this column's token from now on."""
+        self._stand_ins[column] = row
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        gather(self.leaves, prefix, columns)
+        self.renumber(prefix, columns)
+
+    def renumber(self, prefix: int, columns: Ints) -> None:
+        """What is known of columns follows them there."""
+        kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
+        self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
+        self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
+
+    def save(self, count: int) -> SavedPrefix:
+        return saved(self.leaves, count)
+
+    def restore(self, start: CachedPrefix) -> None:
+        restore(self._frame, self.leaves, start)
+
+
+@dataclass(frozen=True, slots=True)
+class PairSegment:
+    """The tokens of one text in one forward: `rows` of those that are fed, from the place `begin` of it on."""
+
+    text: PairKVRows
+    new: NewRows
+    rows: Ints
+    begin: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.begin, self.begin + len(self.rows))
+
+    @property
+    def tokens(self) -> mx.array:
+        tokens = self.new.lazy_tokens()
+        return tokens if len(self.rows) == tokens.shape[0] else mx.take(tokens, mx.array(self.rows))
+
+    @property
+    def columns(self) -> Ints:
+        columns: Ints = self.rows + np.int32(self.new.start)
+        return columns
+
+    @property
+    def place(self) -> slice | Ints:
+        """Where the columns stand in a buffer."""
+        columns = self.columns
+        in_a_row = columns[-1] - columns[0] + 1 == len(columns)
+        return slice(int(columns[0]), int(columns[-1]) + 1) if in_a_row else columns
+
+    @property
+    def places(self) -> Ints:
+        return self.new.positions[self.columns]
+
+    def features(self) -> list[Row]:
+        text = self.text
+        parents = [self.new.parents[row] for row in self.rows]
+        triples = zip(self.columns.tolist(), parents, (self.places + text.origin).tolist(), strict=True)
+        return [text.feature(column, parent, place) for column, parent, place in triples]
+
+    def mask(self, window: int | None) -> mx.array | None:
+        """Which columns each token sees, [rows, end]; None: all of them."""
+        seen: Bools = self.new.seen[self.rows]
+        if window is not None:
+            seen = seen & (self.places[:, None] - self.new.positions < window)
+        return None if seen.all() else mx.array(seen)
+
+
+class PairRowCache:
+    """One layer's columns of the texts in a forward, standing in for its cache."""
+
+    def __init__(self, parts: Sequence[PairSegment], number: int, offset: mx.array) -> None:
+        self._parts = [(part, part.text.leaves[number]) for part in parts]
+        self.offset = offset
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> WindowMask:
+        return WindowMask(window_size or self._parts[0][1].window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Each text remembers its own; what is returned nobody reads."""
+        for part, leaf in self._parts:
+            end = part.new.end
+            place = part.place if isinstance(part.place, slice) else mx.array(part.place)
+            leaf.keys, leaf.values = with_room(leaf.keys, 1, end, keys), with_room(leaf.values, 1, end, values)
+            leaf.keys[..., place, :] = keys[:, :, part.span]
+            leaf.values[..., place, :] = values[:, :, part.span]
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
+        """The attention of flat queries [1, H, T, D], each over its own text."""
+        found = []
+        for part, leaf in self._parts:
+            keys, values = (b[..., : part.new.end, :] for b in (leaf.keys, leaf.values))  # type: ignore[index]
+            own, mask = queries[:, :, part.span], part.mask(window)
+            found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
+        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+
+
+def made(parts: Sequence[PairSegment], onward: mx.array | Floats) -> None:
+    """Of a forward of these parts came what stands in for the features to come."""
+    for part in parts:
+        for index, column in enumerate(part.columns.tolist(), part.begin):
+            part.text.made(column, (onward, index))
+
+
+def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
+    """These rows as one array [T, W]; those of one array in a row are taken from it at once."""
+    found = []
+    for _, group in groupby(rows, key=lambda row: id(row[0])):
+        own = list(group)
+        array, indices = own[0][0], [index for _, index in own]
+        if not isinstance(array, mx.array):
+            found.append(mx.array(array[indices]).astype(dtype))
+            continue
+        whole = indices == list(range(array.shape[0]))
+        found.append(array if whole else mx.take(array, mx.array(indices), axis=0))
+    return found[0] if len(found) == 1 else mx.concatenate(found)
+
+
+class HostKVRows(PairKVRows):
+    """`PairKVRows` of a head in float32 on a CPU."""
+
+    lazy = False
+
+    def __init__(self, head: GuessingHead, numpy: NumpyHead) -> None:
+        super().__init__(head)
+        self._numpy = numpy
+        if self._missing is not None:
+            self._missing = np.array(self._missing[0]), 0
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        end, before = len(tokens), self.origin + start - 1
+        if not 0 < end - start <= MOST_ROWS:
+            super().prefill(tokens, progress, total, start)
+            return
+        positions = np.arange(start, end, dtype=np.int32)
+        masked = hidden(positions[:, None] >= np.arange(end))
+        spans = (
+            [NumpySegment(slice(0, end - start), *own, slice(start, end), end, masked)] for own in self.buffers(end)
+        )
+        features = self.features.between(before, before + end - start)
+        if not np.isfinite(self._numpy.rows(np.array(tokens[start:]), features, positions, spans)).all():
+            raise ModelFault(NO_NUMBERS)
+
+    def hidden(self, parts: Sequence[PairSegment]) -> Any:
+        tokens = np.concatenate([np.array(part.new.tokens)[part.rows] for part in parts])
+        features = np.stack([array[index] for part in parts for array, index in part.features()])
+        places, own = np.concatenate([part.places for part in parts]), list(map(_spans, parts))
+        found = self._numpy.rows(tokens, features, places, zip(*own, strict=True))
+        if self._missing is None:
+            made(parts, self._numpy.stands_in(found))
+        return found
+
+    def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
+        rows = found[0] if len(found) == 1 else np.concatenate(found)[list(back)]
+        return mx.array(self._numpy.scores(rows))
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        for buffers in self.buffers(0):
+            for buffer in buffers:
+                buffer[:, prefix : prefix + len(columns)] = buffer[:, columns]
+        self.renumber(prefix, columns)
+
+    def buffers(self, end: int) -> Iterator[tuple[Floats, Floats]]:
+        """Each layer's keys and values [kv heads, columns, D] themselves, with room for so many columns."""
+        for leaf, layer in zip(self.leaves, self._numpy.layers, strict=True):
+            like = mx.zeros((1, layer.kv_heads, 1, layer.width))
+            leaf.keys, leaf.values = with_room(leaf.keys, 1, end, like), with_room(leaf.values, 1, end, like)
+            mx.eval(leaf.keys, leaf.values)
+            yield np.array(leaf.keys, copy=False)[0], np.array(leaf.values, copy=False)[0]
+
+
+def _spans(part: PairSegment) -> Iterator[NumpySegment]:
+    """Where each layer's attention finds this part's text."""
+    masked = hidden(part.new.seen[part.rows])
+    for keys, values in part.text.buffers(part.new.end):  # type: ignore[attr-defined]
+        yield NumpySegment(part.span, keys, values, part.place, part.new.end, masked)

@@ -1,0 +1,308 @@
+"""What heads are made of: layers by Llama's and Qwen3's names, a vocabulary of their own, links between a block's
+tokens.
+
+`AttentionSizes`: what layers of heads are made of, by Llama's and Qwen3's names.
+
+`DraftVocabulary`: a head's own tokens, where it knows fewer than its target, by the target's names.
+
+`BlockLink`: what binds the tokens of a block together: each slot's candidates are scored anew once the token before is
+known. A block's slots are drafted at once and know nothing of each other's choice. DSpark (arXiv 2607.05147) adds a
+product of low rank of the token before and the token to come, DFlash2's selector one that looks at the slot's vector,
+too. Along a walk both are asked about a few candidates only; the selector never looks at more than `FEW`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from outrider.engine.flat import FlatCache, attention
+from outrider.protocol.errors import CannotDraft
+
+
+class AttentionSizes(Protocol):
+    """What of a head's settings attention depends on."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def qk_norm(self) -> bool: ...
+
+    @property
+    def attention_bias(self) -> bool: ...
+
+
+class Attention(nn.Module):  # type: ignore[misc]
+    """Over vectors of `width`, which may be wider than what it gives."""
+
+    def __init__(self, sizes: AttentionSizes, width: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self._dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
+        self.scale = self._dim**-0.5
+        self.q_proj = nn.Linear(width, self.n_heads * self._dim, bias=sizes.attention_bias)
+        self.k_proj = nn.Linear(width, self.n_kv_heads * self._dim, bias=sizes.attention_bias)
+        self.v_proj = nn.Linear(width, self.n_kv_heads * self._dim, bias=sizes.attention_bias)
+        self.o_proj = nn.Linear(self.n_heads * self._dim, sizes.hidden_size, bias=sizes.attention_bias)
+        if sizes.qk_norm:
+            self.q_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self._dim, eps=sizes.rms_norm_eps)
+        self.rope = initialize_rope(self._dim, sizes.rope_theta, False, sizes.rope_scaling, sizes.context_length)
+
+    def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
+        queries = self.rope(self._by_head(self.q_proj(x), self.n_heads, "q_norm"), offset=cache.offset)
+        keys, values = self.read(x, cache)
+        found = attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+        out: mx.array = self.o_proj(found.swapaxes(1, 2).reshape(1, x.shape[1], -1))
+        return out
+
+    def read(self, x: mx.array, cache: FlatCache) -> tuple[mx.array, mx.array]:
+        """Remembers what x [1, T, width] makes; all keys and values then."""
+        keys = self._by_head(self.k_proj(x), self.n_kv_heads, "k_norm")
+        values = self._by_head(self.v_proj(x), self.n_kv_heads)
+        return cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
+
+    def _by_head(self, x: mx.array, heads: int, norm: str = "") -> mx.array:
+        parted = x.reshape(1, x.shape[1], heads, self._dim)
+        return (self[norm](parted) if norm in self else parted).swapaxes(1, 2)
+
+
+class Mlp(nn.Module):  # type: ignore[misc]
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """`ids` [V_d]: the target's name of each of the head's tokens; None: they are the target's `size` tokens.
+
+    `numbers` [size]: the head's of each of the target's, 0 for one that it does not know.
+    """
+
+    size: int
+    ids: mx.array | None = None
+    numbers: mx.array | None = None
+
+    @classmethod
+    def read(cls, d2t: mx.array | None, count: int, size: int, name: str) -> DraftVocabulary:
+        """By `d2t` [count], what each number is to be raised by. Raises CannotDraft: it is another target's."""
+        if d2t is None:
+            if count > size:
+                raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
+            return cls(size) if count == size else cls._of(size, mx.arange(count))
+        if d2t.shape != (count,):
+            raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
+        ids = mx.arange(count) + d2t.astype(mx.int32)
+        known = cast("list[int]", ids.tolist())
+        if min(known) < 0 or max(known) >= size:
+            raise CannotDraft(f"{name} knows tokens beyond this target's {size}; expected a head for its vocabulary")
+        return cls._of(size, ids)
+
+    @classmethod
+    def _of(cls, size: int, ids: mx.array) -> DraftVocabulary:
+        numbers = mx.zeros((size,), mx.int32)
+        numbers[ids] = mx.arange(ids.shape[0])
+        return cls(size, ids, numbers)
+
+    @property
+    def known(self) -> int:
+        """How many tokens the head has."""
+        return self.size if self.ids is None else int(self.ids.shape[0])
+
+    def spread(self, own: mx.array) -> mx.array:
+        """Logits [R, V] of the head's own [R, V_d]; -inf for tokens that it does not know."""
+        if self.ids is None:
+            return own
+        whole = mx.full((own.shape[0], self.size), -mx.inf)
+        whole[:, self.ids] = own
+        return whole
+
+    def own(self, tokens: mx.array) -> mx.array:
+        """The head's numbers of tokens that it knows."""
+        return tokens if self.numbers is None else self.numbers[tokens]
+
+
+FEW = 16
+
+
+class BlockLink(Protocol):
+    """Arrays: R rows, C candidates of each, H the width of hidden vectors."""
+
+    def begin(self, rows: int) -> mx.array:
+        """What it remembers of so many chains before their first token, [R, ...]."""
+        ...
+
+    def __call__(
+        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """What candidates [R, C] gain behind tokens `before` [R] in slots of these vectors [R, H], in logits [R, C].
+
+        And what it remembers then.
+        """
+        ...
+
+    @property
+    def recalls(self) -> bool:
+        """Whether what it says depends on more of the chain than the token before."""
+        ...
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        """Logits [R, V] behind tokens `before` [R] of what these slots say alone; -inf for what it does not look at.
+
+        Of one that recalls nothing.
+        """
+        ...
+
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        """The chance [R] that what such slots draft holds where the token before does, if it can tell."""
+        ...
+
+
+class Markov(nn.Module):  # type: ignore[misc]
+    """DSpark's head: `kind` vanilla, gated (the slot's vector opens it) or rnn (it knows the chain so far)."""
+
+    def __init__(self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary) -> None:
+        super().__init__()
+        self._kind, self._rank, self._vocabulary = kind, rank, vocabulary
+        self.markov_w1 = nn.Embedding(vocabulary.size, rank)
+        self.markov_w2 = nn.Linear(rank, vocabulary.known, bias=False)
+        if kind == "gated":
+            self.gate_proj = nn.Linear(size + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
+
+    def begin(self, rows: int) -> mx.array:
+        return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
+
+    @property
+    def recalls(self) -> bool:
+        return self._kind == "rnn"
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        found, _ = self._found(self.markov_w1(before), hidden, self.begin(before.shape[0]))
+        return logits + self._vocabulary.spread(self.markov_w2(found).astype(mx.float32))
+
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        return None
+
+    def __call__(
+        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        found, memory = self._found(self.markov_w1(before), hidden, memory)
+        return (self.markov_w2.weight[self._vocabulary.own(candidates)] @ found[..., None])[..., 0].astype(
+            mx.float32
+        ), memory
+
+    def _found(self, known: mx.array, hidden: mx.array, memory: mx.array) -> tuple[mx.array, mx.array]:
+        if self._kind == "gated":
+            return mx.sigmoid(self.gate_proj(mx.concatenate([hidden, known], axis=-1))) * known, memory
+        if self._kind == "rnn":
+            gate, new, out = mx.split(self.joint_proj(mx.concatenate([memory, known, hidden], axis=-1)), 3, axis=-1)
+            kept = mx.sigmoid(gate)
+            return mx.tanh(out), kept * memory + (1 - kept) * mx.tanh(new)
+        return known, memory
+
+
+class Selector(nn.Module):  # type: ignore[misc]
+    """DFlash2's: a token fits behind another as far as the slot's vector lets their codes meet."""
+
+    def __init__(self, rank: int, size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = mx.zeros((vocab_size, rank))
+        self.successor_codebook = mx.zeros((vocab_size, rank))
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+
+    def begin(self, rows: int) -> mx.array:
+        return mx.zeros((rows, 0))
+
+    def __call__(
+        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        wanted = self.predecessor_codebook[before] * self.hidden_projection(hidden)
+        return _products(self.successor_codebook[candidates], wanted), memory
+
+    @property
+    def recalls(self) -> bool:
+        return False
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
+        gains, _ = self(before, hidden, few, hidden)
+        found = mx.take_along_axis(logits, few, axis=-1) + gains
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), few, found, axis=-1)
+
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        return None
+
+
+class Confidence(nn.Module):  # type: ignore[misc]
+    """DSpark's: the chance that a slot's token holds, by its vector and `rank` numbers of the token before."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size + rank, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Confident:
+    """A Markov head whose `confidence` is known. `sees`: it sees the token before."""
+
+    markov: Markov
+    confidence: Confidence
+    sees: bool
+
+    def begin(self, rows: int) -> mx.array:
+        return self.markov.begin(rows)
+
+    @property
+    def recalls(self) -> bool:
+        return self.markov.recalls
+
+    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
+        return self.markov.over(logits, before, hidden)
+
+    def __call__(
+        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return self.markov(before, hidden, candidates, memory)
+
+    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
+        seen = mx.concatenate([hidden, self.markov.markov_w1(before)], axis=-1) if self.sees else hidden
+        return mx.sigmoid(self.confidence.proj(seen)[:, 0].astype(mx.float32))
+
+
+def _products(codes: mx.array, wanted: mx.array) -> mx.array:
+    """[R, C] of codes [R, C, rank] with what is wanted [R, rank]."""
+    return (codes @ wanted[..., None])[..., 0].astype(mx.float32)

@@ -1,0 +1,322 @@
+"""Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind
+it.
+
+Embedding and output layer are the target's, mostly. What families do differently is in a `MtpForm`: which row, in
+which order. Knows no files.
+
+`MtpFamily`: what the families whose models have a head of their own do differently: where its tensors are, which row it
+reads. A family's layer is mlx-lm's, and so is what makes a repository's tensors into it, where mlx-lm has that. Knows
+names of tensors; nothing of files.
+
+`read`: reads the heads that mlx-lm leaves out of a target: from the original repository, or a copy of their tensors
+alone. Every reason why there is none to use is one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
+
+from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
+from outrider.engine import positions
+from outrider.engine.flat import FlatCache
+from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.errors import CannotDraft, first_line
+
+Layer = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpForm:
+    """`after_norm`: it reads rows behind the final norm, the target's and then its own. `embedding_first`: so they are
+    fused with the token. `together`: its attention takes several texts at once.
+    """
+
+    after_norm: bool
+    embedding_first: bool
+    together: bool = True
+
+
+class Mtp(nn.Module):  # type: ignore[misc]
+    """A `StepHead`. `block`: a layer of the target's kind; `embed`, `output`: the target's own."""
+
+    def __init__(
+        self,
+        form: MtpForm,
+        size: int,
+        eps: float,
+        block: nn.Module,
+        embed: Layer,
+        output: Layer,
+        context_length: int,
+        own_embedding: int = 0,
+        own_output: int = 0,
+    ) -> None:
+        """`own_embedding`, `own_output`: of so many tokens in place of the target's, if any."""
+        super().__init__()
+        self.form, self._embed, self._output, self._context_length = form, embed, output, context_length
+        self.norm_embedding = nn.RMSNorm(size, eps=eps)
+        self.norm_hidden = nn.RMSNorm(size, eps=eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = [block]
+        self.norm = nn.RMSNorm(size, eps=eps)
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(own_embedding, size)
+        if own_output:
+            self.lm_head = nn.Linear(size, own_output, bias=False)
+
+    @property
+    def together(self) -> bool:
+        return self.form.together
+
+    @property
+    def points(self) -> HiddenStatePoints:
+        return HiddenStatePoints(before_norm=not self.form.after_norm, after_norm=self.form.after_norm)
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def reach(self) -> None:
+        return None
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    @property
+    def bytes_per_pair(self) -> int:
+        attention = self.layers[0].self_attn
+        kept = [attention[name].weight for name in ("k_proj", "v_proj", "kv_a_proj_with_mqa") if name in attention]
+        return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in kept)
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        return rows.astype(self.fc.weight.dtype)
+
+    def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
+        embed = self.embed_tokens if "embed_tokens" in self else self._embed
+        embedded = self.norm_embedding(embed(tokens).astype(features.dtype))
+        seen = self.norm_hidden(features)
+        both = [embedded, seen] if self.form.embedding_first else [seen, embedded]
+        x = self.fc(mx.concatenate(both, axis=-1))
+        mask = caches[0].make_mask(tokens.shape[1], return_array=not self.form.together)
+        out: mx.array = self.layers[0](x, mask, caches[0])
+        return out
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        normed = self.norm(hidden)
+        own = self.lm_head(normed) if "lm_head" in self else self._output(normed)
+        return own.astype(mx.float32)
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        normed: mx.array = self.norm(hidden)
+        return normed if self.form.after_norm else hidden
+
+
+_LAYER = "layers.0."
+_THEIR_LAYER = "model.layers.0."
+
+
+@dataclass(frozen=True, slots=True)
+class MtpFamily:
+    """`prefix`: of the head's tensors. `named`: these by our names. `block`: its layer, of which the head holds one.
+
+    `exact`: tensors that stay float32.
+    """
+
+    form: MtpForm
+    prefix: str
+    named: Callable[[Weights], Weights]
+    block: nn.Module
+    exact: frozenset[str] = frozenset()
+
+
+def family_of(target: LoadedModel) -> MtpFamily:
+    """Raises CannotDraft: heads of such models are not known here."""
+    model = target.model
+    args: Any = getattr(model, "language_model", model).args
+    match model:
+        case qwen3_5.Model():
+            return _qwen(qwen3_5.DecoderLayer(args, args.full_attention_interval - 1))
+        case qwen3_next.Model():
+            return _qwen(qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1))
+        case mimo.Model():
+            return _mimo(mimo.TransformerBlock(args))
+        case llama.Model():  # none is published with one; `models/train.py` makes them in MiMo's layout
+            return _mimo(llama.TransformerBlock(args))
+        case deepseek_v3.Model():
+            block = deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers)
+            return _next_layer(target, args, block, together=False)
+        case glm4_moe_lite.Model():
+            block = glm4_moe_lite.Glm4MoeLiteDecoderLayer(args, args.num_hidden_layers)
+            return _next_layer(target, args, block, together=False)
+        case glm4_moe.Model():
+            return _next_layer(target, args, glm4_moe.DecoderLayer(args, args.num_hidden_layers), together=True)
+    raise CannotDraft(
+        f"MTP heads of {target.model_type} models are not supported; expected qwen3_5, qwen3_next,"
+        " deepseek_v3, glm4_moe,"
+        " glm4_moe_lite, llama or mimo"
+    )
+
+
+def _qwen(block: nn.Module) -> MtpFamily:
+    """Norms are stored as what is above 1, experts one by one or all in one tensor."""
+
+    def named(weights: Weights) -> Weights:
+        names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
+        ours = _renamed(weights, names)
+        lifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
+        return _joined_experts(_parted_experts(lifted))
+
+    return MtpFamily(MtpForm(after_norm=True, embedding_first=True), "mtp.", named, block)
+
+
+def _mimo(block: nn.Module) -> MtpFamily:
+    names = {
+        "token_layernorm.": "norm_embedding.",
+        "hidden_layernorm.": "norm_hidden.",
+        "input_proj.": "fc.",
+        "final_layernorm.": "norm.",
+        "": _LAYER,
+    }
+    form = MtpForm(after_norm=True, embedding_first=False)
+    return MtpFamily(form, "model.mtp_layers.0.", lambda weights: _renamed(weights, names), block)
+
+
+def _next_layer(target: LoadedModel, args: Any, block: nn.Module, together: bool) -> MtpFamily:
+    """DeepSeek's and GLM's: the layer behind the last one. mlx-lm knows what its tensors become, by a layer's name."""
+    names = {
+        "enorm.": "norm_embedding.",
+        "hnorm.": "norm_hidden.",
+        "eh_proj.": "fc.",
+        "shared_head.norm.": "norm.",
+        "shared_head.head.": "lm_head.",
+        "embed_tokens.": "embed_tokens.",
+        "": _THEIR_LAYER,
+    }
+
+    def named(weights: Weights) -> Weights:
+        return _renamed(target.model.sanitize(_renamed(weights, names)), {_THEIR_LAYER: _LAYER})
+
+    form = MtpForm(after_norm=False, embedding_first=True, together=together)
+    exact = frozenset({f"{_LAYER}mlp.gate.e_score_correction_bias"})
+    return MtpFamily(form, f"model.layers.{args.num_hidden_layers}.", named, block, exact)
+
+
+def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
+    def name(key: str) -> str:
+        for theirs, ours in names.items():
+            if key.startswith(theirs):
+                return ours + key.removeprefix(theirs)
+        return key
+
+    return {name(key): value for key, value in weights.items()}
+
+
+def _parted_experts(weights: Weights) -> Weights:
+    """Of all experts in one tensor (Qwen3.5) the gates are the first half."""
+    at = f"{_LAYER}mlp."
+    if f"{at}experts.gate_up_proj" not in weights:
+        return weights
+    others = {key: value for key, value in weights.items() if not key.startswith(f"{at}experts.")}
+    gate, up = mx.split(weights[f"{at}experts.gate_up_proj"], 2, axis=-2)
+    parts = {"gate": gate, "up": up, "down": weights[f"{at}experts.down_proj"]}
+    return others | {f"{at}switch_mlp.{name}_proj.weight": value for name, value in parts.items()}
+
+
+def _joined_experts(weights: Weights) -> Weights:
+    """Of experts one by one (Qwen3-Next)."""
+    at = f"{_LAYER}mlp."
+    count = sum(key.startswith(f"{at}experts.") and key.endswith(".up_proj.weight") for key in weights)
+    if not count:
+        return weights
+    others = {key: value for key, value in weights.items() if not key.startswith(f"{at}experts.")}
+    for name in ("gate", "up", "down"):
+        each = [weights[f"{at}experts.{number}.{name}_proj.weight"] for number in range(count)]
+        others[f"{at}switch_mlp.{name}_proj.weight"] = mx.stack(each)
+    return others
+
+
+_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_SAME = 0.95
+
+
+def read(folder: Path, target: LoadedModel) -> Mtp:
+    """The head in `folder` for its target.
+
+    Raises:
+        CannotDraft: there is none, it is not whole, or the target is of a family whose heads are not known here.
+    """
+    family = family_of(target)
+    weights = _weights(folder, family)
+    backbone, _ = backbone_of(target.model)
+    inner = getattr(target.model, "language_model", target.model)
+    table, output = embedding(backbone), output_layer(inner, backbone)
+    weights = _without_copies(weights, lambda tokens: table(tokens), output)
+    args: Any = inner.args
+    head = Mtp(
+        family.form, args.hidden_size, args.rms_norm_eps, family.block,
+        lambda tokens: table(tokens), output, target.context_length,
+        own_embedding=target.vocab_size if _EMBEDDING in weights else 0,
+        own_output=target.vocab_size if _OUTPUT in weights else 0,
+    )  # fmt: skip
+    unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
+    if unknown:
+        raise CannotDraft(f"the head in {folder} has {', '.join(unknown[:3])}, which is not supported")
+    fill(head, weights, str(folder), family.exact)
+    positions.install(head)
+    return head
+
+
+def _weights(folder: Path, family: MtpFamily) -> Weights:
+    """A head's tensors by our names. Of an original repository only the shards that hold it are read."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        if index.is_file():
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({folder / name for key, name in places.items() if key.startswith(family.prefix)})
+        found: Weights = {}
+        for file in files:
+            tensors = cast(Weights, mx.load(str(file)))
+            found |= {key: value for key, value in tensors.items() if key.startswith(family.prefix)}
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
+    if not found:
+        raise CannotDraft(
+            f"{folder} holds no {family.prefix}* tensors, which conversions leave out; use the original repository"
+        )
+    refuse_quantised({}, found, str(folder))
+    try:
+        return family.named({key.removeprefix(family.prefix): value for key, value in found.items()})
+    except (KeyError, ValueError, IndexError) as error:
+        raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
+
+
+def _without_copies(weights: Weights, embed: Layer, output: Layer) -> Weights:
+    """Without what the target has as well, if more roughly: some repositories hold embedding and output layer twice."""
+    copies = []
+    if _EMBEDDING in weights:
+        tokens = mx.arange(min(64, weights[_EMBEDDING].shape[0]))
+        copies += [_EMBEDDING] * _alike(weights[_EMBEDDING][tokens], embed(tokens))
+    if _OUTPUT in weights:
+        rows = mx.random.normal((4, weights[_OUTPUT].shape[-1]), key=mx.random.key(0))
+        copies += [_OUTPUT] * _alike(rows @ weights[_OUTPUT].astype(mx.float32).T, output(rows))
+    return {key: value for key, value in weights.items() if key not in copies}
+
+
+def _alike(mine: mx.array, its: mx.array) -> bool:
+    if mine.shape != its.shape:
+        return False
+    mine, its = mine.astype(mx.float32).flatten(), its.astype(mx.float32).flatten()
+    return bool(((mine @ its) > _SAME * mx.linalg.norm(mine) * mx.linalg.norm(its)).item())

@@ -1,0 +1,237 @@
+"""What a head remembers of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
+
+Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of what is
+chosen by them.
+
+`NumpyHead`: a head's forwards of few pairs by numpy, wherever its keys and values lie, as `engine.numpy_net` makes a
+model's. Serves MTP heads and EAGLE-3's, P-EAGLE's too, of Llama's and Qwen3's layers, in the target's process over the
+buffers of `engine.flat` and in the draft worker over those of `HostKVRows`. Not lazy. `pairing` says whether it
+may be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.drafters.heads.eagle3 import Eagle3
+from outrider.drafters.heads.head import Head, MaskedHead, PairHead
+from outrider.drafters.heads.mtp import Mtp
+from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
+from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Ints, Segment
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_net import MOST_ROWS, Ends, NumpyLayer, NumpySegment, ends_of, rope_of, spans
+from outrider.engine.positions import RopeTable
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.protocol.errors import ModelError
+
+Begin = Callable[[Ints, Floats], tuple[Floats, Floats]]
+Rows = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyHead:
+    """`begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
+
+    `scores`, `stands_in`: of hidden vectors, as a head's `logits` and `onward`.
+    """
+
+    layers: Sequence[NumpyLayer]
+    rope: RopeTable
+    begin: Begin
+    scores: Rows
+    stands_in: Rows
+
+    def rows(self, tokens: Ints, features: Floats, positions: Ints, spans: Iterable[Sequence[NumpySegment]]) -> Floats:
+        """Hidden vectors [T, H] of pairs at these positions; `spans`: each layer's, text by text."""
+        angles = self.rope.on_host(positions)
+        first, *others = zip(self.layers, spans, strict=True)
+        with np.errstate(all="ignore"):  # closed gates; and vectors that are no numbers are told by who drafts
+            x, seen = self.begin(tokens, features)
+            x = first[0].behind(x, seen, angles, first[1])
+            for layer, own in others:
+                x = layer(x, angles, own)
+        return x
+
+    def hidden(
+        self, tokens: mx.array, features: mx.array, segments: Sequence[Segment], caches: Sequence[FlatCache]
+    ) -> mx.array:
+        """Hidden vectors [T, H] of pairs, piece after piece."""
+        positions, own = (
+            np.concatenate([segment.positions for segment in segments]),
+            spans(self.layers, segments, caches),
+        )
+        return mx.array(self.rows(np.array(tokens), np.array(features, copy=False), positions, own))
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return mx.array(self.scores(np.array(hidden, copy=False)))
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        return mx.array(self.stands_in(np.array(hidden, copy=False)))
+
+
+def numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
+    """The head's weights, laid out for the host.
+
+    Raises:
+        ModelError: numpy does not serve the target, or not such a head.
+    """
+    if target.number_format != "float32":
+        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
+    ends = ends_of(target)
+    try:
+        if isinstance(head, Mtp):
+            return _mtp(head, ends)
+        if isinstance(head, Eagle3):
+            return _eagle3(head, ends)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"numpy can't serve this head: {error}") from error
+    raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
+
+
+def _mtp(head: Mtp, ends: Ends) -> NumpyHead:
+    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
+    output = BlockedLinear([head.lm_head]) if "lm_head" in head else ends.head
+    embedding, seen, norm = Norm(head.norm_embedding), Norm(head.norm_hidden), Norm(head.norm)
+    fuse, layer, form = BlockedLinear([head.fc]), NumpyLayer(head.layers[0]), head.form
+
+    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+        both = [embedding(table[tokens]), seen(features)]
+        x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
+        return x, layer.before(x)
+
+    def stands_in(hidden: Floats) -> Floats:
+        return norm(hidden) if form.after_norm else hidden
+
+    return NumpyHead([layer], rope_of(head.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
+
+
+def _eagle3(head: Eagle3, ends: Ends) -> NumpyHead:
+    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
+    layers, output = [NumpyLayer(block) for block in head.layers], BlockedLinear([head.lm_head])
+    seen, norm, config = Norm(head.layers[0].hidden_norm), Norm(head.norm), head.config
+    known = None if head.vocabulary.ids is None else np.array(head.vocabulary.ids)
+
+    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+        normed = seen(features)
+        both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
+        return normed if config.norm_before_residual else features, both
+
+    def scores(hidden: Floats) -> Floats:
+        own = output(norm(hidden))
+        if known is None:
+            return own
+        whole = np.full((len(own), head.vocabulary.size), -np.inf, np.float32)
+        whole[:, known] = own
+        return whole
+
+    def stands_in(hidden: Floats) -> Floats:
+        return norm(hidden) if config.norm_output else hidden
+
+    return NumpyHead(layers, rope_of(head.layers[0]), begin, scores, stands_in)
+
+
+_LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
+
+
+@dataclass(frozen=True, slots=True)
+class PairFeed:
+    """The next pairs of a text: tokens [N], maybe unread, each behind the token of its feature [N, W].
+
+    `stays`: what is remembered of them is for good.
+    """
+
+    text: FlatSequence
+    tokens: mx.array
+    features: mx.array
+    stays: bool = True
+
+    @property
+    def count(self) -> int:
+        return int(self.features.shape[0])
+
+
+class HeadKVCache(Protocol):
+    """What a head remembers of its texts."""
+
+    def open(self) -> FlatSequence: ...
+
+    def close(self, sequence: FlatSequence) -> None: ...
+
+    def read(self, feed: PairFeed) -> None:
+        """Pairs that nothing is drafted behind. Lazy."""
+        ...
+
+    def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
+        """A copy of the first `length` pairs of a text."""
+        ...
+
+    def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
+        """A text that is still empty begins with these."""
+        ...
+
+    def state(self) -> list[Any]:
+        """What to evaluate."""
+        ...
+
+
+class PairKVCache(FlatRows):
+    """The texts of one head. A text's `length` counts its pairs."""
+
+    def __init__(self, head: PairHead, numpy: NumpyHead | None = None) -> None:
+        """`numpy` makes the forwards of few pairs."""
+        super().__init__(head)
+        self._head, self._numpy = head, numpy
+
+    def read(self, feed: PairFeed) -> None:
+        self.hidden([feed])
+
+    def forward(self, feeds: Sequence[PairFeed]) -> mx.array:
+        """Feeds them all, which stand in the order of their rows; the hidden vector of each one's last pair [R, H]."""
+        order = sorted(feeds, key=lambda feed: feed.count > _LONG)
+        hidden = self.hidden(order)
+        ends = np.cumsum([feed.count for feed in order]) - 1
+        last = dict(zip((feed.text.row for feed in order), ends.tolist(), strict=True))
+        return mx.take(hidden, mx.array([last[feed.text.row] for feed in feeds], mx.int32), axis=0)
+
+    def hidden(self, feeds: Sequence[PairFeed]) -> mx.array:
+        """The hidden vectors of all their pairs [T, H], one feed's after the other's, long ones behind short ones."""
+        if not self._head.together and len(feeds) > 1:
+            return mx.concatenate([self.hidden([feed]) for feed in feeds])
+        segments = [Segment(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds]
+        tokens = mx.concatenate([feed.tokens for feed in feeds])
+        features = mx.concatenate([feed.features for feed in feeds])
+        if self._numpy is not None and len(tokens) <= MOST_ROWS:
+            hidden = self._numpy.hidden(tokens, features, segments, self._caches)
+        else:
+            self._frame.begin(segments)
+            hidden = self._head(tokens[None], features[None], self._caches)[0]
+        for feed in feeds:
+            feed.text.length += feed.count
+        return hidden
+
+
+class MaskedPairKVCache(PairKVCache):
+    """Those of a head that is fed pairs of a mask, too."""
+
+    def __init__(self, head: MaskedHead, numpy: NumpyHead | None = None) -> None:
+        super().__init__(head, numpy)
+        self._masked = head
+
+    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
+        """Feeds them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
+        longer = [self._with_masks(feed, depth - 1) for feed, depth in zip(feeds, depths, strict=True)]
+        order = sorted(range(len(feeds)), key=lambda n: longer[n].count > _LONG)
+        hidden = self.hidden([longer[n] for n in order])
+        ends = dict(zip(order, np.cumsum([longer[n].count for n in order]).tolist(), strict=True))
+        places = np.concatenate([np.arange(ends[n] - depth, ends[n]) for n, depth in enumerate(depths)])
+        return mx.take(hidden, mx.array(places.astype(np.int32)), axis=0)
+
+    def _with_masks(self, feed: PairFeed, count: int) -> PairFeed:
+        tokens = mx.full((count,), self._masked.mask_token, mx.int32)
+        features = mx.repeat(self._masked.mask_feature, count, axis=0)
+        return PairFeed(feed.text, mx.concatenate([feed.tokens, tokens]), mx.concatenate([feed.features, features]))

@@ -1,0 +1,167 @@
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the
+target.
+
+Of the text it reads the newest pair alone and remembers none, so all it knows goes along in the feature: the target's
+row, which stays the same for a chain, and the state, which each token moves on. Names of weights and fields of the
+config are those of Apple's checkpoints. Knows no files.
+
+`read`: reads ReDrafters as Apple's trainers write them. Every reason why one can't be used is one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from outrider.drafters.heads.checkpoint import Weights, complete, fill, read_config, read_weights, refuse_quantised
+from outrider.engine.flat import FlatCache
+from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.heads import head_kind
+
+
+@dataclass(frozen=True, slots=True)
+class RedrafterConfig:
+    """`rnn`: the state is a learned function of the one before and the token's embedding; else their sum."""
+
+    hidden_size: int
+    vocab_size: int
+    exit_dim: int
+    num_draft_layers: int
+    rnn: bool = False
+
+
+class ResBlock(nn.Module):  # type: ignore[misc]
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = x + nn.silu(self.linear(x))
+        return out
+
+
+class Redrafter(nn.Module):  # type: ignore[misc]
+    """A `Head`. `embed`: the target's embedding; `vocab_size`: that of its logits, which may be padded."""
+
+    def __init__(
+        self, config: RedrafterConfig, embed: Callable[[mx.array], mx.array], vocab_size: int, context_length: int
+    ) -> None:
+        super().__init__()
+        size, width = config.hidden_size, config.exit_dim
+        self._config, self._embed, self._vocab_size, self._context_length = config, embed, vocab_size, context_length
+        if width != 2 * size:
+            self.input_proj = nn.Linear(2 * size, width)
+        blocks: list[Any] = [ResBlock(width) for _ in range(config.num_draft_layers)]
+        self.lm_head = [*blocks, nn.Linear(width, config.vocab_size, bias=False)]
+        if config.rnn:
+            self.rnn_u = nn.Linear(size, size)
+            self.rnn_w = nn.Linear(size, size, bias=False)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """None remembers anything."""
+        return []
+
+    @property
+    def together(self) -> bool:
+        return True
+
+    @property
+    def points(self) -> HiddenStatePoints:
+        return HiddenStatePoints(after_norm=True)
+
+    @property
+    def reach(self) -> int:
+        return 1
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    @property
+    def bytes_per_pair(self) -> int:
+        return 0
+
+    def fuse(self, rows: mx.array) -> mx.array:
+        rows = rows.astype(self.lm_head[-1].weight.dtype)
+        return mx.concatenate([rows, mx.zeros_like(rows)], axis=-1)
+
+    def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
+        row, state = mx.split(features, 2, axis=-1)
+        embedded = self._embed(tokens).astype(features.dtype)
+        state = nn.silu(self.rnn_w(embedded) + self.rnn_u(state)) if self._config.rnn else embedded + state
+        return mx.concatenate([row, state], axis=-1)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        x = self.input_proj(hidden) if "input_proj" in self else hidden
+        for layer in self.lm_head:
+            x = layer(x)
+        beyond = self._vocab_size - x.shape[-1]
+        return mx.pad(x.astype(mx.float32), [(0, 0), (0, beyond)], constant_values=-mx.inf)
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        return hidden
+
+
+def read(folder: Path, target: LoadedModel) -> Redrafter:
+    """The head in `folder` for this target.
+
+    Raises:
+        CannotDraft: it is no head of this kind, not whole, or one for another target.
+    """
+    table = embedding(backbone_of(target.model)[0])
+    config, weights = read_config(folder), read_weights(folder)
+    return build(config, weights, target, lambda tokens: table(tokens), str(folder))
+
+
+def build(
+    config: Mapping[str, Any],
+    weights: Weights,
+    target: LoadedModel,
+    embed: Callable[[mx.array], mx.array],
+    name: str = "the head",
+) -> Redrafter:
+    """The same from what was read. Raises CannotDraft."""
+    if head_kind(config) != "redrafter":
+        raise CannotDraft(
+            f"{name} is not a ReDrafter: its config.json does not say model_type recurrent_drafting_drafter"
+        )
+    refuse_quantised(config, weights, name)
+    settings = _settings(config, name)
+    size = int(embed(mx.array([0])).shape[-1])
+    if settings.hidden_size != size:
+        raise CannotDraft(
+            f"{name} expects a hidden size of {settings.hidden_size}, but this target has {size}; expected a head for"
+            " this target"
+        )
+    if settings.vocab_size > target.vocab_size:
+        raise CannotDraft(
+            f"{name} has {settings.vocab_size} tokens and this target {target.vocab_size}; expected a"
+            " head for this target"
+        )
+    head = Redrafter(settings, embed, target.vocab_size, target.context_length)
+    fill(head, weights, name)  # emb_norm.weight, too, is in some checkpoints: their own forward leaves it out
+    return head
+
+
+def _settings(config: Mapping[str, Any], name: str) -> RedrafterConfig:
+    with complete(name):
+        return RedrafterConfig(
+            hidden_size=int(config["hidden_size"]),
+            vocab_size=int(config["vocab_size"]),
+            exit_dim=int(config["exit_dim"]),
+            num_draft_layers=int(config["num_draft_layers"]),
+            rnn=bool(config.get("rnn", False)),
+        )

@@ -1,0 +1,70 @@
+"""The drafter `mlx`: any mlx-lm model, drafting on this process's default device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.drafter import DrawingTree, TokenTree, TreeFeed
+from outrider.engine.kv_transfer import PromptReader
+from outrider.engine.load_checks import open_tree, tree_cost, tree_form
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.residual import Draws
+from outrider.engine.tree import Tree, feed_together
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.sampling import SamplingParams
+
+
+class MlxDrafter:
+    """A `Drafter` over a model in this process; the engine picks the tree that the model's caches allow."""
+
+    backend = "mlx"
+
+    def __init__(self, model: LoadedModel, reader: PromptReader | None = None, note: str = "") -> None:
+        self.model = model
+        self.note = note
+        self._reader = reader
+        self.vocab_size = model.vocab_size
+        self.context_length = model.context_length
+        self.parameters = model.parameters
+        self.weight_bytes = model.weight_bytes
+        self.prompt_cache = PromptCache(tree_cost(model))
+
+    @classmethod
+    def load(cls, path: str, progress: Callable[[str], None], reader: PackageReader | None = None) -> MlxDrafter:
+        """Loads the model and checks that branches reproduce its logits.
+
+        Args:
+            reader: reads prompts in the model's place where it is worth it.
+
+        Raises:
+            ModelError: there is no such model, or no tree of it is exact.
+        """
+        model = load(path, progress=progress, trees=True)
+        tree_form(model)
+        return cls(model, reader, "" if reader is None else reader.note)
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> TokenTree:
+        return open_tree(self.model, tokens, sampling, progress, None, self._reader, self.prompt_cache, constraint)
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return feed_together(cast(Sequence[Tree], trees), feeds)
+
+    def open_drawing(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        cached: int,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> DrawingTree:
+        draws = Draws.of(sampling, cached)
+        return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache, constraint)

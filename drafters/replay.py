@@ -1,0 +1,326 @@
+"""Drafters of simulated machines: a known text with a prescribed acceptance, and forwards held to a latency profile.
+
+`Script`: the drafter `replay`: proposes a known text with a prescribed acceptance, for tests and for simulated
+machines. It holds the true continuations and errs on purpose: a proposal at chain position i is right with probability
+`acceptance[i]`, and after a wrong one the true token stands at a rank drawn from `bonus_ranks`. Every draw is a
+function of (seed, position), so a run repeats exactly. Knows no model.
+
+`PacedDrafter`: a drafter held to a latency profile: each forward of its trees takes as long as the profile says for
+its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from outrider.drafters.drafter import BatchingDrafter, Candidate, Drafter, TokenTree, TreeFeed
+from outrider.engine.pace import Pace
+from outrider.engine.prompt_cache import PromptCache
+from outrider.grammar.constraint import Constraint
+from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.profile import Profile
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
+
+_MASK = 2**64 - 1
+# What a draw is for; the serial number of a wrong candidate is added to the last.
+_ACCEPT, _RANK, _WRONG = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What `replay` proposes. `texts` are whole token sequences, prompt included; the last `acceptance` and
+    `bonus_ranks` entries hold for all that follow (a rank beyond the list: never found).
+    """
+
+    texts: Collection[tuple[int, ...]]
+    acceptance: tuple[float, ...]
+    bonus_ranks: tuple[float, ...]
+    vocab_size: int
+    context_length: int = 1 << 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        shares = (*self.acceptance, *self.bonus_ranks)
+        if not self.acceptance or not all(0.0 <= share <= 1.0 for share in shares):
+            raise InvalidRequest(
+                "replay script: acceptance and bonus_ranks need probabilities from 0 to 1, at least one"
+            )
+        if self.vocab_size < 64:
+            raise InvalidRequest(f"replay script: vocab_size is {self.vocab_size}; expected at least 64")
+
+    @classmethod
+    def read(cls, path: Path) -> Script:
+        """Reads a JSON file with this class's fields."""
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                texts=tuple(tuple(int(token) for token in text) for text in fields["texts"]),
+                acceptance=tuple(float(share) for share in fields["acceptance"]),
+                bonus_ranks=tuple(float(share) for share in fields["bonus_ranks"]),
+                vocab_size=int(fields["vocab_size"]),
+                context_length=int(fields.get("context_length", 1 << 20)),
+                seed=int(fields.get("seed", 0)),
+            )
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InvalidRequest(
+                f"replay script {path} can't be used ({error});"
+                " expected JSON with texts, acceptance, bonus_ranks, vocab_size"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A fed token. `right`: the text up to here is the script's. `drafted`: how many tokens in a row were drafted."""
+
+    parent: int
+    token: int
+    position: int
+    right: bool
+    drafted: int
+
+
+class ReplayDrafter:
+    """A `Drafter` over a `Script`."""
+
+    backend = "replay"
+    parameters = 0
+    weight_bytes = 0
+    prompt_cache = PromptCache(KvCost())
+    note = ""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.vocab_size = script.vocab_size
+        self.context_length = script.context_length
+
+    def erring_like(self, profile: Profile) -> ReplayDrafter:
+        """The same texts with the acceptance and the bonus ranks of `profile`."""
+        script = replace(self._script, acceptance=profile.acceptance, bonus_ranks=profile.bonus_ranks)
+        return ReplayDrafter(script)
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> TokenTree:
+        start = tuple(tokens)
+        text = next((text for text in self._script.texts if text[: len(start)] == start), start)
+        return ReplayTree(self._script, text, start)
+
+
+class ReplayTree:
+    """A `TokenTree` that needs no forward: what follows a node is looked up and spoilt as prescribed."""
+
+    def __init__(self, script: Script, text: tuple[int, ...], start: tuple[int, ...]) -> None:
+        self._script = script
+        self._text = text
+        self._committed = list(start)
+        self._nodes: dict[int, _Node] = {0: _Node(-1, start[-1], len(start) - 1, True, 0)}
+        self._children: dict[tuple[int, int], int] = {}
+        self.root = 0
+        self.next_node = 1
+
+    cached = 0
+
+    @property
+    def committed_len(self) -> int:
+        return len(self._committed)
+
+    @property
+    def room(self) -> int:
+        return self._script.context_length - len(self._committed)
+
+    def column_tokens(self) -> list[int]:
+        return list(self._committed)
+
+    def child(self, node: int, token: int) -> int | None:
+        return self._children.get((node, token))
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        fed: list[int] = []
+        for parent, given in zip(parents, tokens, strict=True):
+            node = self._nodes[parent]
+            token = self._proposal(node) if given is None else given
+            position = node.position + 1
+            right = node.right and position < len(self._text) and self._text[position] == token
+            self._nodes[self.next_node] = _Node(
+                parent, token, position, right, 0 if given is not None else node.drafted + 1
+            )
+            self._children[parent, token] = self.next_node
+            fed.append(self.next_node)
+            self.next_node += 1
+        return fed
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        return [self._proposal(self._nodes[node]) for node in nodes]
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        return [self._ranked(self._nodes[node], count) for node in nodes]
+
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        for token in tokens:
+            self.commit(self.feed([self.root], [token]))
+
+    def commit(self, path: Sequence[int]) -> None:
+        for node in path:
+            self._committed.append(self._nodes[node].token)
+        if path:
+            self.root = path[-1]
+        kept = {self.root}
+        for number in sorted(self._nodes):
+            if self._nodes[number].parent in kept:
+                kept.add(number)
+        self._nodes = {number: self._nodes[number] for number in sorted(kept)}
+        self._children = {key: number for key, number in self._children.items() if number in kept and key[0] in kept}
+
+    def close(self, spoilt: bool = False) -> None:
+        self._nodes.clear()
+
+    def _proposal(self, node: _Node) -> int:
+        truth = self._truth(node)
+        shares = self._script.acceptance
+        right = truth is not None and self._draw(node, _ACCEPT) < shares[min(node.drafted, len(shares) - 1)]
+        return truth if right and truth is not None else self._wrong(node, truth, 0)
+
+    def _ranked(self, node: _Node, count: int) -> list[Candidate]:
+        truth, best = self._truth(node), self._proposal(node)
+        tokens = {best: None}
+        true_rank = self._true_rank(node) if truth is not None and best != truth else None
+        serial = 1
+        while len(tokens) < count:
+            if true_rank is not None and len(tokens) == true_rank + 1 and truth is not None:
+                tokens[truth] = None
+                continue
+            tokens[self._wrong(node, truth, serial)] = None
+            serial += 1
+        return [Candidate(token, float(rank)) for rank, token in enumerate(tokens)]
+
+    def _true_rank(self, node: _Node) -> int | None:
+        draw = self._draw(node, _RANK)
+        for rank, share in enumerate(self._script.bonus_ranks):
+            draw -= share
+            if draw < 0:
+                return rank
+        return None
+
+    def _truth(self, node: _Node) -> int | None:
+        after = node.position + 1
+        return self._text[after] if node.right and after < len(self._text) else None
+
+    def _wrong(self, node: _Node, truth: int | None, serial: int) -> int:
+        token = int(self._draw(node, _WRONG + serial) * self._script.vocab_size)
+        return token if token != truth else (token + 1) % self._script.vocab_size
+
+    def _draw(self, node: _Node, purpose: int) -> float:
+        """Uniform in [0, 1): a hash, because a round takes hundreds and a paced forward waits for none of them."""
+        mixed = self._script.seed * 0x9E3779B97F4A7C15 + node.position * 0xBF58476D1CE4E5B9
+        mixed = (mixed + node.token * 0x94D049BB133111EB + purpose * 0xD6E8FEB86659FD93) & _MASK
+        for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+            mixed = (mixed ^ (mixed >> 31)) * multiplier & _MASK
+        return ((mixed ^ (mixed >> 29)) >> 11) / 2**53
+
+
+class PacedDrafter:
+    """Wraps `drafter`; its trees share one `pace`. `ready` tells when the newest message arrived."""
+
+    def __init__(self, drafter: Drafter, name: str, pace: Pace, ready: Callable[[], float]) -> None:
+        self._drafter = drafter
+        self._pace = pace
+        self._ready = ready
+        self.backend = f"{drafter.backend}, simulating {name}"
+        self.vocab_size = drafter.vocab_size
+        self.context_length = drafter.context_length
+        self.parameters = drafter.parameters
+        self.weight_bytes = drafter.weight_bytes
+        self.prompt_cache = drafter.prompt_cache
+        self.note = drafter.note
+
+    def open(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
+        constraint: Constraint | None = None,
+    ) -> TokenTree:
+        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint), self._pace, self._ready)
+
+    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """One forward of the profile's machine, whatever makes it here."""
+        inner = [cast(PacedTree, tree).inner for tree in trees]
+        self._pace.begin(self._ready())
+        if isinstance(self._drafter, BatchingDrafter):
+            nodes = self._drafter.feed_together(inner, feeds)
+        else:
+            nodes = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(inner, feeds, strict=True)]
+        self._pace.end(sum(len(fed) for fed in nodes))
+        return nodes
+
+
+class PacedTree:
+    """A `TokenTree` whose answers come when the profile's machine would give them."""
+
+    def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
+        self.inner = tree
+        self._pace = pace
+        self._ready = ready
+
+    @property
+    def root(self) -> int:
+        return self.inner.root
+
+    @property
+    def next_node(self) -> int:
+        return self.inner.next_node
+
+    @property
+    def cached(self) -> int:
+        return self.inner.cached
+
+    @property
+    def committed_len(self) -> int:
+        return self.inner.committed_len
+
+    @property
+    def room(self) -> int:
+        return self.inner.room
+
+    def column_tokens(self) -> list[int]:
+        return self.inner.column_tokens()
+
+    def child(self, node: int, token: int) -> int | None:
+        return self.inner.child(node, token)
+
+    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
+        self._pace.begin(self._ready())
+        nodes = self.inner.feed(parents, tokens)
+        self._pace.end(len(nodes))
+        return nodes
+
+    def best(self, nodes: Sequence[int]) -> list[int]:
+        best = self.inner.best(nodes)
+        self._pace.wait()
+        return best
+
+    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
+        candidates = self.inner.candidates(nodes, count)
+        self._pace.wait()
+        return candidates
+
+    def read(self, tokens: Sequence[int], more: bool = False) -> None:
+        self._pace.begin(self._ready())
+        self.inner.read(tokens, more)
+        self._pace.end(len(tokens))
+        self._pace.wait()
+
+    def commit(self, path: Sequence[int]) -> None:
+        self.inner.commit(path)
+
+    def close(self, spoilt: bool = False) -> None:
+        self.inner.close(spoilt)

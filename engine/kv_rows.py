@@ -1,0 +1,352 @@
+"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind
+it.
+
+mlx-lm models run unmodified: their cache objects hand them the columns, the mask that lets a node see its ancestors
+only, and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
+
+`JointKVRows`: several trees of an MLX model in one forward: one flat row of all their tokens, attention tree by tree.
+As `engine.flat` for the target's texts: dense layers read the weights once, mlx-lm's common attention function asks the
+cache objects. Each tree keeps columns of its own, so that it may fork, gather and end whatever the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
+
+from outrider.engine.cache import first_rows, leaves_of, narrowed, stand_in, window_of, with_room
+from outrider.engine.flat import WindowMask, install
+from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Ints = np.ndarray[Any, np.dtype[np.int32]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_PREFILL = 512
+
+
+@dataclass(frozen=True, slots=True)
+class KeysValues:
+    """What each layer remembers of n tokens in a row: float32 [layers, kv_heads, n, head_dim], keys after rotation."""
+
+    keys: Floats
+    values: Floats
+
+    @property
+    def count(self) -> int:
+        return int(self.keys.shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Tokens [R] to be fed to one text.
+
+    `start`: the first token's column; the others follow. `positions`: absolute position of each of all columns, [start
+    + R]. `seen`: which columns each token attends to, itself included, [R, start + R]. `parents`: the column of the
+    token before each token; `start` or more for one of these.
+    """
+
+    tokens: Sequence[int] | mx.array
+    start: int
+    positions: Ints
+    seen: Bools
+    parents: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return len(self.positions)
+
+    def lazy_tokens(self) -> mx.array:
+        """The tokens as MLX has them, int32 [R]."""
+        return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
+
+
+class KVRows(Protocol):
+    """A model and its columns. A forward writes the columns `start`.. and, when `lazy`, never waits."""
+
+    @property
+    def lazy(self) -> bool: ...
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        """Feeds tokens as columns 0.., evaluated, in chunks; `progress(done, total)` after each of several.
+
+        Columns before `start` are filled already.
+        """
+        ...
+
+    @staticmethod
+    def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
+        """Feeds each of `texts`, columns of this kind and one model, its tokens. Lazy.
+
+        In one forward where the kind can. One that fails may have written behind every text's columns, nowhere else.
+
+        Returns:
+            Logits [all R, V], text after text.
+        """
+        ...
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        """Makes column `columns[i]` (ascending, from `prefix` on) the column `prefix` + i; other ones are forgotten."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a state besides the columns, so that only all of them can be saved."""
+        ...
+
+    def save(self, count: int) -> SavedPrefix:
+        """A copy of the first `count` columns, evaluated; with `whole` of all that are committed."""
+        ...
+
+    def restore(self, start: CachedPrefix) -> None:
+        """Columns that are still empty begin with these."""
+        ...
+
+
+class TreeAttentionMetadata:
+    """What all layers' caches tell the model in one forward."""
+
+    def __init__(self) -> None:
+        self.start, self.end = 0, 0
+        self.offset: int | mx.array = 0
+        self._positions: Ints | None = None
+        self._seen: Bools | None = None
+        self._masks: dict[int | None, mx.array | None] = {}
+
+    def plain(self, start: int, count: int) -> None:
+        """The next forward is ordinary causal text."""
+        self.start, self.end, self.offset, self._seen = start, start + count, start, None
+
+    def tree(self, start: int, positions: Ints, seen: Bools, *, rows: bool = False) -> None:
+        """The next forward is of a tree; with `rows` its tokens are a batch of rows of one token each."""
+        self.start, self.end, self.offset = start, len(positions), mx.array(positions[start:])
+        self._positions, self._seen, self._masks = positions, seen[:, None, None, :] if rows else seen, {}
+
+    def mask(self, n: int, return_array: bool, window: int | None) -> Any:
+        """The mask of layers with this window (None: all columns), made once a forward."""
+        if self._seen is None or self._positions is None:
+            window = narrowed(window, self.start + n)
+            return create_attention_mask(n, offset=self.start, return_array=return_array, window_size=window)
+        if window not in self._masks:
+            seen = self._seen
+            if window is not None:
+                near = self._positions[self.start :, None] - self._positions < window
+                seen = seen & near.reshape(seen.shape)
+            self._masks[window] = None if seen.all() and not return_array else mx.array(seen)
+        return self._masks[window]
+
+
+class KVRowCache:
+    """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`.
+
+    `window`: how much a layer sees that asks for no window itself.
+    """
+
+    def __init__(self, frame: TreeAttentionMetadata, window: int | None = None) -> None:
+        self.frame, self.window = frame, window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self.frame.offset
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self.frame.mask(n, return_array, window_size or self.window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        start, end = self.frame.start, self.frame.end
+        self.keys, self.values = with_room(self.keys, 1, end, keys), with_room(self.values, 1, end, values)
+        self.keys[..., start:end, :] = keys
+        self.values[..., start:end, :] = values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For layers that read another layer's."""
+        if self.keys is None or self.values is None:
+            raise AttributeError("nothing has been fed yet")
+        end = self.frame.end
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def saved(self, count: int) -> tuple[mx.array, mx.array]:
+        """Copies of the first columns, lazy."""
+        return first_rows(self.keys, count), first_rows(self.values, count)
+
+    def move(self, start: int, columns: mx.array) -> None:
+        if self.keys is not None and self.values is not None:
+            end = start + columns.shape[0]
+            self.keys[..., start:end, :] = mx.take(self.keys, columns, axis=2)
+            self.values[..., start:end, :] = mx.take(self.values, columns, axis=2)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+
+class DenseKVRows:
+    """`KVRows` of a model whose only memory is attention: every token of a forward stands in the same row."""
+
+    lazy = True
+    whole = False
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model.model
+        self.frame = TreeAttentionMetadata()
+        made = make_prompt_cache(model.model)
+        self.caches = [stand_in(cache, lambda leaf: KVRowCache(self.frame, window_of(leaf))) for cache in made]
+        self.leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
+        self._dtype: mx.Dtype | None = None  # of the model's own keys
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        prefill(self.model, self.frame, self.caches, tokens, progress, total, start)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """See `engine.kv_transfer.FillableKVRows`."""
+        if self._dtype is None:
+            self._dtype = _dtype_of_keys(self.model)
+        self.frame.plain(start, read.count)
+        for cache, keys, values in zip(self.leaves, read.keys, read.values, strict=True):
+            cache.update_and_fetch(mx.array(keys[None], self._dtype), mx.array(values[None], self._dtype))
+        mx.eval([cache.state for cache in self.caches])
+
+    @staticmethod
+    def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
+        found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _alone(self, new: NewRows) -> mx.array:
+        self.frame.tree(new.start, new.positions, new.seen)
+        logits: mx.array = self.model(new.lazy_tokens()[None], cache=self.caches)
+        return logits[0]
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        gather(self.leaves, prefix, columns)
+
+    def save(self, count: int) -> SavedPrefix:
+        return saved(self.leaves, count)
+
+    def restore(self, start: CachedPrefix) -> None:
+        restore(self.frame, self.leaves, start)
+
+
+def prefill(
+    model: Any,
+    frame: TreeAttentionMetadata,
+    caches: Sequence[Any],
+    tokens: Sequence[int],
+    progress: Callable[[int, int], None] | None,
+    total: int,
+    first: int = 0,
+) -> None:
+    """See `KVRows.prefill`."""
+    for start in range(first, len(tokens), _PREFILL):
+        chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
+        frame.plain(start, chunk.shape[0])
+        model(chunk[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        if progress is not None and len(tokens) > _PREFILL:
+            progress(start + chunk.shape[0], total)
+
+
+def _dtype_of_keys(model: Any) -> mx.Dtype:
+    """The number format in which the model keeps its keys; nothing is computed."""
+    caches: list[Any] = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
+    return dtype
+
+
+def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
+    """See `KVRows.keep`. Columns that stand right already are not touched."""
+    moved = np.flatnonzero(columns != np.arange(prefix, prefix + len(columns)))
+    if len(moved):
+        index = mx.array(columns[moved[0] :])
+        for cache in caches:
+            if isinstance(cache, KVRowCache):
+                cache.move(prefix + int(moved[0]), index)
+
+
+def saved(caches: Sequence[Any], count: int, states: tuple[Any, ...] = ()) -> SavedPrefix:
+    """See `KVRows.save`; `states`: what belongs to just these columns."""
+    layers = tuple(cache.saved(count) for cache in caches if isinstance(cache, KVRowCache))
+    mx.eval(layers, states)
+    return SavedPrefix(count, layers, states)
+
+
+def restore(frame: TreeAttentionMetadata, caches: Sequence[Any], start: CachedPrefix) -> None:
+    """See `KVRows.restore`."""
+    frame.plain(0, start.length)
+    attention = [cache for cache in caches if isinstance(cache, KVRowCache)]
+    for cache, (keys, values) in zip(attention, start.saved.columns(start.length), strict=True):
+        cache.update_and_fetch(keys, values)
+    mx.eval([cache.state for cache in attention])
+
+
+class JointKVRows(DenseKVRows):
+    """`KVRows` of a model whose attention is mlx-lm's common one (`engine.load_checks.agrees_batched` tells)."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        super().__init__(model)
+        install(model.model)
+
+    @staticmethod
+    def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
+        if len(texts) == 1:
+            return DenseKVRows.forward(texts, new)
+        ends = np.cumsum([len(one.parents) for one in new]).tolist()
+        spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        places = mx.array(np.concatenate([one.positions[one.start :] for one in new]))
+        for text, one in zip(texts, new, strict=True):
+            text.frame.tree(one.start, one.positions, one.seen)
+        numbers = count()
+
+        def joint(_: Any) -> JointKVRowCache:
+            number = next(numbers)
+            return JointKVRowCache([text.leaves[number] for text in texts], spans, places)
+
+        caches = [stand_in(cache, joint) for cache in texts[0].caches]
+        tokens = mx.concatenate([one.lazy_tokens() for one in new])
+        logits: mx.array = texts[0].model(tokens[None], cache=caches)
+        return logits[0]
+
+
+class JointKVRowCache:
+    """One attention layer's columns of several trees, for one forward; `spans`: where each one's tokens are in it."""
+
+    def __init__(self, caches: Sequence[KVRowCache], spans: Sequence[slice], places: mx.array) -> None:
+        self._caches, self._spans = caches, spans
+        self.offset = places
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> WindowMask:
+        return WindowMask(window_size or self._caches[0].window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Remembers keys and values [1, H, T, D], each tree its own; what is returned nobody reads."""
+        for cache, span in zip(self._caches, self._spans, strict=True):
+            cache.update_and_fetch(keys[:, :, span], values[:, :, span])
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
+        """The attention of flat queries [1, H, T, D], each over its own tree."""
+        found = []
+        for cache, span in zip(self._caches, self._spans, strict=True):
+            keys, values = cache.keys_and_values()
+            mask = cache.frame.mask(span.stop - span.start, False, window)
+            own = queries[:, :, span]
+            found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
+        return mx.concatenate(found, axis=2)

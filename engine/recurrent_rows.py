@@ -1,0 +1,163 @@
+"""Columns for models that keep a state per row (hybrids of attention and recurrence): each token is a row of its own.
+
+A recurrent state can't be masked out, so a forward over R tokens is a batch of R rows of one token, each given its
+parent's state; every column keeps the state after it, by reference. Attention layers still hold one shared row of
+columns, which all rows of the batch read. Satisfies `engine.kv_rows.KVRows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
+from outrider.engine.kv_rows import Ints, KVRowCache, NewRows, TreeAttentionMetadata, gather, prefill, restore, saved
+from outrider.engine.loading import LoadedModel
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.protocol.errors import ModelError
+
+States = tuple[tuple[mx.array, ...], ...]
+"""One tuple a recurrent layer; each array has the forward's rows as its first axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class _After:
+    """The recurrent state after a column: one row of a forward's states."""
+
+    states: States
+    row: int
+
+
+class _BatchCache(KVRowCache):
+    """A row of columns that a batch of rows with one token each writes and reads together."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rows = keys.shape[0]
+        if rows == 1:
+            return super().update_and_fetch(keys, values)
+        keys, values = super().update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
+        return mx.broadcast_to(keys, (rows, *keys.shape[1:])), mx.broadcast_to(values, (rows, *values.shape[1:]))
+
+
+class RecurrentKVRows:
+    """`Columns` of a model with recurrent layers."""
+
+    lazy = True
+    whole = True
+
+    def __init__(self, model: LoadedModel) -> None:
+        """
+        Raises:
+            ModelError: the model has a kind of cache that can be neither masked nor kept by reference.
+        """
+        self._model = model.model
+        self._frame = TreeAttentionMetadata()
+
+        def branching(leaf: Any) -> Any:
+            if is_attention(leaf):
+                return _BatchCache(self._frame, window_of(leaf))
+            if type(leaf) is not ArraysCache:
+                raise ModelError(
+                    f"{model.model_type} keeps a {type(leaf).__name__}, which can't be copied for branches"
+                )
+            return leaf
+
+        self._caches = [stand_in(cache, branching) for cache in make_prompt_cache(model.model)]
+        self._leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self._recurrent = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
+        self._after: dict[int, _After] = {}
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        if start == len(tokens):
+            return
+        self._give([start - 1])
+        prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
+        self._after = {len(tokens) - 1: _After(self._states(), 0)}
+
+    @staticmethod
+    def forward(texts: Sequence[RecurrentKVRows], new: Sequence[NewRows]) -> mx.array:
+        """One text after the other: each has a state of its own in the caches."""
+        found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _alone(self, new: NewRows) -> mx.array:
+        tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
+        logits: list[mx.array] = []
+        order: list[int] = []
+        for level in _levels(start, parents):
+            columns = [start + row for row in level]
+            # Rows of a level must stand side by side in the columns they write.
+            for first, last in _runs(columns):
+                rows = list(range(first - start, last - start + 1))
+                self._give([parents[row] for row in rows])
+                self._frame.tree(first, positions[: last + 1], seen[rows, : last + 1], rows=True)
+                batch = tokens[first - start : last - start + 1][:, None]
+                logits.append(self._model(batch, cache=self._caches)[:, 0])
+                states = self._states()
+                self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
+                order += rows
+        if len(logits) == 1:
+            return logits[0]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return mx.concatenate(logits)[mx.array(back)]
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        gather(self._leaves, prefix, columns)
+        kept = [(prefix - 1, prefix - 1), *enumerate(columns.tolist(), prefix)]
+        self._after = {new: self._after[old] for new, old in kept if old in self._after}
+
+    def save(self, count: int) -> SavedPrefix:
+        after = self._after[count - 1]
+        return saved(self._leaves, count, tuple(tuple(a[after.row : after.row + 1] for a in s) for s in after.states))
+
+    def restore(self, start: CachedPrefix) -> None:
+        restore(self._frame, self._leaves, start)
+        self._after = {start.length - 1: _After(start.saved.states, 0)}
+
+    def _states(self) -> States:
+        return tuple(tuple(cache.cache) for cache in self._recurrent)
+
+    def _give(self, parents: Sequence[int]) -> None:
+        """Puts each row's parent's state into the caches; a text's first token starts from none."""
+        if parents[0] < 0:
+            for cache in self._recurrent:
+                cache.cache = [None] * len(cache.cache)
+            return
+        sources = [self._after[parent] for parent in parents]
+        for layer, cache in enumerate(self._recurrent):
+            for i in range(len(cache.cache)):
+                cache.cache[i] = _gather([(source.states[layer][i], source.row) for source in sources])
+
+
+def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
+    """One array of these rows; runs from the same array are taken at once."""
+    first = rows[0][0]
+    if all(array is first for array, _ in rows):
+        picks = [row for _, row in rows]
+        return first if picks == list(range(first.shape[0])) else first[mx.array(picks)]
+    return mx.concatenate([array[row : row + 1] for array, row in rows])
+
+
+def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
+    """The rows of a call by generation: parents before their children."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(depth[parent - start] + 1 if parent >= start else 0)
+    return [[row for row, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)]
+
+
+def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
+    """Stretches of neighbours: (first, last), both included."""
+    runs: list[tuple[int, int]] = []
+    for column in columns:
+        if runs and runs[-1][1] == column - 1:
+            runs[-1] = (runs[-1][0], column)
+        else:
+            runs.append((column, column))
+    return runs

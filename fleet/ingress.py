@@ -1,0 +1,151 @@
+"""The gate: the HTTP of `outrider.server` as it is, before all engines of a fleet. Holds no model and no text.
+
+uvicorn runs here, not Ray Serve's proxy, through which each chunk would come later (docs/fleet.md).
+
+`together`: what all engines of a fleet do, as one server would tell it. Adds up; asks who it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from outrider.fleet import plan
+from outrider.fleet.engine_address import Visitor
+from outrider.fleet.leases import NOBODY, EngineKind, EngineLeases, Leased
+from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.front.timing_totals import add, by_name, each
+from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.pairing.model_files import default_model, find_model
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import EndpointError
+from outrider.protocol.messages import Stats
+from outrider.protocol.stats import Durations, KvUse
+from outrider.server.__main__ import DRAIN_SECONDS, config
+from outrider.server.app import application
+from outrider.server.connection import Server
+from outrider.server.model.served import load_served
+
+
+async def together(engines: Sequence[AsyncClient]) -> Stats:
+    """The sum of those that answer.
+
+    Raises:
+        EndpointError: none does.
+    """
+    told = await asyncio.gather(*(engine.stats() for engine in engines), return_exceptions=True)
+    found = [_named(one, str(number)) for number, one in enumerate(told) if isinstance(one, Stats)]
+    if not found:
+        raise EndpointError("no engine of the fleet answers; try again later")
+    return reduce(_sum, found)
+
+
+def _named(stats: Stats, number: str) -> Stats:
+    """Workers of several engines have the same names."""
+    return replace(stats, workers=tuple(replace(one, name=f"{number}/{one.name}") for one in stats.workers))
+
+
+def _sum(left: Stats, right: Stats) -> Stats:
+    kv = KvUse(left.kv.limit + right.kv.limit, left.kv.used + right.kv.used, left.kv.reserved + right.kv.reserved)
+    return Stats(
+        request=left.request,
+        version=left.version,
+        workers=(*left.workers, *right.workers),
+        active=left.active + right.active,
+        queued=left.queued + right.queued,
+        finished=left.finished + right.finished,
+        failed=left.failed + right.failed,
+        totals=add(left.totals, right.totals),
+        stale_messages=left.stale_messages + right.stale_messages,
+        rejected_frames=left.rejected_frames + right.rejected_frames,
+        generated=left.generated + right.generated,
+        endings=by_name(left.endings, right.endings),
+        kv=kv,
+        round_seconds=_both(left.round_seconds, right.round_seconds),
+        verify_seconds=_both(left.verify_seconds, right.verify_seconds),
+        dropped_branches=left.dropped_branches + right.dropped_branches,
+    )
+
+
+def _both(left: Durations, right: Durations) -> Durations:
+    return Durations(left.bounds or right.bounds, each(left.counts, right.counts), left.seconds + right.seconds)
+
+
+SESSION = "x-session-id"
+
+
+class FleetBackend:
+    """What stands behind the gate's HTTP."""
+
+    def __init__(self, engines: EngineLeases, gate: plan.IngressPlan) -> None:
+        self._engines = engines
+        self._gate = gate
+
+    def client(self, request: Request) -> Leased:
+        session = request.headers.get(SESSION, "") if self._gate.sessions else ""
+        return Leased(self._engines, session, self._gate.tries)
+
+    async def stats(self) -> Stats:
+        places = await self._engines.places()
+        if not places:
+            raise EndpointError(NOBODY)
+        return await together([self._engines.client(place) for place in places])
+
+
+class Ingress:
+    """Serves HTTP from creation on, in a thread of its own."""
+
+    _server: Server | None = None
+    """None: it could not even begin."""
+
+    def __init__(
+        self,
+        gate: plan.IngressPlan,
+        engine: ServeSettings,
+        handles: list[DeploymentHandle[Any]],
+        many: list[int],
+    ) -> None:
+        files = find_model(engine.model or default_model()[0], weights=False)
+        model = load_served(files.name, files.folder, gate.http.model_names, gate.http.tool_fallback)
+        kinds = [EngineKind(handle, number) for handle, number in zip(handles, many, strict=True)]
+        self._engines = EngineLeases(kinds, engine.keys)
+        app = application(model, FleetBackend(self._engines, gate), gate.http)
+        self._listener = Listener(gate.http)
+        self._server = server = Server(config(app, gate.http))
+        self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
+        self._thread.start()
+
+    def url(self) -> str:
+        """Where it is reached."""
+        return self._listener.url
+
+    def visitor(self) -> Visitor:
+        """As what it comes to engines."""
+        return self._engines.visitor
+
+    def __call__(self, request: Request) -> Response:
+        """For those who come by the proxy that `serve run` starts: it brings nobody further."""
+        return PlainTextResponse(f"This is Ray Serve's own proxy; the fleet's gate is at {self.url()}.\n", 421)
+
+    def check_health(self) -> None:
+        """Serve asks now and then. Raises EndpointError when nobody serves HTTP any more."""
+        if not self._thread.is_alive():
+            raise EndpointError("the gate's HTTP server has ended")
+
+    def __del__(self) -> None:
+        """Ray Serve's word for the end: answers that are nearly done may finish."""
+        if self._server is not None:
+            self._server.end()
+            self._thread.join(DRAIN_SECONDS)
+
+    def _serve(self, server: Server) -> None:
+        self._engines.connect()
+        server.run(sockets=[self._listener.socket])

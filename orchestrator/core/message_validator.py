@@ -1,0 +1,230 @@
+"""Who may say what of a request, and what each drafter was told of it.
+
+`MessageValidator`: who may say what of a request: the target its outcomes, its drafters branches and chains, all of its
+epoch. What comes too late is no lie: it answers what its sender was told (`sent`). What answers nothing that it was
+ever told, or breaks its bounds, is a lie, and has a kind. The pool has checked by then that a message comes from the
+process that holds its sender's name (`places`).
+
+`SentTasks`: what each drafter was told of each request: the rounds that its words may be about. Every word of an honest
+drafter answers an OPEN or a COMMIT that it was sent, however late it comes. Bounded: the latest rounds of a request;
+of the latest requests that have ended, who was told of them. Knows messages; judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from outrider.orchestrator.core.request import Request
+from outrider.protocol.messages import (
+    Alternatives,
+    Branches,
+    Commit,
+    Drafted,
+    Fault,
+    Features,
+    Message,
+    Open,
+    Outcome,
+    Prefilled,
+    Resync,
+)
+from outrider.protocol.trees import fault, line
+
+# Who still works for a request after which so many others have ended was given up long ago.
+MOST_OVER = 2048
+MOST_ROUNDS = 8
+
+Place = tuple[int, int]
+"""Epoch and round."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTask:
+    """What a drafter was to do in a round: prepare `branches` outcomes of the chain `verifying`, `depth` tokens each,
+    or, with None, continue the text; after `base_len` committed tokens. `alternatives`: it may tell others beside a
+    chain's.
+    """
+
+    base_len: int
+    verifying: tuple[int, ...] | None
+    depth: int
+    branches: int
+    alternatives: bool = False
+
+
+@dataclass(slots=True)
+class RequestTasks:
+    """Those of one request, by epoch and round; the oldest are forgotten."""
+
+    latest: Place = (0, 0)
+    at: OrderedDict[Place, tuple[DraftTask, ...]] = field(default_factory=OrderedDict)
+
+    def add(self, place: Place, task: DraftTask) -> None:
+        known = self.at.get(place, ())
+        if task not in known:
+            self.at[place] = (*known[-MOST_ROUNDS:], task)
+        self.latest = max(self.latest, place)
+        if len(self.at) > MOST_ROUNDS:
+            self.at.popitem(last=False)
+
+    def is_past(self, place: Place) -> bool:
+        """Whether what was told there may be forgotten by now."""
+        return place < min(self.at)
+
+
+class SentTasks:
+    """Of all drafters, by name."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, dict[str, RequestTasks]] = {}
+        self._forgotten: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+
+    def record(self, drafter: str, message: Open | Commit) -> None:
+        """It is sent this."""
+        base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
+        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, RequestTasks())
+        task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
+        tasks.add((message.epoch, message.round), task)
+
+    def forget(self, request: str) -> None:
+        """It has ended: whatever is still said of it is late."""
+        told = [drafter for drafter, requests in self._tasks.items() if requests.pop(request, None) is not None]
+        self._forgotten[request] = tuple(told)
+        if len(self._forgotten) > MOST_OVER:
+            self._forgotten.popitem(last=False)
+
+    def tasks(self, drafter: str, request: str) -> RequestTasks | None:
+        """What it was told of this request, which runs; None: nothing."""
+        return self._tasks.get(drafter, {}).get(request)
+
+    def is_forgotten(self, drafter: str, request: str) -> bool:
+        """Whether this is a request that has ended, and of which it was told."""
+        return drafter in self._forgotten.get(request, ())
+
+
+TARGETS = (Outcome, Features, Prefilled, Resync, Fault)
+DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
+
+flat = chain.from_iterable
+LATE = "late"
+LIES = {
+    "role": "messages that drafters must not send",
+    "request": "messages about requests that are not its own",
+    "round": "messages about unknown rounds",
+    "base_len": "a wrong number of committed tokens",
+    "unasked": "branches or chains that were not requested",
+    "length": "more or longer chains than requested",
+    "vocabulary": "tokens outside its own vocabulary",
+    "beside": "alternative tokens that were not requested or are invalid",
+    "q": "probabilities that don't match its tokens",
+    "frame": "frames that are not messages",
+    "flood": "too many messages",
+}
+"""The kinds of lies, in words that go on "it said"."""
+
+
+class MessageValidator:
+    """Judges what workers say by what they were `sent`."""
+
+    def __init__(self) -> None:
+        self.sent = SentTasks()
+
+    def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
+        """Why this may not be taken in: LATE or the kind of a lie; empty where it may. `request`: None, it is over or
+        never was. `vocab`: the sender's tokens."""
+        if from_target:
+            may = isinstance(message, TARGETS) and request is not None and not request.over
+            return "" if may and _is_of(request, message) else LATE
+        if not isinstance(message, DRAFTERS):
+            return "role" if hasattr(message, "request") else LATE  # what is not about requests is the pool's matter
+        tasks = self.sent.tasks(sender, message.request or "")
+        if tasks is None:
+            return LATE if self.sent.is_forgotten(sender, message.request or "") else "request"
+        lie = _lie(tasks, message, vocab)
+        if lie:
+            return lie
+        runs = request is not None and not request.over and sender in request.drafters
+        return "" if runs and _is_of(request, message) else LATE
+
+
+def _is_of(request: Request | None, message: Message) -> bool:
+    return request is not None and getattr(message, "epoch", request.epoch) == request.epoch
+
+
+def _lie(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
+    """What kind of lie it is, if it is one."""
+    match message:
+        case Fault():
+            return ""
+        case Prefilled() | Resync():
+            return "round" if message.epoch > tasks.latest[0] else ""
+    place = message.epoch, message.round
+    found = tasks.at.get(place)
+    if found is None:
+        return LATE if tasks.is_past(place) else "round"
+    fitting = [task for task in found if task.base_len == message.base_len]
+    if not fitting:
+        return "base_len"
+    if not _is_sound(message):
+        return "q"
+    lies = [_misfit(task, message, vocab) for task in fitting]
+    return "" if "" in lies else lies[-1]
+
+
+def _is_sound(message: Branches | Drafted) -> bool:
+    """Whether its q, if it has one, can be what its chains were drawn from; nothing can be verified with another."""
+    if message.q is None:
+        return True
+    chains = [message.chain] if isinstance(message, Drafted) else [entry.chain for entry in message.entries]
+    return message.q.fits([token for chain in chains for token in chain])
+
+
+def _misfit(task: DraftTask, message: Branches | Drafted, vocab: int) -> str:
+    """What is wrong with this as an answer to this task."""
+    if isinstance(message, Branches):
+        return _misfit_branches(task, message, vocab)
+    if task.verifying is not None:
+        return "unasked"
+    if len(message.chain) > task.depth:
+        return "length"
+    if _is_misplaced(task, message.chain, message.alternatives, vocab):
+        return "beside"
+    return "vocabulary" if _foreign(message.chain, vocab) else ""
+
+
+def _misfit_branches(task: DraftTask, message: Branches, vocab: int) -> str:
+    if not message.entries:
+        return ""
+    if task.verifying is None:
+        return "unasked"
+    if len(message.entries) > task.branches:
+        return "length"
+    committed = [entry.committed for entry in message.entries]
+    chains = [entry.chain for entry in message.entries]
+    prefixes = {task.verifying[:accepted] for accepted in range(len(task.verifying) + 1)}
+    if not all(committed) or not prefixes.issuperset([tokens[:-1] for tokens in committed]):
+        return "unasked"
+    if max(map(len, chains)) > task.depth:
+        return "length"
+    if any(_is_misplaced(task, entry.chain, entry.alternatives, vocab) for entry in message.entries):
+        return "beside"
+    bonuses = [tokens[-1] for tokens in committed]
+    return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(chains), vocab) else ""
+
+
+def _is_misplaced(task: DraftTask, own: Sequence[int], beside: Alternatives | None, vocab: int) -> bool:
+    """Whether these are no tokens that may be told beside a chain."""
+    if beside is None:
+        return False
+    count, odds = len(beside.tokens), beside.odds
+    if not task.alternatives or not count == len(beside.parents) == len(odds) or _foreign(beside.tokens, vocab):
+        return True
+    sound = max(beside.parents, default=-1) < len(own) and all(0.0 <= share <= 1.0 for share in odds)
+    return not sound or bool(fault((*own, *beside.tokens), (*line(len(own)), *beside.parents)))
+
+
+def _foreign(tokens: Iterable[int], vocab: int) -> bool:
+    return max(tokens, default=0) >= vocab

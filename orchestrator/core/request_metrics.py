@@ -1,0 +1,312 @@
+"""What happened to one request, in counts and times, and its rounds one by one. Knows nothing of how rounds are
+made.
+
+The latest rounds are kept one by one: a stop string is found after the core has gone on, and what came behind it does
+not count.
+
+`RoundRecords`: the rounds of one request as whoever asked to see them is told: each when it has ended, on the
+request's own clock. Kept only for requests that asked (`Generate.rounds`). `RoundMetrics` tells it what was asked, sent
+and drafted.
+
+`DurationHistogram`: how long something took, counted in fixed buckets: cheap enough to be done every round.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.trace import TARGETS_DRAFTER
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Branches, Drafted, DraftWork, Outcome, RoundRecord, Span, Timings
+from outrider.protocol.schema import Origin
+from outrider.protocol.stats import Durations, Tally
+
+# A request tells at most this many single turnarounds; the sums go on.
+MAX_TURNAROUNDS = 10_000
+# So many rounds can be taken back.
+RECENT_ROUNDS = 64
+
+
+@dataclass(slots=True)
+class RoundEntry:
+    """One round: the lookup before it, by how many tokens the outcome had accepted, and where its chain came from;
+    then, once it has `ended_ns`, the tokens `kept`, how many were drafted, `depth` of them in a row, and `by` whom the
+    `accepted` ones; whose `drafter`'s. `turnaround`: whether the wait before it was one."""
+
+    hit: int | None = None
+    missed: int | None = None
+    late: bool = False
+    source: ProposalSource = ProposalSource.NONE
+    waits: int = 0
+    kept: int = 0
+    chain: int = 0
+    drafter: str = ""
+    depth: int = 0
+    by: tuple[Origin, ...] = ()
+    accepted: int = 0
+    verify_ns: int = 0
+    idle_ns: int = 0
+    turnaround: bool = False
+    ended_ns: int = 0
+
+
+@dataclass(slots=True)
+class RoundSums:
+    """Rounds added up."""
+
+    tokens: int = 0
+    rounds: int = 0
+    chains: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    late: int = 0
+    copied: int = 0
+    waits: int = 0
+    verify_ns: int = 0
+    idle_ns: int = 0
+    last_ns: int = 0
+    turnarounds_ns: list[int] = field(default_factory=list)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    hits_at: Counter[int] = field(default_factory=Counter)
+    misses_at: Counter[int] = field(default_factory=Counter)
+    after_misses: Counter[ProposalSource] = field(default_factory=Counter)
+    held_of: Counter[str] = field(default_factory=Counter)
+    held_by: Counter[Origin] = field(default_factory=Counter)
+
+    def add(self, entry: RoundEntry, most: int) -> None:
+        """A round, of whose tokens no more than `most` count; nor does a drafted token behind them."""
+        kept = min(entry.kept, most)
+        is_whole = kept > entry.accepted
+        chain = entry.chain if is_whole else min(entry.chain, kept)
+        accepted = min(entry.accepted, kept)
+        by = entry.by[:accepted]
+        self.tokens += kept
+        self.rounds += 1
+        self.chains += chain > 0
+        self.drafted += chain
+        self.accepted += accepted
+        self.drafted_at.update(range(entry.depth if is_whole else min(entry.depth, kept)))
+        self.accepted_at.update(range(accepted))
+        self.hits_at.update([] if entry.hit is None else [entry.hit])
+        self.misses_at.update([] if entry.missed is None else [entry.missed])
+        self.after_misses.update([] if entry.missed is None or entry.late else [entry.source])
+        if entry.drafter:
+            others = (Origin.COPIED, Origin.PREPARED) if entry.source is ProposalSource.HEAD else (Origin.COPIED,)
+            self.held_of[entry.drafter] += sum(origin not in others for origin in by)
+        self.held_by.update(by)
+        self.late += entry.late
+        self.copied += entry.source is ProposalSource.NGRAM
+        self.waits += entry.waits
+        self.verify_ns += entry.verify_ns
+        self.idle_ns += entry.idle_ns
+        self.last_ns = entry.ended_ns
+        if entry.turnaround and len(self.turnarounds_ns) < MAX_TURNAROUNDS:
+            self.turnarounds_ns.append(entry.idle_ns)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Counts and times of one request; `timings` gives them their public names."""
+
+    admitted_ns: int = 0
+    first_ns: int = 0
+    resumed: int = 0
+    rejoined: int = 0
+    handed_over: int = 0
+    _cached: int = 0
+    _draft_cached: int = 0
+    _peaks: dict[str, int] = field(default_factory=dict)
+    _sums: RoundSums = field(default_factory=RoundSums)
+    _recent: dict[int, RoundEntry] = field(default_factory=dict)
+
+    def on_asked(self, number: int, missed: int | None) -> None:
+        """Round `number` waits for a drafter; `missed`: the lookup after so many accepted tokens found nothing."""
+        entry = self._entry(number)
+        entry.waits += 1
+        if missed is not None:
+            entry.missed = missed
+
+    def on_proposed(self, number: int, proposal: Proposal, accepted: int) -> None:
+        """What round `number` verifies, after an outcome that accepted this many tokens."""
+        entry = self._entry(number)
+        if proposal.lookup.missed:
+            entry.missed, entry.late = accepted, proposal.lookup is Lookup.LATE
+        elif proposal.lookup.found:
+            entry.hit = accepted
+        entry.source = proposal.source
+
+    def on_ended(
+        self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int, read: bool = False
+    ) -> None:
+        """Round `number`, of whose tokens the first `kept` count; the first round ends the prompt's time.
+
+        The wait before the verify of a hit that was served at once is a turnaround. `read`: the target read the whole
+        text before, which is no verify's time.
+        """
+        entry = self._entry(number)
+        entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
+        entry.depth, entry.drafter = proposal.depth, proposal.drafter
+        entry.by = proposal.origins(proposal.nodes(outcome) or ())[:-1]
+        entry.ended_ns = now_ns
+        if not self.first_ns or read:
+            self.first_ns = self.first_ns or now_ns
+            return
+        entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
+        entry.turnaround = proposal.lookup is Lookup.HIT
+
+    def on_lookup_late(self) -> None:
+        """Rounds that were begun or waited for have no outcome."""
+        self._recent = {number: entry for number, entry in self._recent.items() if entry.ended_ns}
+
+    def on_branch_found(self, tokens: int, drafter: bool) -> None:
+        """So many of the first tokens were remembered by the target, or by a drafter. Only the first word counts."""
+        if drafter:
+            self._draft_cached = self._draft_cached or tokens
+        else:
+            self._cached = self._cached or tokens
+
+    def held(self, worker: str, peak_bytes: int) -> None:
+        """The most memory that this worker has held."""
+        self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
+
+    def timings(self, prompt_n: int, predicted_n: int) -> Timings:
+        """Of the rounds that brought the first `predicted_n` tokens."""
+        sums, cached = deepcopy(self._sums), min(self._cached, prompt_n)
+        for _, entry in sorted(self._recent.items(), key=lambda item: item[0]):
+            if entry.ended_ns and sums.tokens < predicted_n:
+                sums.add(entry, predicted_n - sums.tokens)
+        predicted_ms = max(sums.last_ns - self.first_ns, 0) / MILLISECOND_NS
+        positions = range(max(sums.drafted_at, default=-1) + 1)
+        looked_up = range(max((*sums.hits_at, *sums.misses_at), default=-1) + 1)
+        # The first token belongs to the prompt's time, so the rate is that of the tokens after it (as mlx-lm counts).
+        rate = (predicted_n - 1) / predicted_ms * 1000 if predicted_ms > 0 and predicted_n else 0.0
+        return Timings(
+            prompt_n=prompt_n - cached,
+            cache_n=cached,
+            prefill_n=min(self.handed_over, prompt_n - cached),
+            draft_cache_n=min(self._draft_cached, prompt_n),
+            prompt_ms=max(self.first_ns - self.admitted_ns, 0) / MILLISECOND_NS,
+            predicted_n=predicted_n,
+            predicted_ms=predicted_ms,
+            predicted_per_second=rate,
+            draft_n=sums.drafted,
+            draft_n_accepted=sums.accepted,
+            draft_rounds=sums.chains,
+            rounds=sums.rounds,
+            cache_hits=sums.hits_at.total(),
+            cache_misses=sums.misses_at.total(),
+            cache_late=sums.late,
+            missed_then_plain=sums.after_misses[ProposalSource.NONE],
+            missed_then_copied=sums.after_misses[ProposalSource.NGRAM],
+            missed_then_drafted=sums.after_misses[ProposalSource.DRAFTER],
+            ngram_chains=sums.copied,
+            draft_waits=sums.waits,
+            accepted_by_position=tuple(sums.accepted_at[i] for i in positions),
+            drafted_by_position=tuple(sums.drafted_at[i] for i in positions),
+            looked_up_by_accepted=tuple(sums.hits_at[k] + sums.misses_at[k] for k in looked_up),
+            hits_by_accepted=tuple(sums.hits_at[k] for k in looked_up),
+            turnaround_ms=tuple(ns / MILLISECOND_NS for ns in sums.turnarounds_ns),
+            verify_ms=sums.verify_ns / MILLISECOND_NS,
+            idle_ms=sums.idle_ns / MILLISECOND_NS,
+            peak_bytes=sum(self._peaks.values()),
+            resumed=self.resumed,
+            rejoined=self.rejoined,
+            draft_n_accepted_by=tuple(Tally(name, count) for name, count in sorted(sums.held_of.items())),
+            draft_n_accepted_from=tuple(Tally(o.name.lower(), count) for o, count in sorted(sums.held_by.items())),
+        )
+
+    def _entry(self, number: int) -> RoundEntry:
+        """The round's own; the oldest of too many is added to the sums."""
+        if number not in self._recent:
+            self._recent[number] = RoundEntry()
+            if len(self._recent) > RECENT_ROUNDS:
+                oldest = self._recent.pop(min(self._recent))
+                self._sums.add(oldest, oldest.kept)
+        return self._recent[number]
+
+
+class RoundRecords:
+    """`began_ns` is zero on the request's clock. What a drafter did behind a round is told with the next that ends."""
+
+    def __init__(self, began_ns: int) -> None:
+        self._began_ns = began_ns
+        self._asked_ns: int | None = None
+        self._missed = False
+        self._decided: dict[int, tuple[Lookup, Span]] = {}
+        self._drafting: list[DraftWork] = []
+
+    def on_asked(self, missed: bool, now_ns: int) -> None:
+        """The next round waits for a drafter; `missed`: for a chain, after a lookup that found nothing."""
+        self._asked_ns = now_ns if self._asked_ns is None else self._asked_ns
+        self._missed = missed
+
+    def on_proposed(self, number: int, proposal: Proposal, now_ns: int) -> None:
+        """Round `number` is under way, or known to be."""
+        since_ns = now_ns if self._asked_ns is None else self._asked_ns
+        lookup = Lookup.MISS if self._missed else proposal.lookup
+        self._decided[number] = lookup, self._format(Span(since_ns, now_ns))
+        self._asked_ns, self._missed = None, False
+
+    def on_lost(self) -> None:
+        """Rounds that were begun or waited for have no outcome."""
+        self._decided.clear()
+        self._asked_ns, self._missed = None, False
+
+    def on_drafted(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
+        """Work of before the request, or of a time that cannot be, is left out."""
+        work = message.work
+        if not self._began_ns <= work.started_ns <= work.ended_ns <= now_ns:
+            return
+        depth, branches = (
+            (message.depth, len(message.entries)) if isinstance(message, Branches) else (len(message.chain), 0)
+        )
+        self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._format(work)))
+
+    def on_ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int) -> RoundRecord:
+        """Of round `number`, of whose tokens `kept` count."""
+        drafting, self._drafting = self._drafting, []
+        if outcome.drafting is not None:
+            work = self._format(outcome.drafting)
+            drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, number, len(proposal.chain), 0, work))
+        lookup, decided = self._decided.pop(number, (proposal.lookup, None))
+        return RoundRecord(
+            round=number,
+            lookup=lookup.value,
+            source=proposal.source.value,
+            drafted=len(proposal.chain),
+            accepted=min(outcome.accepted, kept),
+            tokens=kept,
+            verify=self._format(outcome.work),
+            decided=decided,
+            drafting=tuple(drafting),
+        )
+
+    def _format(self, span: Span) -> Span:
+        return Span(max(span.started_ns - self._began_ns, 0), max(span.ended_ns - self._began_ns, 0))
+
+
+BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
+_BOUNDS_NS = tuple(int(bound * MILLISECOND_NS) for bound in BOUNDS_MS)
+_SECOND_NS = 1000 * MILLISECOND_NS
+
+
+class DurationHistogram:
+    """Counts on one thread; any other may ask for what was counted, and misses the newest at worst."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS_NS) + 1)
+        self._nanoseconds = 0
+
+    def add(self, nanoseconds: int) -> None:
+        self._counts[bisect_left(_BOUNDS_NS, nanoseconds)] += 1
+        self._nanoseconds += nanoseconds
+
+    def snapshot(self) -> Durations:
+        """All of it, in seconds."""
+        bounds = tuple(bound / 1000 for bound in BOUNDS_MS)
+        return Durations(bounds, tuple(self._counts), self._nanoseconds / _SECOND_NS)

@@ -1,0 +1,344 @@
+"""A GGUF file as a folder in Hugging Face layout that mlx-lm opens: config.json, weights, tokenizer.
+
+Owns what each architecture calls its tensors and settings, and what llama.cpp's converter did to them: rows of q and k
+in another order (llama), 1 added to norms (gemma3). A tensor that is not known ends in an error: nothing is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.orchestrator.pairing import gguf, gguf_tokenizer
+from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile, Matrix
+from outrider.protocol.errors import ModelError
+
+SHARD = 2**29
+"""Bytes of weights a file: what the conversion holds in memory, about twice."""
+_SAFE_NAMES = {"uint32": "U32", "uint16": "BF16", "float16": "F16", "float32": "F32"}
+"""safetensors' names of types; bits of bfloat16 come as uint16, in which nothing else is stored here."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """What mlx-lm and Hugging Face call it, and its blocks' tensors. `permuted`: q and k have their rotary halves
+    interleaved. `norms_plus_one`: norms are stored as what they multiply by, and computed with as that less 1."""
+
+    model_type: str
+    class_name: str
+    blocks: Mapping[str, str]
+    permuted: bool = False
+    norms_plus_one: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_MLP = {
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_FUSED = {"attn_norm": "input_layernorm", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
+_FUSED_MLP = {"ffn_norm": "post_attention_layernorm", "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM", {**_ATTENTION, **_MLP}, permuted=True),
+    "mistral": GgufArchitecture("mistral", "MistralForCausalLM", {**_ATTENTION, **_MLP}, permuted=True),
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", {**_ATTENTION, **_MLP}),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", {**_ATTENTION, **_HEAD_NORMS, **_MLP}),
+    "gemma3": GgufArchitecture(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_FOUR_NORMS},
+        norms_plus_one=True,
+        settings={"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", {**_FUSED, **_FUSED_MLP}),
+}
+_OUTSIDE_BLOCKS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OF_THE_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> None:
+    """Writes the model into an empty folder. `keep_precision`: what MLX has no grid for stays in half precision.
+
+    Raises:
+        ModelError: the file is of another kind or incomplete.
+        OSError: something can't be written.
+    """
+    known = _architecture(file)
+    names = _names(file, known)
+    dtype = _dtype(file)
+    bits = {
+        new: found
+        for old, new in names.items()
+        if len(file.tensors[old].shape) > 1 and (found := gguf.bits_of(file.tensors[old].kind, keep_precision))
+    }
+    config = _config(file, known, dtype) | _quantization(bits)
+    tokenizer = gguf_tokenizer.read_tokenizer(file, config["vocab_size"])
+    config |= tokenizer.ids
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", tokenizer.ids)
+    _write_json(folder / "tokenizer_config.json", tokenizer.config)
+    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    _write_weights(folder, _converted(file, known, names, bits, dtype))
+
+
+def _architecture(file: GgufFile) -> GgufArchitecture:
+    name = file.architecture
+    if name not in ARCHITECTURES:
+        raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+    if file.whole("split.count", 1) > 1:
+        raise ModelError(f"{file.path} is one part of several; join them first (llama-gguf-split --merge)")
+    if file.whole(f"{name}.expert_count", 0):
+        raise ModelError(f"{file.path} is a mixture of experts, which can't be read from GGUF files; use an MLX copy")
+    return ARCHITECTURES[name]
+
+
+def _names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
+    """The new name of each tensor that is one of the model's weights."""
+    blocks = file.whole(f"{file.architecture}.block_count")
+    if not 0 < blocks <= len(file.tensors):
+        raise ModelError(f"{file.path} has {blocks} blocks and {len(file.tensors)} tensors; download it again")
+    names = {f"{old}.weight": f"{new}.weight" for old, new in _OUTSIDE_BLOCKS.items()}
+    optional = {"output.weight"}
+    for block in range(blocks):
+        for old, new in known.blocks.items():
+            names[f"blk.{block}.{old}.weight"] = f"model.layers.{block}.{new}.weight"
+            if not old.endswith("norm"):
+                names[f"blk.{block}.{old}.bias"] = f"model.layers.{block}.{new}.bias"
+                optional.add(f"blk.{block}.{old}.bias")
+    missing = [name for name in names if name not in file.tensors and name not in optional]
+    unknown = [name for name in file.tensors if name not in names and name not in _OF_THE_CONFIG]
+    if missing:
+        raise ModelError(
+            f"{file.path} has no tensor {missing[0]}, which {file.architecture} models have; download it again"
+        )
+    if unknown:
+        raise ModelError(f"{file.path} has the tensor {unknown[0]}, which is not known of {file.architecture} models")
+    return {old: new for old, new in names.items() if old in file.tensors}
+
+
+def _dtype(file: GgufFile) -> str:
+    """What is not quantised is held in: half precision beside quantised matrices, otherwise as in the file."""
+    kinds = {place.kind for place in file.tensors.values() if len(place.shape) > 1}
+    if not kinds <= set(PLAIN) or "F16" in kinds:
+        return "float16"
+    return "bfloat16" if "BF16" in kinds else "float32"
+
+
+def _converted(
+    file: GgufFile, known: GgufArchitecture, names: Mapping[str, str], bits: Mapping[str, int], dtype: str
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    heads, kv_heads = _heads(file)
+    for old, new in names.items():
+        place = file.tensors[old]
+        if len(place.shape) > 2:
+            raise ModelError(f"{file.path}: the tensor {old} has {len(place.shape)} dimensions; expected 1 or 2")
+        of_norm = old.endswith("norm.weight")
+        if of_norm and known.norms_plus_one:
+            norm = gguf.convert(file, old, None, "float32").parts["weight"] - np.float32(1)
+            matrix = Matrix({"weight": gguf.in_dtype(norm, dtype)})
+        else:
+            matrix = gguf.convert(file, old, bits.get(new), dtype)
+        for suffix, part in matrix.parts.items():
+            if known.permuted and (".attn_q." in old or ".attn_k." in old):
+                part = _unpermuted(file, old, part, heads if ".attn_q." in old else kv_heads)
+            yield new if suffix == "weight" else f"{new.removesuffix('weight')}{suffix}", part
+
+
+def _unpermuted(file: GgufFile, name: str, rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Each head's rows as Hugging Face has them: first halves of all rotary pairs, then second halves."""
+    if len(rows) % (2 * heads):
+        raise ModelError(f"{file.path}: the tensor {name} has {len(rows)} rows, which {heads} heads can't share")
+    pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _heads(file: GgufFile) -> tuple[int, int]:
+    heads = file.whole(f"{file.architecture}.attention.head_count")
+    kv_heads = file.whole(f"{file.architecture}.attention.head_count_kv", heads)
+    if heads < 1 or kv_heads < 1:
+        raise ModelError(f"{file.path} has {heads} heads and {kv_heads} for keys and values; expected 1 or more")
+    return heads, kv_heads
+
+
+def _config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[str, Any]:
+    name = file.architecture
+    heads, kv_heads = _heads(file)
+    hidden = file.whole(f"{name}.embedding_length")
+    vocabulary, width = file.tensors["token_embd.weight"].shape
+    if width != hidden:
+        raise ModelError(f"{file.path} embeds tokens in {width} numbers and says {hidden}; download it again")
+    config: dict[str, Any] = {
+        "architectures": [known.class_name],
+        "model_type": known.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": file.whole(f"{name}.feed_forward_length"),
+        "num_hidden_layers": file.whole(f"{name}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": file.whole(f"{name}.attention.key_length", hidden // heads),
+        "rms_norm_eps": file.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.number(f"{name}.rope.freq_base", 10_000.0),
+        "max_position_embeddings": file.whole(f"{name}.context_length"),
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        **known.settings,
+    }
+    scaling = _rope_scaling(file, config)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config | _own(file, config)
+
+
+def _own(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of this architecture alone."""
+    name, head = file.architecture, config["head_dim"]
+    if name in ("llama", "mistral"):
+        biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+        return {key: tensor in file.tensors for key, tensor in biased.items()}
+    if name == "gemma3":
+        by_heads = config["hidden_size"] // config["num_attention_heads"]  # of the 27B alone, which has 62 blocks
+        return {
+            "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10_000.0),
+            "sliding_window": file.whole("gemma3.attention.sliding_window"),
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": by_heads if config["num_hidden_layers"] == 62 else head,
+        }
+    if name == "phi3":
+        rotated = file.whole("phi3.rope.dimension_count", head)
+        original = file.whole("phi3.rope.scaling.original_context_length", config["max_position_embeddings"])
+        return {"partial_rotary_factor": rotated / head, "original_max_position_embeddings": original}
+    return {}
+
+
+def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, config)
+    if "rope_factors_long.weight" in file.tensors:
+        parts = {
+            f"{length}_factor": [float(str(one)) for one in _floats(file, f"rope_factors_{length}.weight")]
+            for length in ("long", "short")
+        }
+        original = file.whole(f"{file.architecture}.rope.scaling.original_context_length")
+        return {"type": "longrope", "rope_type": "longrope", "original_max_position_embeddings": original, **parts}
+    kind = file.text(f"{file.architecture}.rope.scaling.type", "none")
+    if kind == "none" or (kind == "linear" and file.number(f"{file.architecture}.rope.scaling.factor", 1.0) == 1.0):
+        return None
+    scaling: dict[str, Any] = {
+        "type": kind,
+        "rope_type": kind,
+        "factor": file.number(f"{file.architecture}.rope.scaling.factor"),
+    }
+    if kind == "yarn":
+        original = file.whole(f"{file.architecture}.rope.scaling.original_context_length")
+        return scaling | {"original_max_position_embeddings": original}
+    if kind == "linear":
+        return scaling
+    raise ModelError(f"{file.path} scales positions by {kind!r}; expected none, linear, yarn or longrope")
+
+
+def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling is stored as the factor of each frequency; its one setting that differs is the greatest."""
+    factors = _floats(file, "rope_freqs.weight")
+    scaling = {
+        "type": "llama3",
+        "rope_type": "llama3",
+        "factor": float(str(factors.max())),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    pairs = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+    turns = 8192 / (2 * math.pi * config["rope_theta"] ** pairs)
+    smooth = np.clip((turns - 1) / 3, 0, 1)
+    expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ModelError(
+            f"{file.path} scales positions as no Llama 3 does (rope_freqs); choose another file of this model"
+        )
+    return scaling
+
+
+def _floats(file: GgufFile, name: str) -> NDArray[np.float32]:
+    if name not in file.tensors or file.tensors[name].kind != "F32":
+        raise ModelError(f"{file.path} has no tensor {name} in float32; download it again")
+    found: NDArray[np.float32] = file.bytes_of(name).reshape(-1).view("<f4")
+    return found
+
+
+def _quantization(bits: Mapping[str, int]) -> dict[str, Any]:
+    if not bits:
+        return {}
+    (most, _) = Counter(bits.values()).most_common(1)[0]
+    others = {name.removesuffix(".weight"): {"group_size": GROUP, "bits": b} for name, b in bits.items() if b != most}
+    found = {"group_size": GROUP, "bits": most, "mode": "affine", **others}
+    return {"quantization": found, "quantization_config": found}
+
+
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) -> None:
+    places: dict[str, int] = {}
+    waiting: dict[str, NDArray[Any]] = {}
+    shards = total = held = 0
+    for name, tensor in tensors:
+        if waiting and held + tensor.nbytes > SHARD:
+            shards += 1
+            _write_shard(folder / f"model-{shards}.safetensors", waiting)
+            waiting, held = {}, 0
+        waiting[name] = tensor
+        places[name] = shards + 1
+        held += tensor.nbytes
+        total += tensor.nbytes
+    shards += 1
+    _write_shard(folder / f"model-{shards}.safetensors", waiting)
+    if shards == 1:
+        (folder / "model-1.safetensors").rename(folder / "model.safetensors")
+        return
+    files = {shard: f"model-{shard:05}-of-{shards:05}.safetensors" for shard in range(1, shards + 1)}
+    for shard, file in files.items():
+        (folder / f"model-{shard}.safetensors").rename(folder / file)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: files[shard] for name, shard in places.items()}}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_shard(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
+    """By hand, for the library writes numpy's arrays alone, and numpy has no bfloat16."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for name, tensor in tensors.items():
+        place = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": _SAFE_NAMES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": place}
+    described = json.dumps(header).encode()
+    described += b" " * (-len(described) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(described)) + described)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).data)
+
+
+def _write_json(path: Path, found: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")

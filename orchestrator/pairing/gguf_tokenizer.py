@@ -1,0 +1,211 @@
+"""A GGUF file's tokenizer as tokenizer.json has it, and its chat template.
+
+Two kinds: byte-level BPE ("gpt2"), with merges in the file and the name of the way in which text is split first; and
+SentencePiece's BPE ("llama"), whose merges follow from its vocabulary. Knows the metadata; knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from outrider.orchestrator.pairing.gguf import GgufFile
+from outrider.protocol.errors import ModelError
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
+_LLAMA_3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
+_QWEN_2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
+_TEKKEN = _WORDS.replace("{0}", "") + r"|\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+_GPT_4O = _WORDS.replace("{0}", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+_SPLITS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo"), None),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _LLAMA_3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN_2),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
+}
+"""The regular expression by which text is split first; None: GPT-2's, which the library has."""
+_DIGITS_FIRST = ("smollm", "starcoder", "refact")
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
+"""A word that is a token is taken as it is, whatever the merges would make of it."""
+_COMPOSED = ("qwen2",)
+"""Text is brought to Unicode's composed form (NFC) first."""
+_BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
+    "<eos>",
+})  # fmt: skip
+"""Tokens that end an answer wherever they are control tokens, as llama.cpp takes them."""
+_SPACE = "\u2581"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTokenizer:
+    """`config` is tokenizer_config.json's contents; `ids` what config.json and generation_config.json say."""
+
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    ids: dict[str, int | list[int]]
+
+
+def read_tokenizer(file: GgufFile, vocabulary: int) -> ReadTokenizer:
+    """`vocabulary`: how many tokens the model embeds.
+
+    Raises:
+        ModelError: the tokenizer is of another kind, or is not whole.
+    """
+    kind, tokens = file.text("tokenizer.ggml.model"), file.texts("tokenizer.ggml.tokens")
+    if len(tokens) > vocabulary:
+        raise ModelError(f"{file.path} has {len(tokens)} tokens and embeds {vocabulary}; download it again")
+    if len(set(tokens)) < len(tokens):
+        raise ModelError(f"{file.path} has one token twice; choose another file of this model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r}; expected gpt2 or llama")
+    types = file.numbers("tokenizer.ggml.token_type")
+    if types is not None and len(types) != len(tokens):
+        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} types of tokens; download it again")
+    typed = [1] * len(tokens) if types is None else [int(one) for one in types]
+    tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, typed)
+    tokenizer.add_special_tokens(_added(tokenizer, tokens, typed, _CONTROL))
+    tokenizer.add_tokens(_added(tokenizer, tokens, typed, _USER_DEFINED))
+    special = _special(file, tokens)
+    _surround(file, tokenizer, special, kind)
+    return ReadTokenizer(tokenizer, _config(file, tokens, special), _ids(tokens, typed, special))
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    pre = file.text("tokenizer.ggml.pre", "gpt-2")
+    if pre not in _SPLITS and pre not in _DIGITS_FIRST:
+        known = ", ".join(sorted({*_SPLITS, *_DIGITS_FIRST}))
+        raise ModelError(f"{file.path} splits text in the way {pre!r}, which is not known; expected one of {known}")
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    merges = [_pair(file, merge, vocabulary) for merge in file.texts("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    split = _SPLITS.get(pre)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    if pre in _DIGITS_FIRST:
+        first: pre_tokenizers.PreTokenizer = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+    elif split is not None:
+        first = pre_tokenizers.Split(Regex(split), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, byte_level])
+    else:
+        tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+        raise ModelError(f"{file.path} has the merge {merge!r}, which makes no token of two; download it again")
+    return left, right
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+    """With Gemma's own: its runs of spaces are stored as spaces, and its merges rank by place, not by score."""
+    gemma = file.architecture.startswith("gemma")
+    spelled = [_SPACE * len(token) if gemma and token and not token.strip(" ") else token for token in tokens]
+    vocabulary = {token: place for place, token in enumerate(spelled)}
+    scores = file.numbers("tokenizer.ggml.scores")
+    if scores is not None and len(scores) != len(tokens):
+        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(scores)} scores; download it again")
+    by_place = gemma or scores is None
+    rank = {token: float(place) if by_place else -float(scores[place]) for token, place in vocabulary.items()}  # type: ignore[index]
+    unknown = next((token for token, kind in zip(spelled, types, strict=True) if kind == _UNKNOWN), None)
+    bpe = models.BPE(
+        vocab=vocabulary,
+        merges=_merges(vocabulary, rank),
+        fuse_unk=True,
+        byte_fallback="<0x00>" in vocabulary,
+        unk_token=unknown,
+    )
+    tokenizer = Tokenizer(bpe)
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.flag("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(vocabulary: dict[str, int], rank: dict[str, float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, the best first; of pairs that make the same one, the earlier pieces."""
+    found = []
+    for token in vocabulary:
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        whole = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        found += [(rank[token], vocabulary[left], vocabulary[right], left, right) for left, right in whole]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _added(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], kind: int) -> list[AddedToken]:
+    """Without Gemma's runs of spaces, which have another spelling in the vocabulary and are found by merging."""
+    return [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, of in zip(tokens, types, strict=True)
+        if of == kind and tokenizer.token_to_id(token) is not None
+    ]
+
+
+def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+    """The tokens that have a role, by Hugging Face's name for it."""
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {}
+    for name, key in roles.items():
+        token = file.whole(f"tokenizer.ggml.{key}_token_id", -1)
+        if token >= len(tokens):
+            raise ModelError(f"{file.path} has {len(tokens)} tokens and names {token} as its {name}; download it again")
+        if token >= 0:
+            found[name] = token
+    return found
+
+
+def _ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
+    named = [] if "eos_token" not in special else [special["eos_token"]]
+    ends = [place for place, token in enumerate(tokens) if token in _ENDS and types[place] == _CONTROL]
+    ids: dict[str, int | list[int]] = {"eos_token_id": list(dict.fromkeys([*named, *ends]))}
+    return ids | ({"bos_token_id": special["bos_token"]} if "bos_token" in special else {})
+
+
+def _surround(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kind: str) -> None:
+    """What a text that is no conversation begins and ends with."""
+    begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _BEGIN_BY_DEFAULT
+    around = {
+        "bos_token": file.flag("tokenizer.ggml.add_bos_token", begins),
+        "eos_token": file.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    names = {
+        role: tokenizer.id_to_token(special[role]) for role, wanted in around.items() if wanted and role in special
+    }
+    if names:
+        single = [
+            *([names["bos_token"]] if "bos_token" in names else []),
+            "$A",
+            *([names["eos_token"]] if "eos_token" in names else []),
+        ]
+        pairs = [(name, special[role]) for role, name in names.items()]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=pairs)
+
+
+def _config(file: GgufFile, tokens: Sequence[str], special: dict[str, int]) -> dict[str, Any]:
+    template = file.text("tokenizer.chat_template", "")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: tokens[token] for name, token in special.items()},
+        "model_max_length": file.whole(f"{file.architecture}.context_length"),
+        "clean_up_tokenization_spaces": False,
+        **({"chat_template": template} if template else {}),
+    }

@@ -1,0 +1,267 @@
+"""Where a model's files are: a name, a Hugging Face id, a folder or a GGUF file becomes a folder, without MLX.
+
+A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. A GGUF file
+is converted once. Names are those of `pulled`, and `tiny`, the pair that comes along. Reads config.json; knows nothing
+of weights and tokens.
+
+`kind_of`: who drafts in the target's process, and what all that can draft in a cluster are called.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.orchestrator.pairing.pulled import PULLED, content_hash, made_once, pull
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import ModelError
+from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, OF_TARGET, head_kind, in_process_head, names_of
+
+PACKAGE = Path(__file__).absolute().parents[2]
+"""The package `outrider`: in a checkout its rooms are links to the folders beside it."""
+EMBEDDED_TARGET = (PACKAGE / "models" / "target").resolve()
+EMBEDDED_DRAFT = (PACKAGE / "models" / "draft").resolve()
+EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
+"""A folder for each kind of head that comes with the embedded target."""
+
+TINY = "tiny"
+"""The name of the embedded pair."""
+DEFAULT = "smollm2"
+"""The model that is run where none is named."""
+VARIABLE = "OUTRIDER_MODEL"
+"""Names another default."""
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
+_WEIGHTS = ("model*.safetensors",)
+_CODE = ("*.py",)
+_EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
+_INSTEAD = "going on with the tiny test model, whose answers mean little (--model tiny)"
+_CONVERSION = 1
+"""Raised when the same GGUF file becomes another folder than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's `name` as a person wrote it and its `folder`. Sizes are None when config.json does not tell."""
+
+    name: str
+    folder: Path
+    model_type: str
+    vocab_size: int | None
+    context_length: int | None
+
+
+def find_model(name: str, weights: bool = True, keep_precision: bool = False) -> ModelFiles:
+    """The files of a Hugging Face id, of a local folder or of a GGUF file. `weights` False asks for the description
+    alone; `keep_precision`: what MLX can't hold as a GGUF file has it is not quantised anew.
+
+    Raises:
+        ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
+    """
+    if not name.strip():
+        raise ModelError(f"the model's name is empty; {_EXPECTED}")
+    if name == TINY:
+        return _described(name, Path(embedded_pair()[0]), weights)
+    if name in PULLED:
+        return _described(name, _from_gguf(pull(PULLED[name]), keep_precision), weights)
+    path = Path(name).expanduser()
+    if is_gguf(path):
+        return _described(name, _from_gguf(path, keep_precision), weights)
+    folder = path if path.exists() else _from_hub(name, weights)
+    return _described(name, folder, weights)
+
+
+def default_model() -> tuple[str, str | None]:
+    """What is run where no model is named, and a sentence if it is not what should be: the one to pull can't be.
+
+    Raises:
+        ModelError: $OUTRIDER_MODEL names none.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return named, None
+    try:
+        return find_model(DEFAULT, weights=False).name, None
+    except ModelError as error:
+        return TINY, f"{error}; {_INSTEAD}"
+
+
+def is_here(name: str) -> bool:
+    """Whether a model's files are on this machine under a path or a name of its own."""
+    return name == TINY or (PULLED[name].is_here if name in PULLED else Path(name).expanduser().exists())
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that is called GGUF, or is one: Ollama's have no such name."""
+    try:
+        with path.open("rb") as file:
+            return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def find_own_head(name: str) -> ModelFiles:
+    """The files of a model whose own head is wanted: of a repository only the shards that the head lies in, if any.
+
+    Raises:
+        ModelError: as `find_model`.
+    """
+    if name == TINY or name in PULLED or Path(name).expanduser().exists():
+        return find_model(name)
+    described = find_model(name, weights=False)
+    places = read_json(described.folder / "model.safetensors.index.json").get("weight_map", {})
+    names = in_process_head(read_json(described.folder / "config.json"))
+    shards = sorted({str(file) for key, file in places.items() if key.startswith(names)})
+    if places and not shards:
+        return described  # who loads it says that there is none; the model can do without
+    return _described(name, _from_hub(name, True, shards), weights=True)
+
+
+def embedded_pair() -> tuple[str, str]:
+    """The folders of the pair that comes with Outrider, target first.
+
+    Raises:
+        ModelError: this installation has none.
+    """
+    for folder in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"the tiny pair is not at {folder}; name a model, or install from the repository")
+    return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
+
+
+def embedded_heads() -> dict[str, str]:
+    """The folders of the heads that come with the embedded target, by kind."""
+    return {file.parent.name: str(file.parent) for file in sorted(EMBEDDED_HEADS.glob("*/config.json"))}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file.
+
+    Raises:
+        ModelError: the file holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be read as JSON ({error}); expected a model's description") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def _from_gguf(path: Path, keep_precision: bool) -> Path:
+    form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION}"
+
+    def convert(folder: Path) -> None:
+        from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models need none of it
+        from outrider.orchestrator.pairing.gguf_model import write_model
+
+        write_model(read_gguf(path), folder, keep_precision)
+
+    return made_once(f"gguf/{content_hash(path)[:24]}-{form}", convert)
+
+
+def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
+    if not folder.is_dir():
+        raise ModelError(f"{name} is a file, and not in GGUF format; {_EXPECTED}")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{name} is not a model folder: config.json is missing")
+    if weights and not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{name} has no weights: *.safetensors files are missing")
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    merged = {**config, **text} if isinstance(text, dict) else config
+    return ModelFiles(
+        name=name,
+        folder=folder.resolve(),
+        model_type=str(config.get("model_type", "")),
+        vocab_size=_whole(merged.get("vocab_size")),
+        context_length=_whole(merged.get("max_position_embeddings")),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
+    """`shards`: those that are wanted of its weights; none: all."""
+    if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
+        raise ModelError(f"no such path: {name}; {_EXPECTED}")
+    from huggingface_hub import snapshot_download  # deferred: a local model needs none of it
+
+    patterns = [*_DESCRIPTION, *_CODE, *((shards or _WEIGHTS) if weights else ())]
+    cached = _cached(name, patterns)
+    if cached is not None and (not weights or _has_weights(cached, shards)):
+        return cached
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # what every error of the hub and of the network under it is
+        raise ModelError(f"no model {name}: no such folder here, and {_why(error)}") from None
+
+
+def _cached(name: str, patterns: list[str]) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+
+
+def _has_weights(folder: Path, shards: Sequence[str]) -> bool:
+    if shards:
+        return all((folder / shard).is_file() for shard in shards)
+    index = read_json(folder / "model.safetensors.index.json")
+    names = set(index.get("weight_map", {}).values()) or {"model.safetensors"}
+    return all((folder / str(file)).is_file() for file in names) or (not index and any(folder.glob("*.safetensors")))
+
+
+def _why(error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "accept its terms on Hugging Face first, then run `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "Hugging Face has no such public repository"
+    if constants.HF_HUB_OFFLINE:
+        return "offline mode is on (HF_HUB_OFFLINE) and the cache has no copy"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return "Hugging Face can't be reached and the cache has no copy"
+    return f"Hugging Face can't be reached ({type(error).__name__})"
+
+
+def kind_of(head: str | Path, target: str | Path) -> str | None:
+    """What kind of head lies in a folder, for the target in another; None: none that is known here."""
+    return head_kind(*(read_json(Path(folder) / "config.json") for folder in (head, target)))
+
+
+def in_process_drafters(settings: ServeSettings) -> tuple[tuple[str, str], ...]:
+    """Kind and folder of each drafter of the target's process; `settings` must name folders (see `pairing`)."""
+    found: list[tuple[str, str]] = []
+    if settings.colocate:
+        kind = settings.draft_backend if settings.drafts_by_head else DRAFT_MODEL
+        found.append((kind, str(settings.draft_model)))
+    for head in settings.head:
+        if head in OF_TARGET:
+            found.append((head, str(settings.model)))
+        else:
+            found.append((kind_of(head, settings.model or "") or "head", head))
+    return tuple(found)
+
+
+def drafters(settings: ServeSettings) -> tuple[str, ...]:
+    """By which names a request may choose who drafts for it."""
+    own = names_of(kind for kind, _ in in_process_drafters(settings))
+    worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
+    copies = (NGRAM,) if settings.ngrams else ()
+    joint = tuple(f"{DRAFT_MODEL}{JOINT}{name}" for name in own) if worker else ()
+    return (*worker, *own, *copies, *joint)

@@ -1,0 +1,163 @@
+"""Which two models a cluster runs: settings with names in them become settings with folders, and everything about text.
+
+Loading the tokenizers may go on while the workers load their weights, so it is a step of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outrider.orchestrator.pairing.chat import chat_template
+from outrider.orchestrator.pairing.model_files import (
+    EMBEDDED_TARGET,
+    TINY,
+    ModelFiles,
+    default_model,
+    embedded_heads,
+    embedded_pair,
+    find_model,
+    find_own_head,
+    kind_of,
+)
+from outrider.orchestrator.pairing.pulled import PULLED, draft_of
+from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, require_same
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import ModelError, OutriderError
+from outrider.protocol.heads import HEADS, OF_TARGET
+from outrider.protocol.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPair:
+    """The models to run; `settings` name their folders. `notes` say what was chosen for the person, or left out."""
+
+    settings: ServeSettings
+    target: ModelFiles
+    draft: ModelFiles | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PairText:
+    """All that the front knows of the pair."""
+
+    pair: ChosenPair
+    codec: TextCodec
+    template: str | None
+
+
+def choose_pair(settings: ServeSettings) -> ChosenPair:
+    """Finds, and downloads where needed, the files of both models.
+
+    Raises:
+        ModelError: a model can't be found or is none.
+        InvalidRequest: the latency profile to simulate can't be used.
+    """
+    if settings.simulate is not None:
+        Profile.read(settings.simulate)
+    model, note = default_model() if settings.model is None else (settings.model, None)
+    notes = () if note is None else (note,)
+    names = (model, settings.draft_model)
+    if settings.draft_model is None:
+        names = (model, _own_draft(settings, model))
+    if names[1] is None and settings.draft_backend in ("mlx", "auto"):
+        if settings.colocate:
+            raise ModelError(f"no draft model comes with {model}; expected --draft-model beside --colocate")
+        settings = replace(settings, draft_backend="ngram")
+        if not settings.head and model not in PULLED:
+            note = "no draft model (--draft-model), so drafts come only from n-grams of the text"
+            notes = (*notes, note)
+    if not settings.needs_draft_model:
+        names = (names[0], None)
+    target_files = find_model(names[0] or "", not settings.await_target, settings.gguf_keep_precision)
+    draft_files = None
+    if names[1] is not None and settings.draft_backend != "replay":
+        settings = _recognised(settings, names[1], target_files)
+        keep = settings.gguf_keep_precision
+        of_head = settings.draft_backend == "mtp"
+        draft_files = find_own_head(names[1]) if of_head else find_model(names[1], keep_precision=keep)
+        if settings.drafts_by_head:  # its tokens and its context are the target's, whatever it says
+            draft_files = replace(draft_files, vocab_size=None, context_length=None)
+    if settings.replay is not None and not settings.replay.is_file():
+        raise ModelError(f"no such file: {settings.replay}; expected the replay drafter's script")
+    heads, left_out = _heads(settings.head, target_files)
+    folders = replace(
+        settings,
+        head=heads,
+        model=str(target_files.folder),
+        draft_model=str(draft_files.folder) if draft_files else None,
+    )
+    return ChosenPair(folders, target_files, draft_files, (*notes, *left_out))
+
+
+def read_pair(pair: ChosenPair) -> PairText:
+    """The target's tokenizer and template; refuses a draft whose tokens mean something else.
+
+    Raises:
+        ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
+    """
+    codec = load_codec(pair.target)
+    if pair.draft is not None and not pair.settings.drafts_by_head:
+        require_same(codec, load_codec(pair.draft))
+    return PairText(pair, codec, chat_template(pair.target.folder))
+
+
+def _own_draft(settings: ServeSettings, model: str) -> str | None:
+    """What drafts for this model where nothing is named: its head, or the draft that comes with it; None: nothing."""
+    if model == TINY:
+        return _embedded_head(settings.draft_backend) if settings.drafts_by_head else embedded_pair()[1]
+    if settings.draft_backend in OF_TARGET:
+        return model
+    if settings.drafts_by_head:
+        raise ModelError(f"no {settings.draft_backend} head comes with {model}; expected --draft-model")
+    if model in PULLED and settings.draft_backend in ("mlx", "auto"):
+        draft = draft_of(PULLED[model], find_model(model, keep_precision=settings.gguf_keep_precision).folder)
+        return None if draft is None else str(draft)
+    return None
+
+
+def _embedded_head(kind: str) -> str:
+    shipped = embedded_heads()
+    if kind not in shipped:
+        raise ModelError(
+            f"no {kind} head comes with the embedded target; expected --draft-backend {' or '.join(shipped) or 'mlx'},"
+            " or --model and, unless the head is in its folder, --draft-model"
+        )
+    return shipped[kind]
+
+
+def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The folders of these heads, and a sentence for each that is none for this target, which ends nothing."""
+    folders, left_out = [], []
+    for name in named:
+        try:
+            folders.append(_head(name, target))
+        except OutriderError as error:
+            left_out.append(f"head {name} is not used: {error}")
+    return tuple(folders), tuple(left_out)
+
+
+def _head(name: str, target: ModelFiles) -> str:
+    """Its folder, or its kind, where it is the target's own. A kind alone names the embedded target's."""
+    if target.folder == EMBEDDED_TARGET and name in (shipped := embedded_heads()):
+        return shipped[name]
+    if name in OF_TARGET:
+        find_own_head(target.name)
+        return name
+    kind = kind_of(find_model(name, weights=False).folder, target.folder)
+    if kind is None:
+        raise ModelError(
+            f"{name} is not a head for {target.name}, going by its config.json; expected one of {', '.join(HEADS)}"
+        )
+    return str((find_own_head(name) if kind == "mtp" else find_model(name)).folder)
+
+
+def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
+    """The backend that `auto` means for this draft. Raises ModelError: it is a head, and asked for as a model."""
+    files = find_model(draft, weights=False, keep_precision=settings.gguf_keep_precision)
+    kind = kind_of(files.folder, target.folder)
+    if settings.draft_backend == "auto":
+        return replace(settings, draft_backend=kind or "mlx")
+    if kind not in (None, "mtp") and not settings.drafts_by_head:
+        raise ModelError(f"{draft} is a draft head; use draft_backend {kind} or auto with it")
+    return settings

@@ -1,0 +1,77 @@
+"""Features for a head in another process: made in the target's forward, told with what that forward brought.
+
+Of a prompt they are told piece by piece, while the next piece is read. Knows rows and positions; nothing of drafters.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import features_of
+from outrider.engine.hidden_states import HiddenStateReader
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Features
+
+log = logging.getLogger(__name__)
+
+TOO_LARGE = (
+    "the head's features are beyond half precision (65,504), in which they are sent; it stops drafting for this text;"
+    " use head_in target for this pair"
+)
+
+
+class FeaturePublisher:
+    """Makes what `head` is fed. `features`: of what they are made, for Hello; `note`: what a person should know."""
+
+    def __init__(self, head: Head, features: str, note: str = "") -> None:
+        self._points, self._fuse, self._reach = head.points, head.fuse, head.reach
+        self.features, self.note = features, note
+
+    @classmethod
+    def of(cls, drafter: HeadDrafter, folder: str, model: LoadedModel) -> FeaturePublisher:
+        """For what was loaded from this folder to be tried with the target."""
+        target = model.folder or Path()
+        return cls(drafter.head, features_of(drafter.head, Path(folder), target), drafter.note)
+
+    def listener(self, request: str, epoch: int) -> FeatureListener:
+        """What hears for one text."""
+        return FeatureListener(request, epoch, self._reach)
+
+    @property
+    def reader(self) -> HiddenStateReader:
+        """What is to be tapped of the target for it."""
+        return HiddenStateReader(self._points, lambda rows: self._fuse(rows).astype(mx.float16))
+
+
+class FeatureListener:
+    """Hears the rows of one text's committed tokens, and tells them once they are made: of each forward the newest
+    `reach`, if that is said."""
+
+    def __init__(self, request: str, epoch: int, reach: int | None = None) -> None:
+        self.fault = ""
+        self._reach = reach
+        self._request, self._epoch = request, epoch
+        self._features: list[tuple[int, mx.array]] = []
+
+    def on_features(self, position: int, rows: mx.array) -> None:
+        """See `engine.kv_cache.Listener`."""
+        if self.fault:
+            return
+        surplus = rows.shape[0] - self._reach if self._reach is not None else 0
+        self._features.append((position + surplus, rows[surplus:]) if surplus > 0 else (position, rows))
+
+    def take(self) -> list[Features]:
+        """What was heard since. Waits where that is not evaluated."""
+        found = [(position, np.array(rows)) for position, rows in self._features]
+        self._features = []
+        if not all(np.isfinite(rows).all() for _, rows in found):
+            self.fault = TOO_LARGE
+            log.warning("%s", self.fault, extra={"request": self._request})
+            return []
+        return [Features(self._request, self._epoch, position, rows) for position, rows in found]

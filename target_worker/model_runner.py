@@ -1,0 +1,275 @@
+"""The target's forwards: which requests take part in the next one, and what came of it.
+
+All that can go on do so together; a prompt is read in pieces inside these forwards, so nobody waits for a long one.
+While all decode plainly the next forward is begun before this one is read. Knows requests and forwards; no messages.
+
+`ChunkedPrefill`: how much of waiting prompts is read in a forward that others decode in: what forwards cost by their
+rows decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from outrider.engine.kv_cache import PREFILL
+from outrider.engine.pace import FADE, ForwardCost, Pace, paced
+from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
+from outrider.protocol import clock
+from outrider.protocol.errors import OutriderError, named_errors
+from outrider.protocol.messages import Span
+from outrider.target_worker.target_request import TargetRequest, draft_together
+
+# With a piece of a prompt a forward takes by this share longer than those that decode are used to, for each prompt that
+# waits: a forward over more rows than usual is lengthened less, one over fewer more.
+READING_SHARE = 0.5
+# Where chains are verified whoever is late for a forward waits for two of them.
+READING_SHARE_BESIDE_CHAINS = 0.25
+SMALLEST_PIECE = 8
+# A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
+GROWTH = 2
+
+
+class ChunkedPrefill:
+    """Learns of forwards as they come. `last`: how much the latest one read."""
+
+    def __init__(self) -> None:
+        self.cost = ForwardCost()
+        self.last = 0
+        self._members = self._rows = 0.0
+
+    def observe(self, members: int, own: int, rows: int, milliseconds: float) -> None:
+        """A forward over so many `rows`, `own` of them those of `members` that decode."""
+        self.cost.add(rows, milliseconds)
+        self._members = FADE * self._members + members
+        self._rows = FADE * self._rows + members * own
+
+    def budget(self, readers: int, decoding: int, rows: int) -> int:
+        """How many tokens may be read for so many `readers` beside `rows` of those that decode."""
+        if not self.cost.seen:
+            return SMALLEST_PIECE
+        fixed, each = self.cost.line
+        share = readers * (READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE)
+        usual = max(self._rows / self._members if self._members else 0.0, decoding)  # as one who decodes sees it
+        fits = usual - max(rows, decoding) + share * (fixed + each * usual) / each
+        return int(min(max(min(fits, GROWTH * self.last), SMALLEST_PIECE), PREFILL))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What a forward brought for one request: a verdict, or why it can't have one."""
+
+    running: TargetRequest
+    verdict: VerifyOutput | OutriderError
+    work: Span
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightForward:
+    """A forward under way. `members` are its asks' requests, in order; `fed` is how much of each text had been fed
+    before, readers' behind members'. `begun_ns` 0: behind another one.
+    """
+
+    forward: BatchForward
+    members: tuple[TargetRequest, ...]
+    readers: tuple[TargetRequest, ...]
+    fed: tuple[int, ...]
+    begun_ns: int
+
+
+class ModelRunner:
+    """One target's forwards, one after the other."""
+
+    def __init__(self, pace: Pace | None) -> None:
+        self._pace = pace
+        self._flight: InFlightForward | None = None
+        self._ended_ns = 0
+        self._chunked_prefill = ChunkedPrefill()
+        self._rows = 0  # the last forward's, of those who decode
+
+    @property
+    def is_busy(self) -> bool:
+        return self._flight is not None
+
+    def expected_ms(self, running: Collection[TargetRequest]) -> float:
+        """How long the next forward should take at most; 0: not known yet."""
+        reads = any(request.reads for request in running)
+        return self._chunked_prefill.cost(self._rows + (PREFILL if reads else 0))
+
+    def makes(self, running: TargetRequest) -> bool:
+        """Whether a round of this request is under way."""
+        return self._flight is not None and any(member is running for member in self._flight.members)
+
+    def advance(self, running: Collection[TargetRequest]) -> tuple[list[VerifyResult], list[TargetRequest]]:
+        """Makes or ends one forward: what it settled, and whose prompts it read a piece of."""
+        failed: list[VerifyResult] = []
+        flight = self._flight or self._begun(running, failed)
+        if flight is None:
+            return failed, []
+        alone = self._flight is None
+        self._flight = None
+        if alone and flight.forward.is_plain and self._followers(flight, running):
+            self._flight = flight  # read it once the next one is begun
+            return failed, []
+        settled = failed + self._settle(flight, running)
+        return settled, list(flight.readers)
+
+    def _begun(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
+        """A forward over all that have something to feed; who can't take part says why in `failed`."""
+        pairs, started_ns = [], clock.now()
+        draft_together([request for request in running if request.drafts])
+        for request in running:
+            if not request.has_next or request.drafts:  # who was asked while others' drafters read has nothing drafted
+                continue
+            try:
+                pairs.append((request, request.next_ask()))
+            except OutriderError as error:
+                failed.append(VerifyResult(request, error, clock.since(started_ns), 0))
+        # One may have been closed while another's own drafter read its text.
+        members = [request for request, _ in pairs if not request.over]
+        asks = [ask for request, ask in pairs if not request.over]
+        readings = self._readings(running, _rows(asks))
+        if not asks and not readings:
+            return None
+        flight = _flight(members, asks, readings, clock.now())
+        if isinstance(flight, InFlightForward):
+            return flight
+        if len(asks) + len(readings) == 1:
+            alone = members[0] if members else readings[0][0]
+            failed.append(VerifyResult(alone, flight, clock.since(started_ns), 0))
+            return None
+        for member, ask in zip(members, asks, strict=True):
+            failed.append(
+                VerifyResult(member, _alone(ask, member.slot.fed), clock.since(started_ns), len(ask.chain) + 1)
+            )
+        failed += _read_alone(readings, clock.since(started_ns))
+        return None
+
+    def _readings(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
+        """The next pieces of the prompts beside so many rows of others, first come first served.
+
+        Where more wait than decode they come first: the sooner all decode together, the fewer forwards in all. Who
+        decodes may have nothing to verify yet: its word is on the way, and would wait for a long piece as well.
+        """
+        readers = [request for request in running if request.reads and not request.over]
+        decoding = sum(not request.unread and not request.over for request in running)
+        room, found = PREFILL, []
+        if len(readers) <= decoding:
+            room = self._chunked_prefill.budget(len(readers), decoding, rows)
+        for request in readers:
+            count = min(request.unread, room)
+            if count:
+                found.append((request, PrefillChunk(request.slot, count)))
+                room -= count
+        self._chunked_prefill.last = sum(reading.count for _, reading in found)
+        return found
+
+    def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
+        """Who of a plain forward's members goes on plainly, if nobody else has anything to feed."""
+        members = {id(member) for member in flight.members}
+        others = any((r.has_next or r.reads) and id(r) not in members and not r.over for r in running)
+        if others or not all(member.slot.sequence.marks_freely for member in flight.members):
+            return []
+        return [member for member in flight.members if member.decodes_plainly]
+
+    def _settle(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[VerifyResult]:
+        forward = flight.forward
+        begun_ns = flight.begun_ns or self._ended_ns
+        ready = max((member.ready for member in flight.members), default=0.0)
+        with paced(self._pace if _is_paced(flight) else None, _rows(forward.asks), ready):
+            followers = self._followers(flight, running) if forward.is_plain else []
+            after = _flight(followers, [VerifyInput(m.slot) for m in followers], [], 0, forward) if followers else None
+            verdicts = _verdicts(forward)
+        if any(isinstance(verdict, OutriderError) for verdict in verdicts):
+            verdicts = _again(flight, verdicts)
+            if isinstance(after, InFlightForward):  # begun behind what may have failed: these steps are made anew
+                for follower in after.members:
+                    follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
+        elif isinstance(after, InFlightForward):
+            self._flight = after
+        self._ended_ns = clock.now()
+        work = Span(begun_ns, self._ended_ns)
+        self._rows = _rows(forward.asks)
+        took_ms = (self._ended_ns - begun_ns) / clock.MILLISECOND_NS
+        self._chunked_prefill.observe(len(forward.asks), self._rows, forward.rows, took_ms)
+        return [
+            VerifyResult(member, verdict, work, forward.rows)
+            for member, verdict in zip(flight.members, verdicts, strict=True)
+        ]
+
+
+def _flight(
+    members: Sequence[TargetRequest],
+    asks: Sequence[VerifyInput],
+    readings: Sequence[tuple[TargetRequest, PrefillChunk]],
+    begun_ns: int,
+    after: BatchForward | None = None,
+) -> InFlightForward | OutriderError:
+    """Puts a forward under way; where that fails every text is as it was."""
+    readers = tuple(reader for reader, _ in readings)
+    texts = [request.slot.sequence for request in (*members, *readers)]
+    fed = tuple(text.length for text in texts)
+    try:
+        with named_errors("the target's forward"):
+            forward = begin(asks, [reading for _, reading in readings], after)
+    except OutriderError as error:
+        for text, length in zip(texts, fed, strict=True):
+            text.length = length
+        return error
+    return InFlightForward(forward, tuple(members), readers, fed, begun_ns)
+
+
+def _verdicts(forward: BatchForward) -> list[VerifyOutput | OutriderError]:
+    try:
+        with named_errors("the target's forward"):
+            return forward.verdicts()
+    except OutriderError as error:
+        return [error] * len(forward.asks)
+
+
+def _again(
+    flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
+) -> list[VerifyOutput | OutriderError]:
+    """What failed with other requests is tried alone: one text's failure is not another's."""
+    if len(flight.members) + len(flight.readers) == 1:
+        return list(verdicts)
+    return [
+        _alone(ask, fed) if isinstance(verdict, OutriderError) and not member.over else verdict
+        for member, ask, fed, verdict in zip(flight.members, flight.forward.asks, flight.fed, verdicts, strict=False)
+    ]
+
+
+def _alone(ask: VerifyInput, fed: int) -> VerifyOutput | OutriderError:
+    """The verdict of a forward over one text alone, of which so many tokens were fed before."""
+    try:
+        with named_errors("the target's forward"):
+            ask.slot.sequence.roll_back(fed)
+            return begin([ask]).verdicts()[0]
+    except OutriderError as error:
+        return error
+
+
+def _read_alone(readings: Sequence[tuple[TargetRequest, PrefillChunk]], work: Span) -> list[VerifyResult]:
+    """Reads the pieces one by one; those that fail."""
+    failed = []
+    for reader, reading in readings:
+        flight = _flight([], [], [(reader, reading)], 0)
+        if isinstance(flight, OutriderError):
+            failed.append(VerifyResult(reader, flight, work, 0))
+    return failed
+
+
+def _rows(asks: Iterable[VerifyInput]) -> int:
+    return sum(len(ask.chain) + 1 for ask in asks)
+
+
+def _is_paced(flight: InFlightForward) -> bool:
+    """A prompt's end is not held to a profile, which knows rounds only."""
+    return any(member.answers for member in flight.members)
+
+
+def now() -> float:
+    """The clock of `TargetRequest.ready`."""
+    return time.perf_counter()

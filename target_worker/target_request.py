@@ -1,0 +1,279 @@
+"""A request on the target: its slot, what it has answered, and what it verifies next.
+
+That comes from a VERIFY, from a branch that was prepared, from plain decoding or from one of the drafters in this
+process: one question, `next_ask`, whatever the source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider.drafters.continuation import Continuation
+from outrider.engine.kv_cache import CacheSlot
+from outrider.engine.verify import VerifyInput, VerifyOutput
+from outrider.protocol import clock
+from outrider.protocol.errors import InvalidRequest, OutriderError, named_errors
+from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
+from outrider.protocol.schema import MAX_CHAIN
+from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
+from outrider.target_worker.feature_publisher import FeatureListener
+from outrider.target_worker.in_process_drafter import DraftSession, DraftTurn, propose
+
+ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedPrefix:
+    """Another request that reads the first `tokens` of this one's prompt."""
+
+    reader: TargetRequest
+    tokens: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has read so far, or won't any more."""
+        return self.reader.over or not self.reader.unread or self.reader.slot.fed >= self.tokens
+
+
+@dataclass(slots=True)
+class TargetRequest:
+    """A request on this target.
+
+    `asked` is what a VERIFY wants of it; `next_proposal` the prepared chain that it goes on with, and its parents.
+    `autonomous`: it decodes by itself until told otherwise. `draft` tokens of the own `drafter` are wanted a round, or
+    in the one that was asked for, and beside them what is likelier than `min_prob`, while there is `max_tokens` for so
+    many. `drafters` open each own drafter's part, which reads the text when it is first wanted. `ready`: when its next
+    round could begin, seconds. `ended`: it came to an end token or its room while going on; `over`: it was closed.
+    `awaits`: who reads what its prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill
+    worker may read it, and is waited for. `listener` hears what drafters elsewhere are to be told.
+    """
+
+    slot: CacheSlot
+    opened: Open
+    drafters: Mapping[str, Callable[[], DraftSession]] = field(default_factory=dict)
+    answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
+    asked: Verify | None = None
+    prepared: Prepare | None = None
+    next_proposal: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    autonomous: bool = False
+    draft: int = 0
+    drafter: str = ""
+    min_prob: float = 1.0
+    max_tokens: int = 0
+    ready: float = 0.0
+    opened_ns: int = 0
+    halting: bool = False
+    ended: bool = False
+    over: bool = False
+    awaits: AwaitedPrefix | None = None
+    cached: int = 0
+    offered: bool = False
+    listener: FeatureListener | None = None
+    _drafting: dict[str, DraftSession] = field(default_factory=dict)
+    _proposed: tuple[Continuation | OutriderError, Span] | None = None
+
+    @property
+    def request(self) -> str:
+        return self.opened.request
+
+    @property
+    def epoch(self) -> int:
+        return self.opened.epoch
+
+    @property
+    def round(self) -> int:
+        """The round of its latest outcome."""
+        return self.answers[-1].round if self.answers else self.opened.round - 1
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of its text are to be read before anything can be verified."""
+        return 0 if self.answers else len(self.slot.unfed) - 1
+
+    @property
+    def reads(self) -> bool:
+        """Whether a piece of its prompt can be read now."""
+        return self.unread > 0 and self.awaits is None and not self.offered
+
+    @property
+    def decodes_plainly(self) -> bool:
+        """Whether it goes on by plain steps, the one under way not being its last."""
+        return self.autonomous and not (self.draft or self.halting or self.over) and self.max_tokens > 1
+
+    @property
+    def has_next(self) -> bool:
+        """Whether its next round can begin."""
+        next_proposal = self.next_proposal is not None or (self.autonomous and self.max_tokens > 0)
+        return not self.over and not self.unread and (self.asked is not None or next_proposal)
+
+    @property
+    def waits_since_ns(self) -> float:
+        """Since when it waits for a word; not before the end of time while there is something to do for it."""
+        if self.has_next or self.unread or not self.answers:
+            return math.inf
+        return self.answers[-1].work.ended_ns
+
+    def next_ask(self) -> VerifyInput:
+        """What it verifies in its next round; an own drafter has drafted it (`draft_together`)."""
+        asked = self.asked
+        if self.draft and (self.autonomous or asked is not None):
+            proposed, _ = self._own_proposal()
+            if asked is not None and asked.chain and self.takes_trees:
+                both = united(proposed.tree, DraftTree(asked.chain, asked.parents), MAX_CHAIN)
+                return VerifyInput(self.slot, both.tokens, parents=both.parents)
+            return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
+        if asked is not None:
+            return VerifyInput(self.slot, asked.chain, _drawn_from(asked), asked.parents)
+        chain, parents = self.next_proposal or ((), ())
+        return VerifyInput(self.slot, chain, parents=parents)
+
+    def on_verify(self, message: Verify) -> None:
+        """Takes in what its next round is to be."""
+        self.asked, self.next_proposal, self.ended, self.halting = message, None, False, False
+        self.autonomous, self.draft, self.max_tokens = message.autonomous, message.draft, message.max_tokens
+        self.drafter = message.drafter or next(iter(self.drafters), "")
+        self.min_prob = message.min_prob
+
+    def halt(self) -> None:
+        """The round that it has said to go on with is the last that was not asked for."""
+        self.halting = True
+
+    def forget(self, verdict: VerifyOutput) -> None:
+        """A step that was begun before it was known that the text ends before it."""
+        del self.slot.tokens[-verdict.accepted - 1 :]
+        self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
+
+    def settled(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
+        """The outcome of its round, and what it goes on with."""
+        number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
+        committed = tuple(self.slot.tokens[base_len:])
+        proposed = self._own_proposal() if self._proposed is not None else None
+        self.asked = self._proposed = None
+        if not self.answers:  # the prompt's reading belongs to it
+            work = Span(self.opened_ns, work.ended_ns)
+        self.max_tokens -= len(committed)
+        if self.autonomous and (self.max_tokens < 1 or not set(self.opened.eos).isdisjoint(committed)):
+            self.autonomous, self.ended = False, True
+        if self.halting:
+            self.autonomous = self.halting = False
+        self.next_proposal = self._prepared_for(number, committed)
+        next_proposal, next_parents = ((), ()) if self.autonomous else self.next_proposal or (None, ())
+        idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
+        outcome = Outcome(
+            request=self.request,
+            epoch=self.epoch,
+            round=number,
+            base_len=base_len,
+            accepted=verdict.accepted,
+            bonus=verdict.bonus,
+            work=work,
+            idle_ns=max(idle, 0),
+            next_proposal=next_proposal,
+            next_parents=next_parents,
+            path=verdict.path,
+            rows=rows,
+            peak_bytes=peak,
+            drafted=proposed[0].chain if proposed else None,
+            drafted_parents=proposed[0].parents if proposed else (),
+            drafting=proposed[1] if proposed else None,
+            logprobs=verdict.logprobs,
+        )
+        self.answers.append(outcome)
+        self.ready = 0.0
+        return outcome
+
+    def close(self, spoilt: bool) -> None:
+        """Nothing more is wanted of it; its own drafter may keep what it has read."""
+        self.over = True
+        for part in self._drafting.values():
+            part.close(spoilt)
+
+    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        prepared = self.prepared
+        if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
+            return None
+        return prepared.chain(committed)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its own drafter is to draft for its next round."""
+        wanted = self.draft > 0 and (self.autonomous or self.asked is not None)
+        return self.has_next and wanted and self._proposed is None
+
+    def turn(self) -> DraftTurn:
+        """What its own drafter is to draft; the first time that one reads the text for it."""
+        if self.drafter not in self.drafters:
+            known = ", ".join(self.drafters) or "a draft of 0"
+            raise InvalidRequest(f"this target has no drafter of its own called {self.drafter!r}; expected {known}")
+        if self.drafter not in self._drafting:
+            self._drafting[self.drafter] = self.drafters[self.drafter]()
+        least = self.min_prob if self.takes_trees else 1.0
+        return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.max_tokens - 1), least)
+
+    def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
+        """Takes in what was drafted, or why nothing was, which its next ask raises.
+
+        Of a tree the first branch alone where the target verifies chains.
+        """
+        if isinstance(found, Continuation) and found.parents and not self.takes_trees:
+            found = Continuation(tuple(found.chain[node] for node in spine(found.parents)))
+        self._proposed = found, span
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it verifies trees: the target can, and its tokens are chosen by equality."""
+        return self.slot.kv_cache.trees and not self.slot.sampler.params.is_residual
+
+    def _own_proposal(self) -> tuple[Continuation, Span]:
+        if self._proposed is None:
+            raise InvalidRequest("nothing was drafted for this round; expected its own drafter's turn before")
+        found, span = self._proposed
+        if isinstance(found, OutriderError):
+            self._proposed = None
+            raise found
+        return found, span
+
+
+def draft_together(requests: Sequence[TargetRequest]) -> None:
+    """Own drafters draft what these verify next, each in forwards that its requests share."""
+    of_each: defaultdict[str, list[TargetRequest]] = defaultdict(list)
+    for request in requests:
+        of_each[request.drafter].append(request)
+    for own in of_each.values():
+        _draft_by_one([request for request in own if not request.over])  # closed while another's text was read
+
+
+def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
+    started_ns = clock.now()
+    turns: list[tuple[TargetRequest, DraftTurn]] = []
+    for request in requests:
+        try:
+            with named_errors("the target's own drafter"):
+                turns.append((request, request.turn()))
+        except OutriderError as error:
+            request.proposed(error, clock.since(started_ns))
+    # One may have been closed while another's own drafter read its text.
+    turns = [(request, turn) for request, turn in turns if not request.over]
+    found = propose([turn for _, turn in turns])
+    span = clock.since(started_ns)
+    for (request, _), one in zip(turns, found, strict=True):
+        request.proposed(one, span)
+
+
+def opening(message: Open) -> Verify:
+    """OPEN is the verify of an empty chain."""
+    return Verify(
+        request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens), chain=()
+    )
+
+
+def _drawn_from(message: Verify) -> SparseQ | None:
+    """What the chain's tokens were drawn from: its kind says that, nothing else does."""
+    if message.kind == "one-hot":
+        return one_hot(message.chain)
+    if message.kind == "sparse" and message.q is None:
+        raise InvalidRequest("a sparse chain comes without its q; expected what its tokens were drawn from")
+    return message.q if message.kind == "sparse" else None

@@ -1,0 +1,88 @@
+"""`auto` on simulated machines, with one request and with many: it brings what the best mode brings, and remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
+from outrider.orchestrator.core.policy.tuning import Tuning
+from outrider.protocol.messages import Timings
+from outrider.protocol.profile import Latency, Profile
+from tests.bench.virtual_time import VirtualCluster, random_texts
+
+PAIR = Profile(
+    "a pair like the embedded one", ("none",),
+    Latency(((1, 10.5), (4, 12.5), (16, 21.6), (32, 33.0), (64, 53.5), (96, 74.5))),
+    Latency(((1, 1.9), (16, 5.5))), 0.1, (0.75,), (0.6, 0.2, 0.1),
+)  # fmt: skip
+STEEP = replace(PAIR, name="a target whose rows cost as much as tokens", target=Latency(((1, 10.0), (96, 900.0))))
+NOTHING = replace(PAIR, name="a draft that knows nothing", acceptance=(0.02,), bonus_ranks=())
+# Two x86-64 cores, T = 0.8: forwards with chains in them take a fifth more beside the drafter.
+NARROW = Profile(
+    "where eight in SSD bring what plain decoding brings", ("none",),
+    Latency(((1, 7.1), (4, 9.8), (8, 12.2), (9, 15.0), (16, 19.5), (32, 29.0), (64, 47.7), (128, 85.2))),
+    Latency(((1, 1.3), (16, 2.6), (128, 11.7))), 0.1, (0.64, 0.6), (0.55, 0.2, 0.1),
+)  # fmt: skip
+MODES = ("ar", "sd", "ssd")
+
+
+def milliseconds(timings: Sequence[Timings]) -> float:
+    """From the first request's beginning to the last one's end."""
+    return max(timing.prompt_ms + timing.predicted_ms for timing in timings)
+
+
+def times(
+    profile: Profile, mode: str, at_once: int, batches: int, tokens: int, memory: Sequence[Tuning] = (), seed: int = 3
+) -> tuple[list[float], VirtualCluster]:
+    """What each batch of so many texts took on a fresh server."""
+    texts = random_texts(at_once * batches, tokens + 40, seed)
+    cluster = VirtualCluster(profile, texts, depth=4, branches=16, hop_ms=0.1, memory=memory)
+    groups = [texts[first : first + at_once] for first in range(0, len(texts), at_once)]
+    return [milliseconds(cluster.together(group, tokens, mode)) for group in groups], cluster
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 16])
+@pytest.mark.parametrize("profile", [PAIR, STEEP], ids=lambda profile: profile.name)
+def test_auto_brings_what_the_best_mode_brings_however_many_there_are(profile: Profile, at_once: int) -> None:
+    last = {mode: times(profile, mode, at_once, 2, 80)[0][-1] for mode in (*MODES, "auto")}
+    assert last["auto"] < min(last[mode] for mode in MODES) / 0.93
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_crowds_that_follow_each_other_cost_hardly_more_than_the_best_mode(seed: int) -> None:
+    """Tries are few, none is made of who is about to leave, and what brings the same while all run is not preferred."""
+    best = min(sum(times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "ssd"))
+    assert sum(times(NARROW, "auto", 8, 3, 96, seed=seed)[0]) < best / 0.98
+
+
+@pytest.mark.parametrize("profile", [PAIR, NOTHING], ids=lambda profile: profile.name)
+def test_the_first_ten_requests_cost_little_and_less_where_something_is_remembered(profile: Profile) -> None:
+    best = min(sum(times(profile, mode, 1, 10, 64)[0]) for mode in MODES)
+    fresh, cluster = times(profile, "auto", 1, 10, 64)
+    remembered, _ = times(profile, "auto", 1, 10, 64, cluster.rounds.learned())
+    assert sum(fresh) < best / 0.95
+    assert sum(remembered) < best / 0.95
+
+
+def test_with_many_at_once_the_formula_wants_shorter_chains_and_fewer_branches() -> None:
+    estimates = Estimates()
+    for rows, verify_ms in PAIR.target.points:
+        estimates.observe_verify(rows, verify_ms)
+    for _ in range(30):
+        estimates.observe_depth(16, 3.5)
+    plans = [
+        Forecasts(estimates, estimates, at_once, 8, 16, at_once == 1).of(Arm("ssd"))[0] for at_once in (1, 2, 4, 8, 16)
+    ]
+    depths, breadths = [plan.depth for plan in plans], [plan.branches for plan in plans]
+    assert depths == sorted(depths, reverse=True) and depths[-1] < depths[0]
+    assert breadths == sorted(breadths, reverse=True) and breadths[-1] < breadths[0]
+
+
+def test_what_was_found_to_be_no_use_is_not_tried_first_again() -> None:
+    fresh, cluster = times(NOTHING, "auto", 1, 3, 64)
+    remembered, _ = times(NOTHING, "auto", 1, 1, 64, cluster.rounds.learned())
+    assert remembered[0] < 0.97 * fresh[0]

@@ -1,0 +1,55 @@
+"""What a drafter thought next best stands beside its chain where that is likely enough, by what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider.drafters.continuation import WIDTH, AlternativesAt, with_alternatives, worthwhile
+from outrider.drafters.fan_out import Calibration
+from outrider.engine.tree_feed import Candidate
+from outrider.protocol.trees import fault
+
+CLOSE = [Candidate(5, 0.0), Candidate(6, 0.1), Candidate(7, 0.2), Candidate(8, 0.3)]
+SURE = [Candidate(5, 0.0), Candidate(6, 11.0), Candidate(7, 12.0)]
+
+
+def places(*found: list[Candidate]) -> list[AlternativesAt]:
+    return [AlternativesAt.of(5, candidates) for candidates in found]
+
+
+def test_others_stand_where_the_drafter_was_unsure() -> None:
+    tree = with_alternatives((5, 5), places(SURE, CLOSE), Calibration(), 0.05)
+    assert tree.tokens[:2] == (5, 5) and set(tree.tokens[2:]) <= {6, 7} and tree.tokens[2:]
+    assert set(tree.parents[2:]) == {0} and not fault(tree.tokens, tree.parents)
+    assert len(tree.odds) == len(tree.tokens) and sum(tree.odds[1:]) <= 1.0
+
+
+def test_where_nothing_is_likely_enough_a_chain_is_left() -> None:
+    tree = with_alternatives((5, 5), places(SURE, CLOSE), Calibration(), 0.9)
+    assert (tree.tokens, tree.parents) == ((5, 5), ())
+    assert worthwhile(4, Calibration(), 0.9) == 0 < worthwhile(4, Calibration(), 0.1) <= 4
+
+
+def test_no_more_than_may_be_told_stand_there() -> None:
+    tree = with_alternatives((5,) * 40, places(*[CLOSE] * 40), Calibration(), 0.0)
+    assert len(tree.tokens) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= WIDTH
+
+
+def test_the_chains_own_token_is_never_beside_it() -> None:
+    place = AlternativesAt.of(6, CLOSE)
+    assert 6 not in place.others and place.point.own_gap == pytest.approx(-0.1)
+
+
+def test_a_rate_that_was_learned_decides(make_point: Callable[[float], AlternativesAt]) -> None:
+    taught = Calibration()
+    for _ in range(200):
+        taught.learn([make_point(0.1).point], 1, 0, 0)
+    odds = with_alternatives((5,), [make_point(0.1)], taught, 0.01).odds
+    assert odds[0] < 0.1 and odds[1] > 0.8
+
+
+@pytest.fixture
+def make_point() -> Callable[[float], AlternativesAt]:
+    return lambda gap: AlternativesAt.of(5, [Candidate(5, 0.0), Candidate(6, gap)])

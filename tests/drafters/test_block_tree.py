@@ -1,0 +1,200 @@
+"""Trees of block heads: blocks with known beginnings say what an independent forward says, and go on by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.growth import BranchTask
+from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
+from outrider.drafters.heads.dflash import DFlash
+from outrider.drafters.work_ahead import WorkAhead
+from outrider.engine.noise import gumbel_numpy
+from outrider.engine.tree_feed import TreeFeed
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.sampling import SamplingParams
+from tests.alone import advanced, continued
+from tests.drafters.dflash_heads import NumpyHead, write
+from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V
+from tests.drafters.test_dflash import EMBEDDING, OUTPUT, ROWS, TEXTS, head_of
+
+FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
+VISIBLE = {"loss_type": "variable_prefix"}
+
+
+def opened(head: DFlash, length: int, n: int = 0, **params: Any) -> BlockTree:
+    """A tree of the first tokens of a text, told all rows that can be."""
+    tree = AheadHead(head, "dflash", V).open(TEXTS[n][:length].tolist(), SamplingParams(**params))
+    assert isinstance(tree, BlockTree)
+    tell(tree, head, 0, length - 1, n)
+    return tree
+
+
+def tell(tree: BlockTree, head: DFlash, begin: int, end: int, n: int = 0) -> None:
+    tree.add_features(begin, np.array(head.fuse(mx.array(ROWS[n][begin:end]))))
+
+
+def are_equal(scores: mx.array, logits: np.ndarray[Any, Any]) -> None:
+    """Up to a constant."""
+    own = np.array(scores)
+    known = np.isfinite(logits)
+    assert (np.isfinite(own) == known).all()
+    np.testing.assert_allclose(own[known] - own[known].max(), logits[known] - logits[known].max(), atol=3e-3)
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_a_block_with_a_known_beginning_says_what_an_independent_forward_does(tmp_path: Path, name: str) -> None:
+    """Outcomes of two texts, with beginnings of any length, in one forward; then along each block's own choices."""
+    head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
+    drafter, lengths = AheadHead(head, "dflash", V), (9, 30)
+    trees = [opened(head, length, n) for n, length in enumerate(lengths)]
+    feeds = []
+    for tree in trees:
+        at = tree.next_node
+        feeds.append(TreeFeed([tree.root, at, tree.root, at + 1], [11, 12, 13, 14], [1, 1, 3, 2]))
+    nodes = drafter.feed_together(trees, feeds)
+    paths = ([11], [11, 12], [13], [11, 12, 14])
+    wanted = (1, 1, 3, 2)
+    for n, tree in enumerate(trees):
+        features = truth.fuse(ROWS[n][: lengths[n] - 1])
+        last = int(TEXTS[n][lengths[n] - 1])
+        for node, path, count in zip(nodes[n], paths, wanted, strict=True):
+            hidden = truth.hidden(features, [last, *path], count)
+            are_equal(tree.scores(node), truth.behind(path[-1], hidden[0]))
+            before = node
+            for slot in hidden[1:]:
+                (token,) = tree.best([before])
+                (before,) = tree.feed([before], [None])
+                are_equal(tree.scores(before), truth.behind(token, slot))
+
+
+def test_a_blocks_own_choices_cost_no_forward_and_one_that_has_ended_is_followed_by_another(tmp_path: Path) -> None:
+    head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
+    tree = opened(head, 20)
+    (bonus,) = tree.feed([tree.root], [7])
+    forwards: list[int] = []
+    block = DFlash.block
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DFlash, "block", lambda *given: forwards.append(given[1].shape[1]) or block(*given))
+        (node,) = tree.feed([bonus], [None])
+        (node,) = tree.feed([node], [None])
+        assert forwards == []
+        (token,) = tree.best([bonus])
+        assert tree.child(bonus, token, told=False) is not None and tree.child(bonus, token) is None
+        ((short,),) = AheadHead(head, "dflash", V).feed_together([tree], [TreeFeed([tree.root], [8], [1])])
+        (node,) = tree.feed([short], [None])
+    assert forwards == [3, BLOCK]  # the anchor, 8 and a mask; then the anchor, 8, what it chose, and masks to the end
+    features, last = truth.fuse(ROWS[0][:19]), int(TEXTS[0][19])
+    known = [last, 8, *tree.best([short])]
+    are_equal(tree.scores(node), truth.logits(truth.hidden(features, known, BLOCK - 3))[0])
+
+
+@pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
+def test_rows_told_later_take_the_place_of_what_was_known_without(tmp_path: Path, name: str) -> None:
+    head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
+    text = TEXTS[0].tolist()
+    tree = opened(head, 20)
+    nodes = tree.feed([tree.root, tree.next_node, tree.next_node + 1], text[20:23])
+    tell(tree, head, 18, 21)  # of which two are news
+    assert [tree.child(node, token) for node, token in zip([tree.root, *nodes], text[20:23], strict=False)] == [
+        None
+    ] * 3
+    again = tree.feed([tree.root, tree.next_node, tree.next_node + 1], text[20:23])
+    features = truth.fuse(ROWS[0][:21])
+    for node, anchor, known in zip(again, (20, 21, 21), (text[20:21], text[21:22], text[21:23]), strict=True):
+        hidden = truth.hidden(features[:anchor], known, head.depth - len(known) + 1)
+        are_equal(tree.scores(node), truth.behind(known[-1], hidden[0]))
+    assert [tree.child(node, token) for node, token in zip([tree.root, *again], text[20:23], strict=False)] == again
+    tree.commit(again[:2])
+    assert tree.column_tokens() == text[:22] and tree.child(again[1], text[22]) == again[2]
+
+
+def test_rows_that_were_missed_are_a_gap(tmp_path: Path) -> None:
+    head, truth = head_of(write(tmp_path, "z-lab")), NumpyHead(LAYOUTS["z-lab"], EMBEDDING, OUTPUT)
+    tree = AheadHead(head, "dflash", V).open(TEXTS[0][:20].tolist(), SamplingParams())
+    assert isinstance(tree, BlockTree) and not tree.ready()
+    tell(tree, head, 3, 9)
+    assert not tree.ready()
+    tell(tree, head, 12, 19)
+    assert tree.ready()
+    places = np.array([*range(3, 9), *range(12, 19)])
+    hidden = truth.hidden(truth.fuse(ROWS[0][places]), int(TEXTS[0][19]), BLOCK - 1, places, 19)
+    are_equal(tree.scores(tree.root), truth.logits(hidden)[0])
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_what_it_chooses_is_drawn_with_the_targets_noise(tmp_path: Path, temp: float) -> None:
+    head, truth = head_of(write(tmp_path, "DeepSpec")), NumpyHead(LAYOUTS["DeepSpec"], EMBEDDING, OUTPUT)
+    tree = opened(head, 20, temp=temp, seed=5)
+    (node,) = tree.feed([tree.root], [9])
+    features, last = truth.fuse(ROWS[0][:19]), int(TEXTS[0][19])
+    hidden = truth.hidden(features, [last, 9], BLOCK - 1)
+    before = 9
+    for slot, vector in enumerate(hidden[:3]):
+        noise = gumbel_numpy(5, [21 + slot], V)[0] if temp else 0.0
+        before = int((truth.behind(before, vector) / (temp or 1.0) + noise).argmax())
+        assert tree.best([node]) == [before]
+        (node,) = tree.feed([node], [None])
+
+
+def test_penalties_see_what_a_block_chose_before(tmp_path: Path) -> None:
+    tree = opened(head_of(write(tmp_path, "DeepSpec")), 10, repetition_penalty=50.0)
+    chain = continued(WorkAhead(tree, (), POLICIES["best-first"], Calibration()), BLOCK).chain
+    assert len(set(chain) - set(TEXTS[0][:10].tolist())) == BLOCK
+
+
+@pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
+def test_no_block_is_longer_than_those_it_was_trained_with(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wanted beyond is asked for less: chain, outcome and branch share a block."""
+    head, lengths = head_of(write(tmp_path, name)), set[int]()
+    block = DFlash.block
+
+    def watched(self: DFlash, tokens: mx.array, places: mx.array, caches: Any) -> mx.array:
+        lengths.add(int(places.max().item()) + 1)
+        return block(self, tokens, places, caches)
+
+    monkeypatch.setattr(DFlash, "block", watched)
+    depth = LAYOUTS[name].depth
+    for chain_length in range(5):
+        work = WorkAhead(opened(head, 20), (), POLICIES["best-first"], Calibration())
+        assert len(continued(work, 40).chain) == depth
+        work = WorkAhead(opened(head, 20), (), POLICIES["best-first"], Calibration())
+        work.commit((), BranchTask(continued(work, chain_length).chain, 4, 6))
+        deepest = 0
+        while work.busy:
+            ready = advanced(work)
+            deepest = max([deepest, *(len(e.chain) for e in ready.entries)]) if ready else deepest
+        assert deepest == max(0, min(4, depth - chain_length - 1))
+    assert max(lengths) == BLOCK
+
+
+def test_committed_tokens_that_wait_for_rows_take_room_and_never_fail(tmp_path: Path) -> None:
+    head = head_of(write(tmp_path, "z-lab"))
+    tree = opened(head, 20)
+    assert tree.room == BLOCK - 1
+    for number in range(2 * BLOCK):
+        (node,) = tree.feed([tree.root], [number + 1])
+        tree.commit([node])
+        assert tree.room == max(0, BLOCK - 2 - number) and tree.best([tree.root])
+        assert tree.column_tokens() == [*TEXTS[0][:20].tolist(), *range(1, number + 2)]
+    tell(tree, head, 19, 19 + 2 * BLOCK)
+    assert tree.room == BLOCK - 1
+
+
+def test_who_was_not_trained_for_known_beginnings_works_ahead_with_a_sentence(tmp_path: Path) -> None:
+    plain = head_of(write(tmp_path / "plain", "z-lab"))
+    config = {**LAYOUTS["z-lab"].config["dflash_config"], **VISIBLE}
+    trained = head_of(write(tmp_path / "trained", "z-lab", config={"dflash_config": config}))
+    assert AheadHead(plain, "dflash", V).note == UNTRAINED and AheadHead(trained, "dflash", V).note == ""
+
+
+def test_a_link_that_remembers_the_chain_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotDraft, match="memory starts with each block"):
+        AheadHead(head_of(write(tmp_path, "SpecForge, rnn")), "dflash", V)

@@ -1,0 +1,199 @@
+"""Block heads compute and choose what an independent forward does, in every published layout; others are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.checkpoint import read_config, read_weights
+from outrider.drafters.heads.dflash import DFlash, build
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.pair_kv_cache import PairFeed
+from outrider.drafters.heads.proposers import FeatureKVCache
+from outrider.engine.noise import gumbel_numpy
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.sampling import SamplingParams
+from tests.drafters.dflash_heads import NumpyHead, write
+from tests.drafters.dflash_layouts import LAYOUTS, TAPS, TARGET, H, V
+
+RNG = np.random.default_rng(3)
+EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
+OUTPUT = (RNG.standard_normal((V, H)) / H**0.5).astype(np.float32)
+TEXTS = [RNG.integers(0, 250, 60) for _ in range(2)]
+ROWS = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in TEXTS]
+
+
+def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) -> DFlash:
+    return build(
+        read_config(folder),
+        read_weights(folder),
+        target,
+        vocab_size,
+        lambda tokens: mx.array(EMBEDDING)[tokens],
+        lambda rows: rows @ mx.array(OUTPUT).T,
+        str(folder),
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, name: str) -> None:
+    """Behind contexts of two texts in pieces of any length, blocks of any depth, alone and in company."""
+    layout = LAYOUTS[name]
+    head, truth = head_of(write(tmp_path, name)), NumpyHead(layout, EMBEDDING, OUTPUT)
+    assert head.points.layers == TAPS and head.depth == layout.depth and head.from_anchor == layout.from_anchor
+    contexts, done = FeatureKVCache(head), [0, 0]
+    places = [contexts.open() for _ in TEXTS]
+    for counts, depths in (((40, 3), (5, 2)), ((1, 5), (1, 5)), ((2, 0), (4, 0)), ((0, 9), (0, 3)), ((1, 1), (5, 5))):
+        feeds = []
+        for n in (n for n in range(2) if counts[n]):
+            part = slice(done[n], done[n] + counts[n])
+            behind = TEXTS[n][part.start + 1 : part.stop + 1]
+            feeds.append(PairFeed(places[n], mx.array(behind), head.fuse(mx.array(ROWS[n][part]))))
+            done[n] = part.stop
+        found = np.array(head.logits(contexts.slots(feeds, [depth for depth in depths if depth])))
+        expected = [
+            truth.logits(truth.hidden(truth.fuse(ROWS[n][: done[n]]), TEXTS[n][done[n]], depths[n]))
+            for n in range(2)
+            if depths[n]
+        ]
+        np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-3, atol=1e-3)
+        assert [place.length for place in places] == done
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_chain_is_the_coupled_walk_along_the_block(tmp_path: Path, name: str, temp: float) -> None:
+    """Noise is the target's, by its names of tokens and positions; links see the token chosen before."""
+    layout = LAYOUTS[name]
+    drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
+    truth = NumpyHead(layout, EMBEDDING, OUTPUT)
+    followers = [drafter.follow(SamplingParams(temp=temp, seed=5 + n)) for n in range(2)]
+    done, depths = [0, 0], [layout.depth, 3]
+    for counts in ((30, 7), (1, 3), (4, 1)):
+        for n, count in enumerate(counts):
+            followers[n].add_features(done[n], drafter.head.fuse(mx.array(ROWS[n][done[n] : done[n] + count])))
+            done[n] += count
+        chains = [ChainState(followers[n], TEXTS[n][: done[n] + 1].tolist()) for n in range(2)]
+        found = drafter.continuations(chains, [n + 3 for n in depths])
+        for n, chain in enumerate(one.chain for one in found):
+            depth = layout.depth if n == 0 else min(6, layout.depth)
+            noise = gumbel_numpy(5 + n, range(done[n] + 1, done[n] + 1 + depth), V) if temp else None
+            features = truth.fuse(ROWS[n][: done[n]])
+            assert list(chain) == truth.chain(features, TEXTS[n][done[n]], depth, noise, temp or 1.0)
+            odds = truth.odds(features, TEXTS[n][done[n]], list(chain)) if layout.markov else []
+            np.testing.assert_allclose(found[n].odds, odds, rtol=1e-3, atol=1e-3)
+
+
+def test_links_matter(tmp_path: Path) -> None:
+    """Else the walk above would show nothing."""
+    for name, layout in LAYOUTS.items():
+        truth = NumpyHead(layout, EMBEDDING, OUTPUT)
+        features = truth.fuse(ROWS[0][:30])
+        plain = truth.logits(truth.hidden(features, TEXTS[0][30], layout.depth)).argmax(axis=-1).tolist()
+        linked = layout.markov or layout.convolves
+        assert (truth.chain(features, TEXTS[0][30], layout.depth) != plain) == bool(linked), name
+
+
+@pytest.mark.parametrize("name", ["z-lab", "DeepSpec"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temp=0.8, seed=3, repetition_penalty=1.1)])
+def test_what_else_a_place_may_hold_is_told_best_first(tmp_path: Path, name: str, sampling: SamplingParams) -> None:
+    """To who asks for it, in company of who does not; the chain is the same."""
+    drafter = HeadDrafter(head_of(write(tmp_path, name)), V)
+    chains = []
+    for width in (3, 0):
+        follower = drafter.follow(sampling)
+        follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
+        chains.append(ChainState(follower, TEXTS[0][:10].tolist(), width))
+    wide, plain = drafter.continuations(chains, [5, 5])
+    assert wide.chain == plain.chain and chains[1].candidates == []
+    for token, candidates in zip(wide.chain, chains[0].candidates, strict=True):
+        gaps = [candidate.gap for candidate in candidates]
+        assert candidates[0].token == token and len({one.token for one in candidates}) == 3
+        assert gaps[0] == 0.0 and gaps == sorted(gaps)
+
+
+def test_penalties_are_walked_slot_by_slot(tmp_path: Path) -> None:
+    drafter = HeadDrafter(head_of(write(tmp_path, "DeepSpec")), V)
+    follower = drafter.follow(SamplingParams(repetition_penalty=50.0))
+    follower.add_features(0, drafter.head.fuse(mx.array(ROWS[0][:9])))
+    chain = drafter.continuations([ChainState(follower, TEXTS[0][:10].tolist())], [6])[0].chain
+    assert len(set(chain) - set(TEXTS[0][:10].tolist())) == 6
+
+
+def test_a_block_ends_with_the_context(tmp_path: Path) -> None:
+    head = head_of(write(tmp_path, "z-lab"), {**TARGET, "max_position_embeddings": 12})
+    drafter = HeadDrafter(head, V)
+    follower = drafter.follow(SamplingParams())
+    follower.add_features(0, head.fuse(mx.array(ROWS[0][:8])))
+    assert len(drafter.continuations([ChainState(follower, TEXTS[0][:9].tolist())], [9])[0].chain) == 3
+    follower.add_features(8, head.fuse(mx.array(ROWS[0][8:11])))
+    assert drafter.continuations([ChainState(follower, TEXTS[0][:12].tolist())], [9])[0].chain == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "target", "sentence"),
+    [
+        ("z-lab", {}, {**TARGET, "hidden_size": 64}, "expects a hidden size of 48, but this target has 64"),
+        ("z-lab", {}, {**TARGET, "num_hidden_layers": 6}, r"layers \(1, 3, 6\), but this target has 6"),
+        ("z-lab", {}, {**TARGET, "num_hidden_layers": 9}, "trained for a target of 8 layers, but this one has 9"),
+        (
+            "z-lab",
+            {"dflash_config": {"mask_token_id": 300}},
+            TARGET,
+            "has mask token 300, but this target has 258 tokens",
+        ),
+        ("z-lab", {"dflash_config": {}}, TARGET, "config.json lacks 'mask_token_id'"),
+        ("z-lab", {"model_type": "gemma4"}, TARGET, "is built of gemma4 layers"),
+        ("z-lab", {"block_size": 1}, TARGET, "has blocks of 1 tokens"),
+        ("z-lab", {"quantization": {"bits": 4}}, TARGET, "is quantized"),
+        ("z-lab", {"architectures": ["LlamaForCausalLM"]}, TARGET, "is not a DFlash head"),
+        ("DeepSpec", {"markov_head_type": "odd"}, TARGET, "links its tokens by 'odd'"),
+        ("DFlash2", {"sliding_window_non_causal": False}, TARGET, "sliding windows of causal blocks"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    tmp_path: Path, name: str, config: dict[str, Any], target: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(CannotDraft, match=sentence):
+        head_of(write(tmp_path, name, config=config), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "sentence"),
+    [
+        ("z-lab", {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
+        ("z-lab", {"fc.weight": np.ones((H, H))}, r"fc.weight is \(48, 48\), expected \(48, 144\)"),
+        ("z-lab", {"fc.scales": np.ones(3)}, "is quantized"),
+        ("z-lab", {"norm.weight": np.full(H, np.nan, np.float32)}, "NaN or infinite"),
+        ("z-lab", {"layers.0.self_attn.g_proj.weight": np.ones(3)}, "layers.0.self_attn.g_proj.weight, which is not"),
+        ("DeepSpec", {"markov_head.markov_w1.weight": None}, "lacks markov_head.markov_w1.weight"),
+        ("speculators", {"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
+    ],
+)
+def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, name: str, other: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CannotDraft, match=sentence):
+        head_of(write(tmp_path, name, **other))
+
+
+def test_who_names_no_layers_reads_as_many_as_it_has_evenly(tmp_path: Path) -> None:
+    config = json.loads((write(tmp_path, "z-lab") / "config.json").read_text())
+    del config["dflash_config"]["target_layer_ids"]
+    fused = np.ones((H, 2 * H), np.float32)
+    other = {"dflash_config": config["dflash_config"], "num_target_layers": 36}
+    folder = write(tmp_path, "z-lab", config=other, **{"fc.weight": fused})
+    assert head_of(folder, {**TARGET, "num_hidden_layers": 36}).points.layers == (1, 33)
+
+
+def test_half_precision_does_not_stay_half(tmp_path: Path) -> None:
+    from tests.drafters.dflash_heads import weights_of
+
+    halves = {key: value.astype(np.float16) for key, value in weights_of(LAYOUTS["z-lab"]).items()}
+    head = head_of(write(tmp_path, "z-lab", **halves))
+    assert head.fc.weight.dtype == mx.float32
+    assert mx.isfinite(head.fuse(mx.full((1, 3 * H), 1e5))).all()

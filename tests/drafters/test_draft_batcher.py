@@ -1,0 +1,160 @@
+"""Requests that share forwards prepare what each prepares alone; what there is time for goes where it is likely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.draft_batcher import ENOUGH, Capacity, DraftBatcher
+from outrider.drafters.drafter import Drafter
+from outrider.drafters.fan_out import POLICIES, BranchRequest, Calibration, ForkPoint, shares
+from outrider.drafters.growth import BranchTask, ReadyBranches
+from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.drafters.work_ahead import WorkAhead
+from outrider.engine.loading import load
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+
+TEXT = tuple(2 + 7 * i % 250 for i in range(400))
+SCRIPT = Script((TEXT,), (0.7,), (0.5, 0.3), 258)
+LENGTHS = (5, 40, 23)
+GAPS = tuple(0.4 * rank for rank in range(12))
+Found = dict[tuple[int, ...], tuple[int, ...]]
+
+
+@pytest.fixture(params=["llama", "qwen3_5", "replay"])
+def drafter(request: pytest.FixtureRequest, tiny_model: Callable[..., Any]) -> Drafter:
+    return ReplayDrafter(SCRIPT) if request.param == "replay" else MlxDrafter(load(tiny_model(request.param)))
+
+
+def begun(drafter: Drafter) -> list[WorkAhead]:
+    works = []
+    for number, length in enumerate(LENGTHS):
+        tree = drafter.open(TEXT[:length], SamplingParams(temp=0.8, seed=number))
+        works.append(WorkAhead(tree, (), POLICIES["best-first"], Calibration()))
+    return works
+
+
+def grown(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -> list[Found]:
+    """What is prepared until all are done, for each."""
+    found: dict[int, Found] = {id(work): {} for work in works}
+    while busy := [work for work in works if work.busy]:
+        for work, ready in zip(busy, together.advance(busy, active), strict=True):
+            assert not isinstance(ready, OutriderError)
+            found[id(work)] |= {entry.committed: entry.chain for entry in ready.entries} if ready else {}
+    return list(found.values())
+
+
+def test_each_prepares_in_company_what_it_prepares_alone(drafter: Drafter) -> None:
+    """Continuations, branches, a commit that holds, one that nobody drafted, with budget for all."""
+    company, alone = begun(drafter), begun(drafter)
+    together = DraftBatcher(drafter)
+    drafted = together.continuations(company, [3, 2, 4])
+    assert drafted == [
+        DraftBatcher(drafter).continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)
+    ]
+    chains = [found.chain if isinstance(found, Continuation) else () for found in drafted]
+    for works in (company, alone):
+        for work, chain in zip(works, chains, strict=True):
+            work.commit((), BranchTask(chain, 2, 6))
+    for turn in range(4):
+        found = grown(together, company)
+        assert found == [grown(DraftBatcher(drafter), [work])[0] for work in alone]
+        assert all(len(branches) == 6 for branches in found)
+        for i, branches in enumerate(found):
+            outcome = list(branches)[turn]
+            new = outcome if i != turn else (7, 9)
+            for work in (company[i], alone[i]):
+                work.commit(new, BranchTask(branches[outcome] if i != turn else (4,), 2, 6))
+    assert [w.tree.column_tokens() for w in company] == [w.tree.column_tokens() for w in alone]
+
+
+def test_one_that_fails_in_company_fails_alone(drafter: Drafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it fails: before the forward, in it, or when its answer is read."""
+    for where in ("candidates", "feed", "best"):
+        works, sound = begun(drafter), begun(drafter)
+        for work in (*works, *sound):
+            work.commit((), BranchTask((9, 8), 2, 4))
+
+        def fails(*_: Any) -> Any:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(works[1].tree, where, fails, raising=False)
+            if where == "feed":  # together it fails as well
+                patch.setattr(works[1].tree, "begin", fails, raising=False)
+            found = DraftBatcher(drafter).advance(works)
+        wanted = DraftBatcher(drafter).advance(sound)
+        assert isinstance(found[1], OutriderError) and "ZeroDivisionError" in str(found[1])
+        assert [found[0], found[2]] == [wanted[0], wanted[2]]
+
+
+def points(chain: int, own_gap: float) -> list[ForkPoint | None]:
+    return [*(ForkPoint(own_gap, GAPS) for _ in range(chain)), ForkPoint(None, GAPS)]
+
+
+def test_the_budget_goes_where_branches_are_likely_and_nobody_is_left_out() -> None:
+    sure, unsure = BranchRequest(points(3, 9.0), 16, 3), BranchRequest(points(3, 0.1), 16, 3)
+    calibration = Calibration()
+    assert shares([sure, unsure], None, calibration) == [16, 16]
+    assert shares([sure, unsure], 32, calibration) == [16, 16]
+    for budget in (8, 20):
+        of_sure, of_unsure = shares([sure, unsure], budget, calibration)
+        assert of_sure + of_unsure == budget
+        assert 0 < of_sure < of_unsure <= 16  # the sure one's next outcome is likely among its first few
+    assert shares([sure] * 5, 2, calibration) == [1] * 5
+    assert shares([sure, BranchRequest(sure.points, 0, 3)], 4, calibration) == [4, 0]
+    assert shares([], 4, calibration) == []
+
+
+def test_as_many_branches_as_fit_in_a_round() -> None:
+    capacity = Capacity()
+    assert capacity.branches(3) is None
+    for turn in range(3 * int(ENOUGH)):
+        rows = 4 + 8 * (turn % 5)
+        capacity.forward(rows, 1.0 + 0.125 * rows)
+        capacity.round(25.0)
+    assert capacity.branches(3) == (25.0 / 4 - 1.0) / 0.125
+    assert capacity.branches(1) == (25.0 / 2 - 1.0) / 0.125
+    for _ in range(100):
+        capacity.round(1.0)
+    assert capacity.branches(5) == 0
+
+
+def test_forwards_of_one_size_tell_a_cost_too() -> None:
+    capacity = Capacity()
+    for _ in range(20):
+        capacity.forward(8, 4.0)
+        capacity.round(20.0)
+    assert capacity.branches(3) == 10
+
+
+def test_a_short_budget_is_shared(tiny_model: Callable[..., Any]) -> None:
+    """Each has fewer branches than it wishes for, all as deep and as true as ever."""
+    drafter = MlxDrafter(load(tiny_model("llama")))
+    works, free = begun(drafter), begun(drafter)
+    for work in (*works, *free):
+        work.commit((), BranchTask((9, 8), 2, 12))
+    together = DraftBatcher(drafter)
+    for _ in range(int(2 * ENOUGH)):
+        together.capacity.forward(10, 5.0)
+        together.capacity.round(27.0)  # three forwards of 9 ms: 18 rows
+    found, wanted = grown(together, works, active=3), grown(DraftBatcher(drafter), free)
+    assert sum(map(len, found)) == 18 and all(found)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(theirs.get(outcome, chain) == chain and len(chain) == 2 for outcome, chain in ours.items())
+
+
+def test_alone_every_wish_is_granted(tiny_model: Callable[..., Any]) -> None:
+    drafter = MlxDrafter(load(tiny_model("llama")))
+    work, together = begun(drafter)[0], DraftBatcher(drafter)
+    for _ in range(int(2 * ENOUGH)):
+        together.capacity.forward(10, 5.0)
+        together.capacity.round(1.0)
+    work.commit((), BranchTask((), 2, 12))
+    assert [len(found) for found in grown(together, [work])] == [12]
+    assert isinstance(together.advance([work])[0], ReadyBranches)

@@ -1,0 +1,162 @@
+"""For residual sampling every chain comes with the q it was drawn from, and both are a fresh drafter's."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.draft_worker.worker import DraftWorker
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.drafter import DrawingDrafter
+from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.growth import BranchTask
+from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.drafters.work_ahead import WorkAhead
+from outrider.protocol.messages import Branches, Commit, Drafted, Message, Open
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import SparseQ
+from tests.alone import advanced, continued
+from tests.system.links import FakeLink, answered
+from tests.system.markov import markov
+
+V = 12
+SEEDS = int(os.environ.get("OUTRIDER_SEEDS", "2"))
+TABLE = np.random.default_rng(4).normal(size=(V, V)).astype(np.float32)
+PROMPT = (1, 5, 2, 7)
+SAMPLING = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
+
+
+@pytest.fixture(scope="module")
+def drafter() -> MlxDrafter:
+    return MlxDrafter(markov(TABLE))
+
+
+@pytest.fixture
+def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
+    return lambda tokens: opened(drafter, SAMPLING, tokens)
+
+
+def opened(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
+    tree = drafter.open_drawing(tokens, sampling, 2)
+    return WorkAhead(tree, (), POLICIES["best-first"], Calibration(), tree)
+
+
+def same(q: SparseQ | None, other: SparseQ | None) -> bool:
+    return q is not None and other is not None and bool((q.ids == other.ids).all() and (q.probs == other.probs).all())
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("forwards", [1, 2, 3, 10])
+def test_every_pushed_branch_is_drawn_as_a_fresh_drafter_draws(
+    begin: Callable[[tuple[int, ...]], WorkAhead], forwards: int, seed: int
+) -> None:
+    """Whatever is verified: the branch, its beginning, another drafter's chain or one that was waited for in vain."""
+    rng = random.Random(f"{forwards} {seed}")
+    work, committed = begin(PROMPT), list(PROMPT)
+    work.commit((), BranchTask((), 3, 8))
+    checked = 0
+    for _ in range(20):
+        entries: dict[tuple[int, int], tuple[int, ...]] = {}
+        for _ in range(forwards):
+            if not work.busy:
+                continue
+            ready = advanced(work)
+            if ready is None or not ready.entries:
+                continue
+            assert ready.q is not None and ready.q.fits([token for e in ready.entries for token in e.chain])
+            end = 0
+            for entry in ready.entries:
+                start, end = end, end + len(entry.chain)
+                place = (*committed, *entry.committed)
+                fresh = continued(begin(place), len(entry.chain))
+                assert fresh.chain == entry.chain and same(fresh.q, ready.q.part(start, end))
+                entries[entry.committed] = entry.chain
+                checked += 1
+        known = sorted(entries, key=lambda outcome: (len(outcome), outcome[-1]))
+        new = rng.choice(known) if known and rng.random() < 0.7 else (rng.randrange(V),)
+        committed += new
+        own, way = entries.get(new, ()), rng.random()
+        if way < 0.2:
+            work.commit(new, BranchTask(None, 3))
+            new, own = (), continued(work, 3).chain
+            assert own == continued(begin(tuple(committed)), 3).chain
+        chain = [*own[: rng.randint(0, 3)], *(rng.randrange(V) for _ in range(rng.randint(0, 2)))] if way < 0.6 else own
+        work.commit(new, BranchTask(chain, 3, 8))
+    assert checked > 20
+
+
+def test_what_a_drafter_prepares_does_not_follow_the_noise_of_anothers_chain() -> None:
+    """Both were asked, the first one's chain is verified, and the second prepares what it had drafted itself.
+
+    How many branches there are depends on the chain under verification, so what its tokens were drawn by decides which
+    outcomes are hits. A branch drawn by the same noise would be a choice by its content.
+    """
+    tables = np.random.default_rng(6).normal(size=(2, V, V)).astype(np.float32) / 2
+    first, second = (MlxDrafter(markov(table)) for table in tables)
+    alike = expected = variance = 0.0
+    for seed in range(200):
+        sampling = replace(SAMPLING, seed=seed, saguaro=1.0)
+        chain = continued(opened(first, sampling), 2).chain
+        work = opened(second, sampling)
+        own = continued(work, 2).chain[0]
+        work.commit((), BranchTask(chain, 1, 3 * V))
+        ready = advanced(work)
+        assert ready is not None and ready.q is not None
+        for row, entry in enumerate(ready.entries):
+            if entry.committed == (own,):
+                share = float(ready.q.probs[row][ready.q.ids[row] == chain[1]].sum())
+                alike += entry.chain[0] == chain[1]
+                expected += share
+                variance += share * (1 - share)
+    assert expected > 10 and abs(alike - expected) < 4 * variance**0.5, (alike, expected)
+
+
+def test_there_is_no_chain_without_room(begin: Callable[[tuple[int, ...]], WorkAhead]) -> None:
+    assert continued(begin(PROMPT), 0) == Continuation()
+
+
+# --- the worker -----------------------------------------------------------------------------------------------------
+
+
+def said(drafter: Any, sampling: SamplingParams, kind: type[Message]) -> list[Any]:
+    """What a worker says of this kind when it is told to work ahead, then for the continuation."""
+    tokens = np.array(PROMPT, np.int32)
+    link = FakeLink("draft-0")
+    worker = DraftWorker(link, drafter, POLICIES["uniform"])
+    opening = Open("r", 0, 0, tokens, sampling, depth=2, branches=6, verifying=())
+    found = answered(worker, link, [opening], turns=8)
+    found += answered(worker, link, [Commit("r", 0, 1, len(PROMPT) + 1, (3,), None, 3, 6)], turns=2)
+    return [message for message in found if isinstance(message, kind)]
+
+
+@pytest.mark.parametrize("kind", [Branches, Drafted])
+def test_a_drawing_drafter_tells_q_for_residual_sampling_alone(drafter: MlxDrafter, kind: type[Message]) -> None:
+    coupled = replace(SAMPLING, rule="coupled", saguaro=1.0)
+    assert all(message.q is not None for message in said(drafter, SAMPLING, kind))
+    for sampling in (coupled, replace(SAMPLING, temp=0.0)):
+        messages = said(drafter, sampling, kind)
+        assert messages and all(message.q is None for message in messages)
+
+
+@pytest.mark.parametrize("kind", [Branches, Drafted])
+def test_a_drafter_that_cannot_draw_tells_none(kind: type[Message]) -> None:
+    replay = ReplayDrafter(Script(((*PROMPT, *range(64)),), (0.7,), (0.5,), 64))
+    assert not isinstance(replay, DrawingDrafter)
+    messages = said(replay, SAMPLING, kind)
+    assert messages and all(message.q is None for message in messages)
+
+
+def test_saguaros_factor_lowers_an_even_share_of_the_branches(drafter: MlxDrafter) -> None:
+    """Six branches over the three places of a chain of two: two tokens a place."""
+    found = said(drafter, replace(SAMPLING, q_width=V), Drafted)[0]
+    row = TABLE[3].astype(np.float64)
+    best = np.argsort(-row)[:2]
+    weight = np.exp(row) * np.where(np.isin(np.arange(V), best), SAMPLING.saguaro, 1.0)
+    assert np.allclose(found.q.probs[0], (weight / weight.sum())[found.q.ids[0]], atol=1e-6)

@@ -1,0 +1,147 @@
+"""EAGLE-3 heads compute what an independent forward does, in every published layout; others are refused in a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.heads.eagle3 import Eagle3, PEagle, read
+from outrider.drafters.heads.pair_kv_cache import MaskedPairKVCache, PairFeed, PairKVCache
+from outrider.protocol.errors import CannotDraft
+from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
+
+RNG = np.random.default_rng(3)
+EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
+
+
+def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) -> Eagle3:
+    return read(folder, target, vocab_size, lambda tokens: mx.array(EMBEDDING)[tokens])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, layout: str) -> None:
+    """Pairs of two texts in pieces of any length, and behind them those that the head makes itself."""
+    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
+    assert head.points.layers == TAPS.get(layout, OFFICIAL_TAPS)
+    pairs = PairKVCache(head)
+    places = [pairs.open() for _ in range(2)]
+    rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in places]
+    tokens = [RNG.integers(0, V, 60) for _ in places]
+    features = [truth.fuse(r) for r in rows]
+    done = [0, 0]
+    for counts in ((40, 3), (1, 5), (2, 1)):
+        feeds = []
+        for n, count in enumerate(counts):
+            part = slice(done[n], done[n] + count)
+            feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
+            done[n] += count
+        hidden = pairs.forward(feeds)
+        for n in range(2):
+            own, onward = truth(tokens[n][: done[n]], features[n][: done[n]])
+            np.testing.assert_allclose(np.array(head.logits(hidden))[n], own[-1], rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(np.array(head.onward(hidden))[n], onward[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_several_tokens_are_drafted_by_pairs_of_a_mask(tmp_path: Path, layout: str) -> None:
+    """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
+    head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
+    assert isinstance(head, PEagle) and head.depth == (5 if "spec" in layout else 8)
+    pairs = MaskedPairKVCache(head)
+    places = [pairs.open() for _ in range(2)]
+    rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in places]
+    tokens, features, done = [RNG.integers(0, V, 60) for _ in places], [truth.fuse(r) for r in rows], [0, 0]
+    masked = truth.fuse(truth.w["mask_hidden"][0])
+    for counts, depths in (((40, 3), (4, 2)), ((1, 5), (1, 5)), ((2, 0), (3, 0)), ((1, 1), (5, 5))):
+        feeds, expected = [], []
+        for n in (n for n in range(2) if counts[n]):
+            part = slice(done[n], done[n] + counts[n])
+            feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
+            done[n] += counts[n]
+            more = depths[n] - 1
+            behind = np.concatenate([tokens[n][: done[n]], [MASK] * more]).astype(int)
+            own, _ = truth(behind, np.concatenate([features[n][: done[n]], masked.repeat(more, axis=0)]))
+            expected.append(own[-depths[n] :])
+        hidden = pairs.slots(feeds, [depth for depth in depths if depth])
+        np.testing.assert_allclose(np.array(head.logits(hidden)), np.concatenate(expected), rtol=1e-3, atol=1e-3)
+        for place, length in zip(places, done, strict=True):
+            place.roll_back(length)
+
+
+@pytest.mark.parametrize("token", [None, 258])
+def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) -> None:
+    folder = write(tmp_path, "SpecForge, P-EAGLE")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mask_token_id": token}))
+    with pytest.raises(CannotDraft, match=f"has mask token {token}, but this target has 258 tokens"):
+        head_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "target", "vocab_size", "sentence"),
+    [
+        ("SafeAI", {**TARGET, "hidden_size": 64}, V, "expects a hidden size of 48, but this target has 64"),
+        (
+            "SafeAI",
+            {**TARGET, "num_hidden_layers": 3},
+            V,
+            r"reads the target's layers \(1, 0, -1\), but this target has 3",
+        ),
+        ("SpecForge", {**TARGET, "num_hidden_layers": 5}, V, r"layers \(0, 3, 5\), but this target has 5"),
+        ("SafeAI", TARGET, 200, "knows tokens beyond this target's 200"),
+        ("whole vocabulary", TARGET, 200, "has 258 tokens and this target 200"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    tmp_path: Path, layout: str, target: dict[str, Any], vocab_size: int, sentence: str
+) -> None:
+    with pytest.raises(CannotDraft, match=sentence):
+        head_of(write(tmp_path, layout), target, vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"midlayer.mlp.up_proj.weight": None}, "lacks layers.0.mlp.up_proj.weight"),
+        ({"fc.weight": None}, "lacks fc.weight"),
+        ({"norm.weight": np.ones(7)}, r"norm.weight is \(7,\), expected \(48,\)"),
+        ({"d2t": np.zeros(3, np.int64)}, r"maps \(3,\) tokens"),
+        ({"fc.scales": np.ones(3)}, "is quantized"),
+        ({"norm.weight": np.full(H, np.inf, np.float32)}, "NaN or infinite"),
+    ],
+)
+def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(CannotDraft, match=sentence):
+        head_of(write(tmp_path, "SafeAI", **other))
+
+
+def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotDraft, match="can't be read"):
+        head_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(CannotDraft, match=r"no weights; expected those of a draft head$"):
+        head_of(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CannotDraft, match="has to be converted"):
+        head_of(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CannotDraft, match="download the head again"):
+        head_of(tmp_path)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros(1)})
+    with pytest.raises(CannotDraft, match="not an EAGLE-3 head"):
+        head_of(tmp_path)
+
+
+def test_half_precision_does_not_stay_half(tmp_path: Path) -> None:
+    """Rows beyond 65,504 are usual in targets; bfloat16 and float32 hold them, float16 does not."""
+    from tests.drafters.eagle3_heads import weights_of
+
+    halves = {key: value.astype(np.float16) for key, value in weights_of().items() if value.dtype == np.float32}
+    head = head_of(write(tmp_path, "SafeAI", **halves))
+    assert head.fc.weight.dtype == mx.float32
+    assert mx.isfinite(head.fuse(mx.full((1, 3 * H), 1e5))).all()

@@ -1,0 +1,126 @@
+"""A target's own head computes what an independent forward computes, by each family's names; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.heads.load import load as load_head
+from outrider.drafters.heads.mtp import read
+from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
+from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.loading import LoadedModel, load
+from outrider.protocol.errors import CannotDraft
+from tests.drafters import nextn_heads
+from tests.drafters.mtp_heads import NAMES, H, by_numpy, model_of, weights_of, write, written
+
+
+@pytest.fixture
+def target(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
+    def get(family: str) -> LoadedModel:
+        return load(model_of(tiny_model, family))
+
+    return get
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_head_computes_what_an_independent_forward_does(
+    target: Callable[[str], LoadedModel], tmp_path: Path, family: str
+) -> None:
+    model, draws = target(family), np.random.default_rng(1)
+    head = read(written(tmp_path, family), model)
+    assert head.points == HiddenStatePoints(after_norm=True)
+    rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
+    logits, onward = by_numpy(family, model, tokens, rows)
+    pairs, done = PairKVCache(head), 0
+    sequence, other = pairs.open(), pairs.open()
+    for count in (12, 5, 1, 12):
+        part = slice(done, done + count)
+        feeds = [
+            PairFeed(sequence, mx.array(tokens[part]), mx.array(rows[part])),
+            PairFeed(other, mx.array([3]), mx.ones((1, H))),
+        ]
+        hidden, done = pairs.forward(feeds), done + count
+        np.testing.assert_allclose(np.array(head.logits(hidden))[0], logits[done - 1], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(np.array(head.onward(hidden))[0], onward[done - 1], rtol=1e-3, atol=1e-3)
+    own = weights_of(family)
+    size = sum(value.shape[0] for key, value in own.items() if key.endswith(("k_proj.weight", "v_proj.weight")))
+    assert head.bytes_per_pair == 4 * size
+
+
+@pytest.fixture
+def nextn(tiny_model: Callable[..., Path]) -> Callable[[str], LoadedModel]:
+    return lambda family: load(tiny_model("llama", **nextn_heads.MODELS[family]))
+
+
+@pytest.mark.parametrize("family", nextn_heads.MODELS)
+def test_a_layer_more_computes_what_an_independent_forward_does(
+    nextn: Callable[[str], LoadedModel], tmp_path: Path, family: str
+) -> None:
+    """DeepSeek's and GLM's, whose latent attention takes one text after the other; rows before the norm, theirs too."""
+    model, draws = nextn(family), np.random.default_rng(1)
+    head = read(write(tmp_path, nextn_heads.weights_of(family, model)), model)
+    assert head.points == HiddenStatePoints(before_norm=True) and head.together == (family == "glm4_moe")
+    assert ("lm_head" in head, "embed_tokens" in head) == (family in nextn_heads.OWN,) * 2
+    rows, tokens = draws.standard_normal((30, H)).astype(np.float32), draws.integers(0, 250, 30)
+    logits, onward = nextn_heads.by_numpy(family, model, tokens, rows)
+    pairs, done = PairKVCache(head), 0
+    sequence, other = pairs.open(), pairs.open()
+    for count in (12, 5, 1, 12):
+        part = slice(done, done + count)
+        feeds = [
+            PairFeed(sequence, mx.array(tokens[part]), mx.array(rows[part])),
+            PairFeed(other, mx.array([3]), mx.ones((1, H))),
+        ]
+        hidden, done = pairs.forward(feeds), done + count
+        np.testing.assert_allclose(np.array(head.logits(hidden))[0], logits[done - 1], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(np.array(head.onward(hidden))[0], onward[done - 1], rtol=1e-3, atol=1e-3)
+    saved = pairs.save(sequence, 30)
+    assert saved.nbytes == 30 * head.bytes_per_pair
+
+
+def test_tensors_in_float8_are_read_with_their_scale(nextn: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    model = nextn("deepseek_v3")
+    weights = nextn_heads.weights_of("deepseek_v3", model)
+    stored = nextn_heads.in_fp8(weights, f"{nextn_heads.PREFIX}eh_proj.weight")
+    head = read(write(tmp_path, {**weights, **stored}), model)
+    assert np.array_equal(np.array(head.fc.weight), weights[f"{nextn_heads.PREFIX}eh_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("mlp.experts.3.up_proj.weight", "lacks .*experts.3.up_proj.weight"),
+        ("eh_proj.weight", "lacks fc.weight"),
+        ("mlp.gate.e_score_correction_bias", "lacks layers.0.mlp.gate.e_score_correction_bias"),
+    ],
+)
+def test_of_a_layer_more_all_has_to_be_there(
+    nextn: Callable[[str], LoadedModel], tmp_path: Path, missing: str, sentence: str
+) -> None:
+    model = nextn("glm4_moe")
+    weights = nextn_heads.weights_of("glm4_moe", model)
+    with pytest.raises(CannotDraft, match=sentence):
+        read(write(tmp_path, {**weights, f"{nextn_heads.PREFIX}{missing}": None}), model)
+
+
+def test_what_cannot_be_used_is_refused_in_a_sentence(target: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    model = target("qwen3_5")
+    with pytest.raises(CannotDraft, match=r"holds no mtp\.\* tensors"):
+        read(tmp_path, model)
+    for other, sentence in (
+        ({"mtp.fc.weight": None}, "lacks fc.weight"),
+        ({"mtp.norm.weight": np.ones(3)}, r"norm.weight is \(3,\), expected \(64,\)"),
+        ({"mtp.head.weight": np.ones(3)}, "has head.weight, which is not supported"),
+        ({"mtp.fc.scales": np.ones(3)}, "is quantized"),
+    ):
+        with pytest.raises(CannotDraft, match=sentence):
+            read(written(tmp_path, "qwen3_5", **other), model)
+    with pytest.raises(CannotDraft, match="use it without shards, or use eagle3"):
+        load_head("mtp", str(tmp_path), model, lambda stage: None, alone=False)
+    with pytest.raises(CannotDraft, match="MTP heads of qwen2 models are not supported"):
+        read(tmp_path, target("qwen2"))

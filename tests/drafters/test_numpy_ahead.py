@@ -1,0 +1,160 @@
+"""A head in the draft worker prepares by numpy what it prepares by MLX, for many texts in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.draft_batcher import DraftBatcher
+from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.growth import BranchTask
+from outrider.drafters.heads import ahead, kv_rows
+from outrider.drafters.heads.ahead import AheadHead, HeadTree
+from outrider.drafters.heads.head import GuessingHead
+from outrider.drafters.heads.kv_rows import HostKVRows
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
+from outrider.drafters.heads.pairing import host_of
+from outrider.drafters.work_ahead import WorkAhead
+from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_net import MOST_ROWS
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+from tests.target_worker.heads import (
+    H,
+    markov_llama,
+    mtp_head,
+    parallel_token_head,
+    random_head,
+    recurrent_head,
+    token_head,
+    write_feature_head,
+)
+
+LENGTHS = (20, 7, MOST_ROWS + 30)
+Made = Callable[[LoadedModel], GuessingHead]
+Prepared = list[dict[tuple[int, ...], tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pairs each forward of numpy's was of."""
+    counts, plain = list[int](), NumpyHead.rows
+
+    def rows(self: NumpyHead, tokens: Any, *rest: Any) -> Any:
+        counts.append(len(tokens))
+        return plain(self, tokens, *rest)
+
+    monkeypatch.setattr(NumpyHead, "rows", rows)
+    return counts
+
+
+class Played:
+    """Requests whose target says what is prepared, or what nobody drafted, and tells rows drawn by their position."""
+
+    def __init__(self, head: GuessingHead, target: LoadedModel, numpy: NumpyHead | None, temp: float) -> None:
+        draws = np.random.default_rng(1)
+        drafter = AheadHead(head, "mtp", target.vocab_size, numpy=numpy)
+        self.together, self.texts = DraftBatcher(drafter), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
+        self.heard = [0] * len(LENGTHS)
+        raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
+        self.rows = np.array(head.fuse(mx.array(raw, mx.float32)))
+        self.works = [
+            WorkAhead(
+                drafter.open(text, SamplingParams(temp=temp, seed=seed)), (), POLICIES["best-first"], Calibration()
+            )
+            for seed, text in enumerate(self.texts)
+        ]
+
+    def rounds(self, count: int) -> list[Prepared]:
+        """What is prepared in each: first of continuations, then of what follows the first branches."""
+        self.tell(range(len(self.works)))
+        found = []
+        for work, said in zip(self.works, self.together.continuations(self.works, [3, 2, 4]), strict=True):
+            assert isinstance(said, Continuation) and said.chain
+            work.commit((), BranchTask(said.chain, 3, 6))
+        for turn in range(count):
+            found.append(self._grown())
+            for number, (work, branches) in enumerate(zip(self.works, found[-1], strict=True)):
+                outcome = list(branches)[turn % len(branches)]
+                new = outcome if (number + turn) % 4 else (7, 9)  # what nobody drafted
+                work.commit(new, BranchTask(branches[outcome] if new == outcome else (4,), 3, 6))
+                self.texts[number] += new
+            self.tell(number for number in range(len(self.works)) if (number + turn) % 3)  # of some late
+        return found
+
+    def tell(self, whose: Any) -> None:
+        for number in whose:
+            at, end = self.heard[number], len(self.texts[number]) - 1
+            self.works[number].add_features(at, self.rows[at:end])
+            self.heard[number] = end
+
+    def _grown(self) -> Prepared:
+        found: Prepared = [{} for _ in self.works]
+        while busy := [n for n, work in enumerate(self.works) if work.busy]:
+            for number, ready in zip(busy, self.together.advance([self.works[n] for n in busy]), strict=True):
+                assert not isinstance(ready, OutriderError)
+                found[number] |= {entry.committed: entry.chain for entry in ready.entries} if ready else {}
+        return found
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("made", [mtp_head, random_head, token_head, parallel_token_head])
+def test_numpy_prepares_what_mlx_prepares(target: LoadedModel, fed: list[int], made: Made, temp: float) -> None:
+    """Hits, misses, rows that come late, a text too long for numpy to read."""
+    head = made(target)
+    numpy = host_of(head, target, ahead.agrees)
+    assert numpy is not None
+    fed.clear()
+    by_numpy = Played(head, target, numpy, temp)
+    prepared = by_numpy.rounds(12)
+    assert max(fed) >= 6 * len(LENGTHS)
+    assert any(isinstance(work.tree, HeadTree) and work.tree._layout.prefix > MOST_ROWS for work in by_numpy.works)
+    fed.clear()
+    by_mlx = Played(head, target, None, temp)
+    assert prepared == by_mlx.rounds(12) and not fed
+    assert all(len(branches) == 6 for branches in prepared[0])
+    columns = [[work.tree.column_tokens() for work in played.works] for played in (by_numpy, by_mlx)]
+    assert columns[0] == columns[1]
+
+
+@pytest.mark.parametrize("made", [mtp_head, random_head])
+@pytest.mark.parametrize("wrong", ["seen", "kept"])
+def test_wrong_trees_are_caught_at_load(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Made, wrong: str
+) -> None:
+    if wrong == "seen":
+        monkeypatch.setattr(kv_rows, "hidden", lambda seen: None)
+    else:
+        monkeypatch.setattr(HostKVRows, "keep", lambda self, prefix, columns: self.renumber(prefix, columns))
+    assert host_of(made(target), target, ahead.agrees) is None
+
+
+def test_other_heads_are_left_to_mlx(target: LoadedModel) -> None:
+    assert host_of(recurrent_head(target), target, ahead.agrees) is None
+
+
+def test_a_loaded_head_is_numpys_and_the_target_stays_in_its_files(
+    target: LoadedModel, fed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert target.folder is not None
+
+    def read(model: Any) -> Sequence[Any]:
+        raise AssertionError("the target's layers are read")
+
+    monkeypatch.setattr("outrider.engine.numpy_net.Net", read)
+    folder = write_feature_head(tmp_path / "head", target)
+    drafter = AheadHead.load("eagle3", str(folder), str(target.folder), lambda stage: None)
+    assert fed
+    tree = drafter.open([1, 2, 3], SamplingParams())
+    assert isinstance(tree, HeadTree) and isinstance(tree.kv_rows, HostKVRows)

@@ -1,0 +1,50 @@
+"""A paced drafter proposes what the drafter inside proposes, when the profile's machine would."""
+
+from __future__ import annotations
+
+from outrider.drafters.replay import PacedDrafter, ReplayDrafter, Script
+from outrider.engine.pace import Pace
+from outrider.protocol.profile import Latency, Profile
+from outrider.protocol.sampling import SamplingParams
+
+TEXT = tuple(range(1, 60))
+PROFILE = Profile("m", ("s",), Latency(((1, 10.0),)), Latency(((1, 2.0), (3, 4.0))), 0.0, (0.5,), (0.25, 0.25))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def nap(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_each_forward_costs_its_rows_once_its_answer_is_read():
+    clock = Clock()
+    inner = ReplayDrafter(Script((TEXT,), (1.0,), (), 64))
+    paced = PacedDrafter(inner, PROFILE.name, Pace(PROFILE.draft, clock.nap, clock), clock)
+    tree = paced.open(TEXT[:4], SamplingParams())
+    nodes = tree.feed([tree.root] * 3, [5, 6, 7])
+    assert clock.now == 0.0, "feeding is lazy"
+    assert tree.best(nodes)[0] == 6
+    assert round(clock.now, 6) == 0.004
+    for _ in range(2):
+        nodes = tree.feed(nodes[:1], [None])
+    tree.best(nodes)
+    assert round(clock.now, 6) == 0.008
+    tree.candidates(nodes, 3)
+    assert round(clock.now, 6) == 0.008, "what is computed is not computed again"
+
+
+def test_replay_errs_as_the_profile_says():
+    script = Script((TEXT,), (1.0,), (), 64)
+    drafter = ReplayDrafter(script).erring_like(PROFILE)
+    tree = drafter.open(TEXT[:4], SamplingParams())
+    right = 0
+    for token in TEXT[4:]:
+        right += tree.best([tree.root]) == [token]
+        tree.commit(tree.feed([tree.root], [token]))
+    assert 10 < right < 45

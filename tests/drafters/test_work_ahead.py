@@ -1,0 +1,120 @@
+"""Work ahead prepares distinct, likely outcomes; what it pushes is what a fresh drafter would say at that place."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.growth import BranchTask, ReadyBranches
+from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.drafters.work_ahead import WorkAhead
+from outrider.protocol.sampling import SamplingParams
+from tests.alone import advanced, continued
+
+PROMPT = tuple(range(10, 20))
+TEXT = PROMPT + tuple(random.Random(0).randrange(1, 200) for _ in range(300))
+# One acceptance for every position: then what follows a place does not depend on how it was reached.
+SCRIPT = Script((TEXT,), (0.75,), (0.5, 0.3), 200)
+
+
+def work_ahead(tokens: tuple[int, ...] = PROMPT, eos: tuple[int, ...] = (), context: int = 1 << 20) -> WorkAhead:
+    script = Script(SCRIPT.texts, SCRIPT.acceptance, SCRIPT.bonus_ranks, SCRIPT.vocab_size, context)
+    tree = ReplayDrafter(script).open(tokens, SamplingParams())
+    return WorkAhead(tree, eos, POLICIES["best-first"], Calibration())
+
+
+def finish(work: WorkAhead) -> list[ReadyBranches]:
+    ready = []
+    while work.busy:
+        told = advanced(work)
+        ready += [told] if told is not None else []
+    return ready
+
+
+@pytest.mark.parametrize("chain_length", [0, 1, 4])
+def test_branches_grow_to_full_depth_for_distinct_outcomes(chain_length: int) -> None:
+    work = work_ahead()
+    chain = continued(work, chain_length).chain
+    work.commit((), BranchTask(chain, 3, 10))
+    last = {(len(e.committed) - 1, e.committed[-1]): e.chain for ready in finish(work) for e in ready.entries}
+    assert len(last) == 10
+    assert all(len(branch) == 3 for branch in last.values())
+    for accepted, bonus in last:
+        assert 0 <= accepted <= chain_length
+        assert accepted == chain_length or bonus != chain[accepted]
+
+
+def test_only_the_last_push_is_final() -> None:
+    work = work_ahead()
+    work.commit((), BranchTask(continued(work, 3).chain, 3, 8))
+    assert [ready.final for ready in finish(work)][-1:] == [True]
+    work.commit(TEXT[10:11], BranchTask((), 3, 8))
+    assert not any(ready.final for ready in finish(work)[:-1])
+
+
+@pytest.mark.parametrize(("context", "branches"), [(len(PROMPT) + 1, 8), (1 << 20, 0)])
+def test_that_there_is_nothing_to_prepare_is_said_once(context: int, branches: int) -> None:
+    work = work_ahead(context=context)
+    work.commit((), BranchTask((), 3, branches))
+    assert finish(work) == [ReadyBranches((), 0, True)]
+
+
+def test_no_branch_is_wasted_on_the_end_of_the_text() -> None:
+    eos = TEXT[10]
+    work = work_ahead(eos=(eos,))
+    work.commit((), BranchTask((), 2, 12))
+    assert all(e.committed[-1] != eos for ready in finish(work) for e in ready.entries)
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 2, 3, 10])
+def test_every_pushed_branch_is_what_a_fresh_drafter_says_there(forwards: int) -> None:
+    """Whatever was prepared, pruned or missed before, a branch depends on its place in the text alone."""
+    rng = random.Random(forwards)
+    work = work_ahead()
+    committed = list(PROMPT)
+    chain: list[int] = []
+    work.commit((), BranchTask((), 3, 8))
+    for _ in range(30):
+        entries = {}
+        for _ in range(forwards):
+            if work.busy and (ready := advanced(work)) is not None:
+                entries |= {e.committed: e.chain for e in ready.entries}
+        for outcome, branch in entries.items():
+            place = (*committed, *outcome)
+            assert branch == continued(work_ahead(place), len(branch)).chain
+        accepted = rng.randrange(len(chain) + 1)
+        bonus = TEXT[len(committed) + accepted] if rng.random() < 0.7 else rng.randrange(1, 200)
+        new = [*chain[:accepted], bonus]
+        committed += new
+        chain = list(entries.get(tuple(new), ()))[: rng.randrange(4)]
+        work.commit(new, BranchTask(chain, 3, 8))
+        fed = work.tree.column_tokens()
+        assert fed == committed[: len(fed)]
+        assert work.committed_len == len(committed)
+
+
+def test_near_the_end_of_the_context_branches_get_shorter_then_none() -> None:
+    work = work_ahead(context=len(PROMPT) + 4)
+    work.commit((), BranchTask((), 6, 4))
+    assert {len(e.chain) for e in finish(work)[-1].entries} == {3}
+    work.commit(TEXT[10:14], BranchTask((), 6, 4))
+    assert finish(work) == [ReadyBranches((), 0, True)]
+    assert continued(work, 5).chain == ()
+
+
+@pytest.mark.parametrize("policy", ["best-first", "uniform"])
+@pytest.mark.parametrize("chain_length", [0, 4])
+def test_what_drafters_of_one_model_prepare_by_rank_is_what_one_would_prepare_alone(
+    policy: str, chain_length: int
+) -> None:
+    def prepared(branches: int, skip: int) -> set[tuple[int, ...]]:
+        tree = ReplayDrafter(SCRIPT).open(PROMPT, SamplingParams())
+        work = WorkAhead(tree, (), POLICIES[policy], Calibration())
+        work.commit((), BranchTask(continued(work, chain_length).chain, 3, branches, skip))
+        return {entry.committed for ready in finish(work) for entry in ready.entries}
+
+    parts = [prepared(4, 0), prepared(5, 4), prepared(3, 9)]
+    assert [len(part) for part in parts] == [4, 5, 3]
+    assert set.union(*parts) == prepared(12, 0)

@@ -1,0 +1,216 @@
+"""Hidden rows equal a layer loop run by hand, however the tokens were fed; nobody who reads none has any."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.base import create_attention_mask
+
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache, open_slots
+from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.loading import LoadedModel
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
+from outrider.protocol.errors import ModelError
+from outrider.protocol.sampling import SamplingParams
+from tests.ahead import said
+
+Loaded = Callable[..., LoadedModel]
+POINTS = HiddenStatePoints(layers=(0, 2), before_norm=True, after_norm=True)
+CLOSE = 2e-3  # values are of the order of 1 to 10
+
+
+def by_hand(loaded: LoadedModel, tokens: list[int]) -> mx.array:
+    """The rows of `POINTS` for a whole text, [N, 4 D], by the model's layers one after the other, without a cache."""
+    model = getattr(loaded.model, "language_model", loaded.model)
+    backbone = model.model
+    h = backbone.embed_tokens(mx.array([tokens]))
+    if loaded.model_type == "gemma3_text":
+        h = h * h.shape[-1] ** 0.5
+    outputs = []
+    for number, layer in enumerate(backbone.layers):
+        local = loaded.model_type == "gemma3_text" and number % 2 == 0
+        mask = create_attention_mask(h, None, window_size=32 if local else None)
+        h = layer(h, None if getattr(layer, "is_linear", False) else mask, None)
+        outputs.append(h)
+    return mx.concatenate([*(outputs[n] for n in POINTS.layers), h, backbone.norm(h)], axis=-1)[0]
+
+
+def off(model: LoadedModel, tokens: list[int], start: int, rows: mx.array) -> float:
+    """How far `rows`, tapped from position `start` on, are from those made by hand."""
+    own = by_hand(model, tokens[: start + rows.shape[0]])[start:]
+    return float(mx.abs(rows - own).max().item())
+
+
+def tapped(model: LoadedModel, kv_cache: KVCache, **others: Any) -> KVCache:
+    kv_cache.tap_hidden_states(HiddenStates(model.model, POINTS, **others))
+    return kv_cache
+
+
+@dataclass
+class Line:
+    """A text under test: what was fed is `tokens[: sequence.length]`."""
+
+    text: Any
+    tokens: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5"])
+def test_rows_equal_a_layer_loop_by_hand(loaded: Loaded, family: str) -> None:
+    """In pieces of prompts, chains, several texts in one row, behind a rollback and behind a place given back."""
+    model, draws, worst = loaded(family), random.Random(2), 0.0
+    kv_cache = tapped(model, open_kv_cache(model))
+    lines, read = [Line(kv_cache.open()) for _ in range(3)], 0
+    for step in range(10):
+        if step == 6:
+            kv_cache.close(lines.pop(0).text)
+            lines.append(Line(kv_cache.open()))
+        feeds, heard = [], []
+        for line in draws.sample(lines, draws.randint(1, 3)):
+            if line.text.length > 3 and draws.random() < 0.5:
+                line.text.roll_back(line.text.length - draws.randint(1, 3))
+                del line.tokens[line.text.length :]
+            line.text.mark()
+            prompt, start = draws.random() < 0.4, line.text.length
+            new = [draws.randrange(2, 250) for _ in range(draws.randint(1, 20 if prompt else 5))]
+            line.tokens += new
+            rows: list[mx.array] = []
+            takes = rows.append if draws.random() < 0.8 else None
+            feeds.append(Feed(line.text, new, 0 if prompt else len(new), prompt, takes))
+            heard += [(line, start, len(new), rows)] if takes else []
+        kv_cache.forward(feeds)
+        for line, start, count, rows in heard:
+            assert [r.shape for r in rows] == [(count, POINTS.count * 64)]
+            worst, read = max(worst, off(model, line.tokens, start, rows[0])), read + 1
+    assert read > 8 and worst < CLOSE
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_slots_listener_hears_every_committed_row_once_and_in_order(loaded: Loaded, family: str) -> None:
+    """Pieces of the prompt, plain steps begun ahead, chains that hold in part, in company of one nobody listens to."""
+    model = loaded(family)
+    kv_cache = tapped(model, open_kv_cache(model))
+    wish = SamplingParams(temp=0.8, seed=5)
+    prompt = [40, 41, 42, *range(50, 70)]
+    truth = truth_of(model, prompt, wish, 30)
+    slot = CacheSlot(model, kv_cache, prompt, wish)
+    other = open_slots(model, [[9, 8, 7]], [SamplingParams()], kv_cache=kv_cache)[0]
+    heard: list[mx.array] = []
+
+    def hears(position: int, rows: mx.array) -> None:
+        assert position == sum(r.shape[0] for r in heard)
+        heard.append(rows)
+
+    slot.listener = hears
+    begin([VerifyInput(other)], [PrefillChunk(slot, 7)]).verdicts()
+    begin([], [PrefillChunk(slot, len(prompt) - 8)]).verdicts()
+    for accepted in (0, 2, 3, 1, 0, 3):
+        done = len(slot.tokens) - len(prompt)
+        chain = truth[done : done + 3]
+        chain[accepted:] = [(token + 1) % 250 for token in chain[accepted:]]
+        verdict, _ = begin([VerifyInput(slot, tuple(chain)), VerifyInput(other, (5,))]).verdicts()
+        assert said(verdict).accepted == accepted
+    if isinstance(kv_cache, FlatKVCache):
+        first = begin([VerifyInput(slot)])
+        second = begin([VerifyInput(slot)], after=first)
+        first.verdicts()
+        second.verdicts()
+    rows = mx.concatenate(heard)
+    assert rows.shape[0] == len(slot.tokens) - 1
+    assert slot.tokens[len(prompt) :] == truth[: len(slot.tokens) - len(prompt)]
+    assert off(model, slot.tokens, 0, rows) < CLOSE
+
+
+def truth_of(model: LoadedModel, prompt: list[int], wish: SamplingParams, count: int) -> list[int]:
+    slot = open_slots(model, [prompt], [wish])[0]
+    return [verify(slot).bonus for _ in range(count)]
+
+
+def test_nobody_who_reads_none_has_any(loaded: Loaded) -> None:
+    """While the model runs and behind it, a forward that nobody taps holds no hidden row."""
+    model = loaded()
+    hidden_states = HiddenStates(model.model, POINTS)
+    kv_cache = FlatKVCache(model.model)
+    kv_cache.tap_hidden_states(hidden_states)
+    sequence, during = kv_cache.open(), []
+    inner = hidden_states._record
+    hidden_states._record = lambda key, out: (inner(key, out), during.append(hidden_states._seen))  # type: ignore[method-assign]
+    kv_cache.forward([Feed(sequence, [5, 6, 7], 1)])
+    assert during and not any(during)
+    rows: list[mx.array] = []
+    kv_cache.forward([Feed(sequence, [8, 9], 1, hidden=rows.append)])
+    assert during[-1] and hidden_states._seen is None
+    del during[:]
+    gc.collect()
+    held = [value for value in gc.get_referents(hidden_states, hidden_states.__dict__) if isinstance(value, mx.array)]
+    assert not held
+
+
+def test_fused_rows_are_of_all_the_tapped_ones(loaded: Loaded) -> None:
+    model = loaded()
+    mix = mx.random.normal((POINTS.count * 64, 5))
+    plain, fused = FlatKVCache(model.model), FlatKVCache(model.model)
+    tapped(model, plain)
+    own: list[mx.array] = []
+    plain.forward([Feed(plain.open(), [5, 6, 7], 3, hidden=own.append)])
+    fused.tap_hidden_states(HiddenStates(model.model, POINTS, fuse=lambda rows: rows @ mix))
+    rows: list[mx.array] = []
+    fused.forward([Feed(fused.open(), [5, 6, 7], 3, hidden=rows.append)])
+    assert rows[0].shape == (3, 5) and mx.allclose(rows[0], own[0] @ mix, atol=1e-3)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(loaded: Loaded) -> None:
+    model = loaded()
+    hidden_states = HiddenStates(model.model, POINTS)
+    kv_cache = SeparateKVCache(model.model)
+    kv_cache.tap_hidden_states(hidden_states)
+
+    def fails(_: mx.array) -> None:
+        raise AssertionError("nobody is told of a forward that failed")
+
+    with pytest.raises(ValueError, match="indices"):
+        hidden_states.forward(lambda: model.model(mx.zeros((1, 3))), [(2, fails)])
+    assert hidden_states._seen is None
+
+
+def test_a_tapped_model_says_what_it_said(loaded: Loaded) -> None:
+    """Its layers are what they were to all who ask: classes, attributes, names of weights."""
+    model = loaded("gemma3_text")
+    tokens = mx.array([[5, 6, 7, 8]])
+    layer = model.model.model.layers[0]
+    kind, names = type(layer), sorted(layer.parameters())
+    before = model.model(tokens)
+    HiddenStates(model.model, POINTS)
+    HiddenStates(model.model, POINTS)  # a second time is no second wrapper
+    assert isinstance(layer, kind) and type(layer).__module__ == kind.__module__
+    assert sorted(layer.parameters()) == names and type(layer).__mro__[2].__name__ == "TransformerBlock"
+    assert mx.array_equal(model.model(tokens), before)
+
+
+@pytest.mark.parametrize(
+    ("points", "sentence"),
+    [
+        (HiddenStatePoints((3,)), "there is no layer 3: the model has 3"),
+        (HiddenStatePoints((-1,)), "there is no layer -1"),
+    ],
+)
+def test_a_layer_that_is_not_there(loaded: Loaded, points: HiddenStatePoints, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        HiddenStates(loaded().model, points)
+
+
+def test_a_model_without_a_known_norm(loaded: Loaded) -> None:
+    class Bare(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(4, 4)]
+
+    with pytest.raises(ModelError, match="no final norm to tap"):
+        HiddenStates(Bare(), HiddenStatePoints(after_norm=True))

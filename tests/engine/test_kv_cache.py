@@ -1,0 +1,186 @@
+"""Texts that share a forward get the logits each gets alone, whoever joins, leaves, reads or takes something back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import llama
+
+from outrider.engine import flat, hidden_states, load_checks
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache, open_slots
+from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.sampling import SamplingParams
+from tests.ahead import said
+
+Loaded = Callable[..., LoadedModel]
+TOGETHER = ("llama", "gemma3_text", "mistral", "qwen3", "qwen3_moe")
+
+
+@dataclass
+class Line:
+    """A text under test: what was fed is `tokens[: sequence.length]`."""
+
+    text: Any
+    tokens: list[int] = field(default_factory=list)
+
+
+def walk(model: LoadedModel, kv_cache: KVCache, steps: int, seed: int = 1) -> float:
+    """Feeds, rolls back, opens and closes at random; the largest difference from the model's own logits."""
+    draws, lines, worst = random.Random(seed), [Line(kv_cache.open())], 0.0
+    for _ in range(steps):
+        if len(lines) < 5 and draws.random() < 0.4:
+            lines.append(Line(kv_cache.open()))
+        if len(lines) > 1 and draws.random() < 0.15:
+            kv_cache.close(lines.pop(draws.randrange(len(lines))).text)
+        feeds, fed = [], []
+        for line in draws.sample(lines, draws.randint(1, len(lines))):
+            if line.text.length > 3 and draws.random() < 0.3:
+                line.text.roll_back(line.text.length - draws.randint(1, 3))
+                del line.tokens[line.text.length :]
+            prompt = draws.random() < 0.3
+            new = [draws.randrange(2, 250) for _ in range(draws.randint(1, 40 if prompt else 5))]
+            feeds.append(Feed(line.text, new, 0 if prompt else len(new), prompt))
+            line.tokens += new
+            fed += [] if prompt else [(line, len(new))]
+        logits, row = kv_cache.forward(feeds), 0
+        for line, count in fed:
+            own = model.model(mx.array([line.tokens]))[0, -count:]
+            worst = max(worst, float(mx.abs(logits[row : row + count] - own).max().item()))
+            row += count
+    return worst
+
+
+@pytest.mark.parametrize("family", TOGETHER)
+def test_each_text_gets_the_logits_it_gets_alone(loaded: Loaded, family: str) -> None:
+    model = loaded(family)
+    kv_cache = open_kv_cache(model)
+    assert isinstance(kv_cache, FlatKVCache)
+    assert walk(model, kv_cache, 40) < 1e-3
+
+
+def test_a_models_way_is_tried_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_kv_cache(loaded("llama"))
+    monkeypatch.setattr(load_checks, "batch_agrees", lambda *_: False)
+    again = open_kv_cache(loaded("llama"))
+    assert isinstance(again, FlatKVCache) and again is not first and again.trees and not any(again.state())
+
+
+def test_layers_make_room_one_after_the_other(loaded: Loaded) -> None:
+    """Nobody who decodes waits for a forward that copies what all layers remember."""
+    kv_cache = open_kv_cache(loaded("llama"))
+    assert isinstance(kv_cache, FlatKVCache)
+    sequence, grown = kv_cache.open(), []
+    for _ in range(24):
+        before = [cache.keys for cache in kv_cache._caches]
+        mx.eval(kv_cache.forward([Feed(sequence, [3] * 16, 1)]))
+        after = [cache.keys for cache in kv_cache._caches]
+        if before[0] is not None:
+            grown.append([b.shape != a.shape for b, a in zip(before, after, strict=True)])
+    assert [sum(layer) for layer in zip(*grown, strict=True)] == [1] * len(kv_cache._caches)
+    assert max(map(sum, grown)) == 1
+
+
+def test_a_text_that_sees_anothers_columns_is_caught(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above proves nothing."""
+    model = loaded("llama")
+    monkeypatch.setattr(flat.SegmentGroup, "mask", lambda self, window: None)
+    assert walk(model, FlatKVCache(model.model), 20) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma2"])
+def test_what_cannot_share_a_forward_goes_one_after_the_other(loaded: Loaded, family: str) -> None:
+    assert isinstance(open_kv_cache(loaded(family)), SeparateKVCache)
+
+
+class OfItsOwnLayers(nn.Module):  # type: ignore[misc]
+    """A model whose code can't do with a wrapped layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.inner.layers
+        return layers
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        if isinstance(self.inner.model.embed_tokens, hidden_states.LMHead):
+            raise AttributeError("no attribute 'weight'")
+        logits: mx.array = self.inner(tokens, cache=cache)
+        return logits
+
+
+def test_a_layout_that_fails_leaves_nothing_in_the_model(tiny_model: Callable[..., Path]) -> None:
+    model = load(tiny_model("llama", seed=91))
+    attention = llama.scaled_dot_product_attention
+    llama.scaled_dot_product_attention = flat.scaled_dot_product_attention
+    try:
+        model = replace(model, model=OfItsOwnLayers(model.model), cpu=None)
+        kv_cache = open_kv_cache(model)
+        assert isinstance(kv_cache, SeparateKVCache)
+        assert llama.scaled_dot_product_attention is flat.scaled_dot_product_attention
+        assert walk(model, kv_cache, 10) < 1e-3
+    finally:
+        llama.scaled_dot_product_attention = attention
+
+
+def test_a_layer_that_is_wrapped_shows_its_weights(tiny_model: Callable[..., Path]) -> None:
+    model = load(tiny_model("llama", seed=92)).model
+    weight = model.model.embed_tokens.weight
+    hidden_states.install(model)
+    assert isinstance(model.model.embed_tokens, hidden_states.LMHead) and model.model.embed_tokens.weight is weight
+    with pytest.raises(AttributeError):
+        _ = model.model.embed_tokens.nothing
+
+
+def test_places_are_given_back(loaded: Loaded) -> None:
+    kv_cache = FlatKVCache(loaded("llama").model)
+    places = [kv_cache.open() for _ in range(3)]
+    kv_cache.forward([Feed(place, [5, 6, 7], 1) for place in places])
+    for place in places:
+        kv_cache.close(place)
+    assert not any(kv_cache.state())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_batch_says_what_each_request_says_alone(loaded: Loaded, family: str) -> None:
+    model = loaded(family)
+    wishes = [
+        SamplingParams(), SamplingParams(temp=0.8, seed=1), SamplingParams(temp=0.8, seed=2),
+        SamplingParams(temp=1.0, seed=3, top_p=0.9, repetition_penalty=1.2),
+    ]  # fmt: skip
+    prompts = [[40 + n, 41, 42 + n, *range(50, 50 + 5 * n)] for n in range(len(wishes))]
+    truths = []
+    for prompt, wish in zip(prompts, wishes, strict=True):
+        slot = open_slots(model, [prompt], [wish])[0]
+        truths.append([verify(slot).bonus for _ in range(24)])
+    kv_cache, draws = open_kv_cache(model), random.Random(4)
+    slots = open_slots(model, prompts, wishes, kv_cache=kv_cache)
+    late = open_slots(model, [[9] * 3], [SamplingParams()], kv_cache=kv_cache)[0]
+    late.tokens += [7] * 60
+    while min(len(slot.tokens) - len(prompt) for slot, prompt in zip(slots, prompts, strict=True)) < 16:
+        asks = []
+        for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+            done = len(slot.tokens) - len(prompt)
+            if done < 16 and draws.random() < 0.8:
+                right, length = draws.randint(0, 3), draws.randint(0, 4)
+                chain = [t if i < right else (t + 1) % 250 for i, t in enumerate(truth[done : done + length])]
+                asks.append(VerifyInput(slot, tuple(chain)))
+        if asks:
+            readings = [PrefillChunk(late, 7)] if len(late.unfed) > 8 else []
+            for verdict in begin(asks, readings).verdicts():
+                assert not isinstance(verdict, OutriderError) and said(verdict)
+    for slot, prompt, truth in zip(slots, prompts, truths, strict=True):
+        done = slot.tokens[len(prompt) :]
+        assert done == truth[: len(done)]

@@ -1,0 +1,66 @@
+"""Branches take no more memory than they may, of a request and of all: what is over is dropped and counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from outrider.drafters.replay import Script
+from outrider.orchestrator.core import speculation_cache
+from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
+from outrider.protocol.messages import Branch, Branches, Span
+from outrider.protocol.trees import SparseQ
+from tests.orchestrator.cluster_in_process import Cluster
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
+TEXT = tuple(range(1000, 1300))
+
+
+def branches(bonus: int, kilobytes: int, final: bool = False) -> Branches:
+    width = kilobytes * 128
+    q = SparseQ(np.zeros((1, width), np.int32), np.zeros((1, width), np.float32))
+    return Branches("r", 0, 0, 3, 1, (Branch((bonus,), (7,)),), Span(0, 1), final, q)
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation_cache, "A_REQUEST", 10 << 10)
+    monkeypatch.setattr(speculation_cache, "IN_ALL", 15 << 10)
+
+
+def test_a_request_has_its_bound_and_all_have_theirs() -> None:
+    budget = CacheBudget()
+    first, second = SpeculationCache(budget), SpeculationCache(budget)
+    for cache in (first, second):
+        for bonus in range(20):
+            cache.add(branches(bonus, 1), "draft-0")
+    assert len(first) == 9 and len(second) == 4 and budget.dropped == 11 + 16
+    assert budget.held <= 15 << 10
+
+
+def test_what_a_round_or_a_request_held_is_given_back() -> None:
+    budget = CacheBudget()
+    first, second = SpeculationCache(budget), SpeculationCache(budget)
+    first.add(branches(1, 8), "draft-0")
+    second.add(branches(1, 8), "draft-0")
+    assert second.lookup((1,)) is None
+    first.start()
+    second.add(branches(1, 8), "draft-0")
+    second.clear()
+    assert budget.held == 0
+
+
+def test_who_was_dropped_has_finished_all_the_same() -> None:
+    cache = SpeculationCache(CacheBudget())
+    cache.start({"draft-0": 4})
+    cache.add(branches(1, 100, final=True), "draft-0")
+    assert cache.final and len(cache) == 0
+
+
+def test_a_text_is_the_same_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation_cache, "A_REQUEST", 300)
+    cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
+    cluster.run(TEXT[:10], 100)
+    assert cluster.generated == list(TEXT[10:110])
+    assert cluster.rounds.dropped_branches > 10 and cluster.rounds._cache_budget.held == 0

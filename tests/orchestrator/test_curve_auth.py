@@ -1,0 +1,220 @@
+"""Who has no key, another's, or words of an old session is not heard: real sockets, by what the server receives."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket as sockets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from outrider.orchestrator.auth import CurveAuth, curve_auth_for
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.endpoints import Bound, Tcp, bind, connect, parse, probe
+from outrider.protocol.errors import EndpointError, KeyFault
+from outrider.protocol.keyring import CLIENT, DRAFTER, AllowedKey, Keyring
+from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
+
+WAIT_MS = 200_000
+MANY = int(os.environ.get("OUTRIDER_STRANGERS", "20"))
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+FRIEND, STRANGER = make_pair(), make_pair()
+
+
+class Server:
+    """A ROUTER behind a gate, and those who come to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ring = Keyring(folder)
+        self.ring.make()
+        self.ring.allow(AllowedKey(DRAFTER, FRIEND.public, "friend"))
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.gate = CurveAuth(self.context, self.ring)
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.monitor = self.socket.get_monitor_socket(FAILED)
+        self.bound: Bound = bind(self.socket, "tcp://127.0.0.1:0", self.gate.keys(DRAFTER))
+        self.endpoint = self.bound.endpoint
+        self.came: list[zmq.Socket[Any]] = []
+
+    def keys(self, pair: Any = FRIEND, server: str = "") -> ClientKeys:
+        return ClientKeys(pair, server or self.gate.own.public)
+
+    def comes(self, keys: ClientKeys | None, endpoint: str = "") -> None:
+        """A peer that says something as soon as it may, and would say it until the end."""
+        self.came.append(self.context.socket(zmq.DEALER))
+        connect(self.came[-1], endpoint or self.endpoint, keys)
+        self.came[-1].send(b"word")
+
+    def turned_away(self, many: int) -> None:
+        """Waits until so many handshakes have failed."""
+        for _ in range(many):
+            assert self.monitor.poll(WAIT_MS)
+            recv_monitor_message(self.monitor)
+
+    def heard(self) -> list[bytes]:
+        return self.socket.recv_multipart()[1:] if self.socket.poll(WAIT_MS) else []
+
+    def lets_in(self, keys: ClientKeys | None) -> bool:
+        try:
+            probe(self.endpoint, keys)
+        except KeyFault:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.bound.close()
+        self.gate.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path / "keys")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("who", "why"),
+    [
+        (lambda server: None, "requires keys"),
+        (lambda server: server.keys(STRANGER), "refuses this side's key"),
+        (lambda server: server.keys(FRIEND, STRANGER.public), "has a server with another key than"),
+    ],
+    ids=["unauthenticated", "wrongly keyed", "another server's key"],
+)
+def test_of_who_may_not_come_in_no_message_is_accepted(
+    server: Server, who: Callable[[Server], ClientKeys | None], why: str
+) -> None:
+    keys = who(server)
+    for _ in range(MANY):
+        server.comes(keys)
+    server.turned_away(MANY)
+    with pytest.raises(KeyFault, match=why):
+        probe(server.endpoint, keys)
+    server.comes(server.keys())
+    assert server.heard() == [b"word"]  # the friend's, who came last
+    assert not server.socket.poll(200)
+
+
+class Recorder:
+    """Carries one connection to `port`, and keeps what its client said."""
+
+    def __init__(self, port: int) -> None:
+        self.said = b""
+        self._listener = sockets.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._port = port
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        near, far = self._listener.accept()[0], sockets.create_connection(("127.0.0.1", self._port))
+        with near, far, selectors.DefaultSelector() as waiting:
+            for end, other in ((near, far), (far, near)):
+                waiting.register(end, selectors.EVENT_READ, other)
+            while True:
+                for ready, _ in waiting.select():
+                    data = ready.fileobj.recv(65536)  # type: ignore[union-attr]
+                    if not data:
+                        return
+                    self.said += data if ready.fileobj is near else b""
+                    ready.data.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_of_a_recorded_session_that_is_said_again_no_message_is_accepted(server: Server) -> None:
+    port = parse(server.endpoint)
+    assert isinstance(port, Tcp)
+    recorder = Recorder(port.port)
+    server.comes(server.keys(), recorder.endpoint)
+    assert server.heard() == [b"word"]
+    recorder.close()
+    assert b"CURVE" in recorder.said and b"INITIATE" in recorder.said and b"word" not in recorder.said
+    for _ in range(MANY):
+        with sockets.create_connection(("127.0.0.1", port.port)) as replaying:
+            replaying.settimeout(WAIT_MS / 1000)
+            replaying.sendall(recorder.said)
+            while replaying.recv(65536):  # until the server hangs up
+                pass
+    server.turned_away(MANY)
+    assert not server.socket.poll(200)
+    server.comes(server.keys())
+    assert server.heard() == [b"word"]
+
+
+def test_a_key_is_for_one_door(server: Server) -> None:
+    client = make_pair()
+    server.ring.allow(AllowedKey(CLIENT, client.public, "laptop"))
+    assert not server.lets_in(server.keys(client))
+    assert server.gate.is_allowed(CLIENT, client.public) and not server.gate.is_allowed(CLIENT, FRIEND.public)
+
+
+def test_who_is_allowed_or_revoked_is_known_at_the_next_handshake(server: Server) -> None:
+    assert server.lets_in(server.keys()) and not server.lets_in(server.keys(STRANGER))
+    server.ring.allow(AllowedKey(DRAFTER, STRANGER.public, "new"))
+    assert server.lets_in(server.keys(STRANGER))
+    server.ring.revoke("friend")
+    assert not server.lets_in(server.keys())
+
+
+def test_a_key_that_is_refused_stays_out_although_it_is_allowed(server: Server) -> None:
+    server.gate.refuse(FRIEND.public, "it lied")
+    assert not server.lets_in(server.keys())
+    server.ring.allow(AllowedKey(DRAFTER, FRIEND.public, "friend-again"))
+    assert not server.lets_in(server.keys())
+
+
+@pytest.mark.parametrize("spoil", [lambda file: file.chmod(0o644), lambda file: file.write_text("who knows")])
+def test_a_list_that_cannot_be_trusted_lets_nobody_in(server: Server, spoil: Callable[[Path], None]) -> None:
+    spoil(server.ring.allowed_file)
+    assert not server.lets_in(server.keys())
+
+
+def test_without_authentication_there_is_no_way_in(tmp_path: Path) -> None:
+    """ZeroMQ itself would then let everybody in."""
+    context: zmq.Context[Any] = zmq.Context()
+    pair = make_pair()
+    with (
+        bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:0", ServerKeys(pair, DRAFTER)) as bound,
+        pytest.raises(KeyFault),
+    ):
+        probe(bound.endpoint, ClientKeys(FRIEND, pair.public))
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://192.0.2.1:5555", "tcp://studio.local:5"])
+def test_beyond_this_machine_nothing_is_opened_without_keys(endpoint: str, tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    with context.socket(zmq.ROUTER) as socket:
+        with pytest.raises(EndpointError, match=r"accept connections without a key; expected keys"):
+            bind(socket, endpoint)
+        with pytest.raises(EndpointError):
+            connect(socket, endpoint)
+    for settings in (ServeSettings(endpoint=endpoint), ServeSettings(workers_endpoint=endpoint)):
+        with pytest.raises(KeyFault, match=r"can't be served without keys: there is no key .* `outrider keys make`"):
+            curve_auth_for(ServeSettings(**{**_set(settings), "keys": tmp_path / "none"}), context)
+    context.term()
+
+
+def _set(settings: ServeSettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in ("endpoint", "workers_endpoint") if getattr(settings, name)}
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://localhost:0", "tcp://[::1]:0", "ipc:///tmp/x"])
+def test_on_this_machine_keys_are_asked_for_when_somebody_wants_it(endpoint: str, tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    assert curve_auth_for(ServeSettings(endpoint=endpoint), context) is None
+    assert curve_auth_for(ServeSettings(keyed=True), context) is None
+    with pytest.raises(KeyFault):
+        curve_auth_for(ServeSettings(endpoint=endpoint, keyed=True, keys=tmp_path), context)
+    context.term()

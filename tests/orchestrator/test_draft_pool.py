@@ -1,0 +1,201 @@
+"""Several drafters fill one cache by rank, each with books of its own; none of them can change a text or hold it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outrider.drafters.replay import Script
+from outrider.orchestrator.core.draft_pool import TRIAL_ROUNDS
+from outrider.orchestrator.events import Admit, RequestEnded
+from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
+from outrider.protocol.sampling import SamplingParams
+from tests.orchestrator.cluster_in_process import Cluster
+from tests.orchestrator.test_scheduler import PROMPT, random_text, script
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
+TEXT = random_text(21)
+LIKE = script(TEXT)
+OTHER = script(random_text(22))
+NONE = Span(0, 1)
+
+
+def cluster(others: int = 1, **settings: object) -> Cluster:
+    return Cluster(TEXT, LIKE, ngrams=False, others=[LIKE] * others, **settings)  # type: ignore[arg-type]
+
+
+def begun(others: int = 1, mode: str = "ssd", **settings: object) -> Cluster:
+    made = cluster(others, **settings)
+    made.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=100), mode, frozenset()), 0)
+    return made
+
+
+def told(made: Cluster, name: str, kind: type[Message]) -> list[Message]:
+    return [message for receiver, message in made.told_drafters if receiver == name and isinstance(message, kind)]
+
+
+def caught(made: Cluster) -> list[tuple[str, str]]:
+    """The lies that are noticed from now on."""
+    lies: list[tuple[str, str]] = []
+    made.record_lie = lambda name, kind: lies.append((name, kind))  # type: ignore[method-assign]
+    return lies
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+@pytest.mark.parametrize("full_depth", [False, True])
+@pytest.mark.parametrize("others", [[LIKE], [OTHER], [LIKE, OTHER]], ids=["alike", "another", "both"])
+def test_the_text_is_the_targets_whoever_drafts(mode: str, full_depth: bool, others: list[Script]) -> None:
+    made = Cluster(TEXT, LIKE, full_depth=full_depth, others=others)
+    made.run(PROMPT, 100, mode)
+    assert made.generated == list(TEXT[10:110])
+
+
+def test_all_ranks_of_a_round_are_asked_for_once_and_come_from_all() -> None:
+    made = cluster(2, branches=12, full_depth=True)
+    timings = made.run(PROMPT, 100).timings
+    asked = [[m for m in told(made, f"draft-{n}", Commit) if m.round == 9] for n in range(3)]  # type: ignore[attr-defined]
+    assert [(m.rank_offset, m.branches) for (m,) in asked] == [(0, 4), (4, 4), (8, 4)]  # type: ignore[attr-defined]
+    alone = Cluster(TEXT, LIKE, ngrams=False, branches=12, full_depth=True).run(PROMPT, 100).timings
+    assert timings.cache_hits == alone.cache_hits
+
+
+def test_a_round_is_complete_when_all_who_were_asked_have_finished() -> None:
+    made = begun(branches=8, full_depth=True, steps=0)
+    request = made.rounds._requests["r"]
+    for name in ("draft-0", "draft-1"):
+        assert not request.cache.final
+        made.rounds.handle(name, Branches("r", 0, 0, len(PROMPT), 3, (), NONE, final=True), 0)
+    assert request.cache.final and request.cache.covered == 8
+
+
+def test_a_branch_is_prepared_as_soon_as_its_drafter_has_finished() -> None:
+    made = begun(branches=8, full_depth=True, steps=0)
+    entries = (Branch((5,), (8, 9, 10)),)
+    made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 3, entries, NONE, final=True), 0)
+    assert [m.committed for m in made.told_target if isinstance(m, Prepare)] == [((5,),)]
+    made.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 1, (Branch((6,), (8,)),), NONE), 0)
+    assert len([m for m in made.told_target if isinstance(m, Prepare)]) == 1
+
+
+@pytest.mark.parametrize("first", ["draft-0", "draft-1"])
+def test_of_two_branches_for_one_outcome_the_deeper_counts_whosever_it_is(first: str) -> None:
+    made = begun(full_depth=True, steps=0)
+    pushes = {"draft-0": (8,), "draft-1": (8, 9)}
+    for name in sorted(pushes, reverse=first == "draft-1"):
+        entries = (Branch((5,), pushes[name]),)
+        made.rounds.handle(name, Branches("r", 0, 0, len(PROMPT), 2, entries, NONE), 0)
+    found = made.rounds._requests["r"].cache.lookup((5,))
+    assert found is not None and (found.chain, found.drafter) == ((8, 9), "draft-1")
+
+
+def test_one_that_missed_something_is_told_all_and_the_others_nothing() -> None:
+    made = begun()
+    for _ in range(5):
+        made._turn()
+    before = len(told(made, "draft-0", Open))
+    made.rounds.handle("draft-1", Resync("r", 0), 0)
+    assert len(told(made, "draft-1", Open)) == 2 and len(told(made, "draft-0", Open)) == before == 1
+
+
+def test_one_that_joins_reads_the_text_and_the_others_hear_nothing_of_it() -> None:
+    made = begun()
+    late = made.workers.pop("draft-1")
+    made.rounds.on_drafter_lost("draft-1", "it was lost", 0)
+    for _ in range(5):
+        made._turn()
+    made.workers["draft-1"] = late
+    made.rounds.on_drafter_found("draft-1")
+    opened = told(made, "draft-1", Open)[-1]
+    assert isinstance(opened, Open) and opened.tokens.tolist() == made.rounds._requests["r"].tokens
+    assert opened.verifying is None and len(told(made, "draft-0", Open)) == 1
+    for _ in range(200):
+        made._turn()
+    assert made.generated == list(TEXT[10:110]) and told(made, "draft-1", Commit)
+
+
+def test_who_is_left_out_hears_of_the_text_only_when_it_is_tried() -> None:
+    made = begun()
+    for name, lag_ms in (("draft-0", 1.0), ("draft-1", 10_000.0)):
+        made.rounds._draft_pool.latency(name).began(lag_ms)
+    for _ in range(200):
+        made._turn()
+    tried, told_since = told(made, "draft-1", Commit)[0], len(told(made, "draft-1", Open))
+    assert made.generated == list(TEXT[10:110])
+    others = [receiver for receiver, message in made.told_drafters if isinstance(message, Commit)]
+    assert isinstance(tried, Commit) and tried.rank_offset == 8 and others.index("draft-1") >= TRIAL_ROUNDS - 1
+    assert list(tried.tokens) == list(TEXT[10 : tried.base_len]) and told_since == 1
+
+
+def dies(made: Cluster, name: str) -> None:
+    made.workers.pop(name)
+    made.rounds.on_drafter_lost(name, "it was lost", made._now)
+
+
+def fails(made: Cluster, name: str) -> None:
+    made.rounds.handle(name, Fault(name, "r", "no more of this"), made._now)
+
+
+def stops(made: Cluster, name: str) -> None:
+    made.workers.pop(name)
+
+
+@pytest.mark.parametrize("fate", [dies, fails, stops])
+@pytest.mark.parametrize("name", ["draft-0", "draft-1"])
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+@pytest.mark.parametrize("after", [1, 4])
+def test_the_others_go_on_when_one_is_gone(
+    fate: Callable[[Cluster, str], None], name: str, mode: str, after: int
+) -> None:
+    made = begun(mode=mode, steps=4)
+    for _ in range(after):
+        made._turn()
+    fate(made, name)
+    for _ in range(1000):
+        made._turn()
+    ended = [event for event in made.told if isinstance(event, RequestEnded)]
+    assert made.generated == list(TEXT[10:110]) and len(ended) == 1
+    assert ended[0].timings.draft_n_accepted > 20
+
+
+def test_of_several_the_quickest_is_asked_for_a_chain() -> None:
+    made = begun(mode="sd")
+    for name, lag_ms in (("draft-0", 9.0), ("draft-1", 2.0)):
+        made.rounds._draft_pool.latency(name).began(lag_ms)
+    for _ in range(10):
+        made._turn()
+    assert len(told(made, "draft-1", Commit)) > 3 and not told(made, "draft-0", Commit)
+
+
+def test_the_chain_of_one_that_was_not_asked_is_dropped_and_counted() -> None:
+    made = begun(mode="sd", steps=0)
+    made.rounds._draft_pool.latency("draft-0").began(2.0)
+    made.rounds._draft_pool.latency("draft-1").began(9.0)
+    made._steps = 0
+    made._prepare()
+    for outcome in made.target.answer(made._to_target.popleft()):
+        made.rounds.handle("target-0", outcome, 0)
+    before, lies = made.rounds.stale, caught(made)
+    made.rounds.handle("draft-1", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
+    assert made.rounds.stale == before + 1 and made.rounds._requests["r"].wait and lies == [("draft-1", "round")]
+    made.rounds.handle("draft-0", Drafted("r", 0, 1, len(PROMPT) + 1, (1, 2), NONE), 0)
+    assert not made.rounds._requests["r"].wait
+
+
+def test_branches_that_were_never_asked_for_are_dropped_and_counted() -> None:
+    made = begun(branches=4, full_depth=True, steps=0)
+    lies = caught(made)
+    many = tuple(Branch((n,), (8,)) for n in range(3))
+    made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE), 0)
+    made.rounds.handle("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE), 0)
+    assert lies == [("draft-1", "length"), ("draft-1", "round")]
+    assert made.rounds.stale == 2 and not len(made.rounds._requests["r"].cache)
+
+
+def test_the_timings_tell_whose_tokens_held() -> None:
+    made = cluster(2, branches=12)
+    timings = made.run(PROMPT, 100).timings
+    held = {tally.name: tally.count for tally in timings.draft_n_accepted_by}
+    assert set(held) <= {"draft-0", "draft-1", "draft-2"} and len(held) > 1
+    assert sum(held.values()) == timings.draft_n_accepted

@@ -1,0 +1,41 @@
+"""How long a request waits for its drafter: in company no longer than the others' next forward takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.orchestrator.core.next_round import PATIENCE_MS, wait_for_chain
+from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.proposals.proposer import AskDrafters
+
+VERIFY_MS = 40.0
+
+
+def estimates(active: int) -> Estimates:
+    """Of a drafter that is busy with a long prompt."""
+    found = Estimates()
+    found.active = active
+    for _ in range(50):
+        found.observe_verify(8, VERIFY_MS, 1)
+        found.observe_draft(4, 8.0)
+        found.observe_link(90.0)
+    return found
+
+
+def waited_ms(active: int, missed: bool, full_depth: bool = False) -> float:
+    return wait_for_chain(estimates(active), AskDrafters(4, missed), full_depth, 0).deadline_ns / 1e6
+
+
+@pytest.mark.parametrize(("active", "missed"), [(1, True), (8, False)])
+def test_alone_or_where_all_wait_for_chains_a_drafter_gets_three_times_what_it_should_take(
+    active: int, missed: bool
+) -> None:
+    assert waited_ms(active, missed) > 3 * 90
+
+
+def test_who_missed_in_company_goes_along_in_the_forward_behind_the_next() -> None:
+    assert waited_ms(8, True) == pytest.approx(VERIFY_MS, rel=0.2)
+
+
+def test_full_depth_waits_as_ever() -> None:
+    assert waited_ms(8, True, full_depth=True) >= PATIENCE_MS

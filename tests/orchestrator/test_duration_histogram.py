@@ -1,0 +1,37 @@
+"""Rounds and forwards are timed, each once, and their durations fall into the right buckets."""
+
+from __future__ import annotations
+
+from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.request_metrics import BOUNDS_MS, DurationHistogram
+from outrider.orchestrator.core.scheduler import Scheduler
+from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.events import Admit, ToFront
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Outcome, Span
+from outrider.protocol.sampling import SamplingParams
+from tests.orchestrator.test_hoping import Wires
+
+
+def test_a_bound_is_in_its_own_bucket_and_what_exceeds_all_in_the_last() -> None:
+    watch = DurationHistogram()
+    for bound in BOUNDS_MS:
+        watch.add(int(bound * MILLISECOND_NS))
+    watch.add(int(BOUNDS_MS[-1] * MILLISECOND_NS) + 1)
+    told = watch.snapshot()
+    assert told.counts == (1,) * (len(BOUNDS_MS) + 1) and told.bounds == tuple(sorted(told.bounds))
+    assert told.bounds[0] == 0.0005 and abs(told.seconds - (sum(BOUNDS_MS) + BOUNDS_MS[-1]) / 1000) < 1e-6
+
+
+def test_two_requests_have_a_round_each_and_share_a_forward_and_reading_a_prompt_is_neither() -> None:
+    scheduler = Scheduler(Wires(), RoundSettings(4, 8, ngrams=False), list[ToFront]().append, Trace(None))
+    ms = MILLISECOND_NS
+    for name in ("a", "b"):
+        scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)
+    for number, (begun, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
+        work = Span(begun * ms, ended * ms)
+        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=()) for name in ("a", "b")]
+        scheduler.handle_all([("target-0", one) for one in told], ended * ms)
+    lasted, verified = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
+    assert (sum(lasted.counts), round(1000 * lasted.seconds)) == (4, 2 * (3 + 4))
+    assert (sum(verified.counts), round(1000 * verified.seconds)) == (2, 2 + 3)

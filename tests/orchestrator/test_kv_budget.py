@@ -1,0 +1,113 @@
+"""Memory for texts is shared out by what they take, requests wait until theirs fits, and what never can is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.orchestrator.events import Admit, Stop, WorkersChanged
+from outrider.orchestrator.front.admission import Admission
+from outrider.orchestrator.handshake import Failure
+from outrider.orchestrator.limits import KVBudget, check_holds, kv_budget
+from outrider.orchestrator.machine.system import physical
+from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.messages import Cancel, Generate
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost, KvUse
+from tests.orchestrator.stand import worker_stats
+from tests.orchestrator.test_front import RawClient
+
+TARGET, DRAFT = KvCost(0, 30), KvCost(1000, 10)
+WORKERS = (replace(worker_stats("target"), kv=TARGET), replace(worker_stats("draft"), kv=DRAFT))
+
+
+def ask(name, prompt="x", **sampling):
+    return Generate(name, prompt, None, SamplingParams(**sampling))
+
+
+def test_both_workers_hold_the_same_tokens():
+    budget = kv_budget(41_000, WORKERS, memory=0)
+    assert budget == KVBudget(41_000, KvCost(1000, 40)) and budget.tokens == 1000
+    shares = [budget.share(cost, 1000) for cost in (TARGET, DRAFT)]
+    assert shares == [TARGET.of(1000), DRAFT.of(1000)]
+    assert budget.places(450) == 2 and budget.places(5000) == 1
+
+
+def test_by_itself_half_of_what_the_weights_leave_and_only_of_workers_that_are_there():
+    heavy = tuple(replace(worker, weight_bytes=300) for worker in WORKERS)
+    assert kv_budget(None, heavy, memory=1000).limit == 200
+    gone = (heavy[0], replace(heavy[1], state="lost"))
+    assert kv_budget(None, gone, memory=1000) == KVBudget(350, TARGET)
+    assert kv_budget(None, heavy, memory=100).limit == 0
+    assert KVBudget(100, KvCost()).tokens > 10**9, "what takes nothing has no bound"
+
+
+def test_the_machines_memory_is_that_of_its_container(tmp_path: Path):
+    bound = tmp_path / "memory.max"
+    bound.write_text("12345\n")
+    assert physical(bound) == 12345
+    bound.write_text("max\n")
+    assert physical(bound) == physical(tmp_path / "none") > 2**20
+
+
+def test_less_than_one_context_is_refused_with_the_numbers():
+    words = "kv_memory is 0.0 MB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
+    with pytest.raises(InvalidRequest, match=words):
+        check_holds(KVBudget(1000, KvCost(0, 30_000)), 1024, "m")
+    check_holds(KVBudget(30_720_000, KvCost(0, 30_000)), 1024, "m")
+
+
+def test_a_request_waits_until_its_text_fits_beside_the_others(make_stand):
+    """Places are left all the time; it is the memory of three texts that is not."""
+    stand = make_stand(max_active=8).start(ready=False)
+    limit = 2 * KvCost(1000, 40).of(50)
+    stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=kv_budget(limit, WORKERS, 0)))
+    with RawClient(stand.endpoint) as client:
+        for name in ("a", "b", "c"):
+            client.say(ask(name, max_tokens=48))
+        assert len(stand.core.wait_for(Admit, 2)) == 2
+        kv = stand.client().stats().kv
+        assert kv == KvUse(limit, 2 * KvCost(1000, 40).of(2), limit), "of each text its prompt, and room for all of it"
+        assert KvCost(1000, 40).of(50) == limit // 2
+        client.say(ask("d", max_tokens=1))
+        client.say(Cancel("a"))
+        stand.core.wait_for(Admit, 3)
+    told = [event.request for event in stand.core.told if isinstance(event, Admit | Stop)][:4]
+    assert told == ["r1", "r2", "r1", "r3"], "the third begins when the first is stopped, and before the fourth"
+
+
+def test_what_can_never_fit_is_refused_and_what_fits_in_part_is_cut_short(stand, codec):
+    stand.core.play = lambda admit: []
+    budget = kv_budget(KvCost(1000, 40).of(20), WORKERS, 0)
+    stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=budget))
+    while stand.admission.kv_budget is None:
+        stand.client().stats()
+    with pytest.raises(InvalidRequest, match=r"has 20 tokens and takes 0\.0 MB .* at most 19 tokens"):
+        stand.client().generate([5] * 20)
+    with RawClient(stand.endpoint) as client:
+        client.say(Generate("a", "x", None, SamplingParams(max_tokens=300)))
+        (admit,) = stand.core.wait_for(Admit)
+    assert len(admit.tokens) + admit.sampling.max_tokens == 20
+    notes = stand.admission.accept(ask("b", max_tokens=300), "r9").notes
+    assert any("instead of 300: the 0.0 MB of kv_memory end there" in note for note in notes)
+
+
+def test_a_cluster_that_cannot_hold_one_context_does_not_begin(make_stand):
+    stand = make_stand(kv_memory=20_000).start(ready=False)
+    stand.lines.events.put(WorkersChanged(WORKERS, True, kv_budget=kv_budget(20_000, WORKERS, 0)))
+    with pytest.raises(WorkerError, match=r"kv_memory is 0\.0 MB"):
+        stand.client().generate("x")
+    assert [told.kind for told in stand.announced if isinstance(told, Failure)] == ["InvalidRequest"]
+
+
+@pytest.mark.parametrize(("said", "places"), [(None, (1, 1, 3, 16)), (40, (40, 40, 40, 40))])
+def test_unsaid_as_many_run_at_once_as_memory_holds_and_no_more_than_were_measured(said, places):
+    admission = Admission(read_pair(choose_pair(ServeSettings(max_active=said))))
+    admission.context_length = 100_000
+    for texts, most in zip((0, 1, 3, 1000), places, strict=True):
+        admission.kv_budget = kv_budget(texts * KvCost(1000, 40).of(4096), WORKERS, 0)
+        assert admission.places == most

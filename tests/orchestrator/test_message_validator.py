@@ -1,0 +1,201 @@
+"""Who may say what about a request: a word from the wrong worker, or about another round, is dropped and counted.
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
+What is late is only that. What answers nothing that a drafter was ever told is a lie, of some kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from outrider.drafters.replay import Script
+from outrider.orchestrator.core.message_validator import LATE, LIES, MOST_OVER, MOST_ROUNDS, MessageValidator
+from outrider.orchestrator.events import Admit, Committed, PrefillProgress
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Close,
+    Commit,
+    Drafted,
+    Fault,
+    Message,
+    Open,
+    Outcome,
+    Prefilled,
+    Resync,
+    Span,
+)
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import SparseQ
+from tests.orchestrator.cluster_in_process import Cluster
+
+TEXT = tuple(range(1000, 1200))
+PROMPT = TEXT[:10]
+NONE = Span(0, 1)
+VOCABULARY = 5000
+
+
+class Judging(Cluster):
+    """Notes what is taken for a lie."""
+
+    def __init__(self) -> None:
+        self.lies: list[str] = []
+        super().__init__(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
+
+    def record_lie(self, name: str, kind: str) -> None:
+        self.lies.append(kind)
+
+
+@pytest.fixture
+def cluster() -> Judging:
+    made = Judging()
+    made.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    return made
+
+
+def outcome(**changes: object) -> Outcome:
+    return replace(Outcome("r", 0, 0, len(PROMPT), 0, 7, NONE), **changes)  # type: ignore[arg-type]
+
+
+def branches(**changes: object) -> Branches:
+    return replace(Branches("r", 0, 0, len(PROMPT), 1, (Branch((TEXT[10],), (7,)),), NONE), **changes)  # type: ignore[arg-type]
+
+
+FOREIGN: list[tuple[str, Message, str]] = [
+    ("draft-0", outcome(), "role"),
+    ("draft-9", outcome(), "role"),
+    ("target-1", outcome(), "role"),
+    ("target-0", branches(), ""),
+    ("draft-9", branches(), "request"),
+    ("target-0", Drafted("r", 0, 1, len(PROMPT) + 1, (7,), NONE), ""),
+    ("draft-0", Commit("r", 0, 1, len(PROMPT) + 1, (7,), (), 1, 1), "role"),
+    ("target-0", outcome(epoch=1), ""),
+    ("target-0", outcome(round=1), ""),
+    ("target-0", outcome(base_len=len(PROMPT) + 1), ""),
+    ("target-0", outcome(request="another"), ""),
+    ("draft-0", branches(request="another"), "request"),
+    ("draft-0", branches(epoch=1), "round"),
+    ("draft-0", branches(base_len=len(PROMPT) - 1), "base_len"),
+]
+
+
+@pytest.mark.parametrize(("sender", "message", "lie"), FOREIGN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_word_that_is_not_its_senders_to_say_changes_nothing(
+    cluster: Judging, sender: str, message: Message, lie: str
+) -> None:
+    cluster.rounds.handle(sender, message, 0)
+    assert cluster.rounds.stale == 1 and cluster.lies == [lie] * bool(lie)
+    assert not [event for event in cluster.told if isinstance(event, Committed)]
+    assert [type(told) for told in cluster.told_target] == [Open]
+
+
+CHAIN = (5, 6, 7)
+TOLD = Commit("r", 2, 9, 40, (1,), CHAIN, depth=2, branches=3)
+ASKED = replace(TOLD, request="asked", verifying=None)
+GOOD = Branches("r", 2, 9, 40, 2, (Branch((8,), (9, 9)), Branch((5, 6, 7, 8), (9,))), NONE, final=True)
+DRAFT = Drafted("asked", 2, 9, 40, (1, 2), NONE)
+Q = SparseQ(np.array([[9]], np.int32), np.array([[1.0]], np.float32))
+
+JUDGED: dict[str, tuple[Message, str]] = {
+    "what was asked for": (GOOD, ""),
+    "less than was asked for": (replace(GOOD, entries=()), ""),
+    "the chain that was asked for": (DRAFT, ""),
+    "nothing more for now": (Prefilled("r", 2, 3, 40), ""),
+    "of the epoch before": (Prefilled("r", 1, 3, 40), LATE),
+    "a round long past": (replace(GOOD, round=1), LATE),
+    "an epoch past": (replace(GOOD, epoch=1), LATE),
+    "a request of nobody": (replace(GOOD, request="x"), "request"),
+    "a fault of nobody": (Fault("d", "x", "broken"), "request"),
+    "a round to come": (replace(GOOD, round=10), "round"),
+    "an epoch to come": (replace(GOOD, epoch=3), "round"),
+    "missed what was never said": (Resync("r", 3), "round"),
+    "another length": (replace(GOOD, base_len=41), "base_len"),
+    "another length of a chain": (replace(DRAFT, base_len=39), "base_len"),
+    "branches instead of a chain": (replace(GOOD, request="asked"), "unasked"),
+    "a chain instead of branches": (replace(DRAFT, request="r"), "unasked"),
+    "an outcome of another chain": (replace(GOOD, entries=(Branch((6, 8), (9,)),)), "unasked"),
+    "an outcome past the chain": (replace(GOOD, entries=(Branch((*CHAIN, 8, 8), (9,)),)), "unasked"),
+    "an outcome of nothing": (replace(GOOD, entries=(Branch((), (9,)),)), "unasked"),
+    "a branch too long": (replace(GOOD, entries=(Branch((8,), (9, 9, 9)),)), "length"),
+    "a chain too long": (replace(DRAFT, chain=(1, 2, 3)), "length"),
+    "too many branches": (replace(GOOD, entries=tuple(Branch((n,), (9,)) for n in range(4))), "length"),
+    "a foreign token": (replace(GOOD, entries=(Branch((8,), (VOCABULARY,)),)), "vocabulary"),
+    "a foreign bonus": (replace(GOOD, entries=(Branch((VOCABULARY,), (8,)),)), "vocabulary"),
+    "a foreign token in a chain": (replace(DRAFT, chain=(VOCABULARY,)), "vocabulary"),
+    "another q": (replace(DRAFT, chain=(8,), q=Q), "q"),
+}
+
+
+@pytest.mark.parametrize(("message", "verdict"), JUDGED.values(), ids=JUDGED)
+def test_a_drafters_word_is_judged_by_what_it_was_told(cluster: Judging, message: Message, verdict: str) -> None:
+    validator, request = MessageValidator(), cluster.rounds._requests["r"]
+    request.epoch = 2
+    for told in (TOLD, ASKED):
+        validator.sent.record("draft-0", told)
+    assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
+    assert verdict in ("", LATE, *LIES)
+
+
+def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -> None:
+    """However many rounds and requests follow, and whether it still drafts for it."""
+    validator, request = MessageValidator(), cluster.rounds._requests["r"]
+    said = []
+    for number in range(MOST_ROUNDS * 3):
+        validator.sent.record("draft-0", replace(TOLD, epoch=number // 9, round=number, base_len=40 + number))
+        said.append(replace(GOOD, epoch=number // 9, round=number, base_len=40 + number))
+    request.epoch = 1
+    assert {validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in said} <= {"", LATE}
+    request.drafters.clear()
+    assert {validator.refusal(of, False, "draft-0", m, VOCABULARY) for m in said for of in (request, None)} == {LATE}
+
+
+def test_what_is_said_of_a_request_that_has_ended_is_late_and_no_more(cluster: Judging) -> None:
+    validator = MessageValidator()
+    validator.sent.record("draft-0", TOLD)
+    validator.sent.forget("r")
+    verdicts = {sender: validator.refusal(None, False, sender, GOOD, VOCABULARY) for sender in ("draft-0", "draft-1")}
+    assert verdicts == {"draft-0": LATE, "draft-1": "request"}
+
+
+def test_what_is_remembered_of_drafters_is_bounded() -> None:
+    sent = MessageValidator().sent
+    for number in range(MOST_OVER + 5):
+        sent.record("draft-0", replace(TOLD, request=f"r{number}"))
+        sent.forget(f"r{number}")
+    assert len(sent._forgotten) == MOST_OVER and not sent._tasks["draft-0"]
+    for number in range(100):
+        sent.record("draft-0", replace(TOLD, request="r9999", round=number))
+        sent.record("draft-0", replace(TOLD, request="r9999", base_len=number))
+    held = sent._tasks["draft-0"]["r9999"].at
+    assert len(held) == MOST_ROUNDS and max(map(len, held.values())) <= MOST_ROUNDS + 1
+
+
+@pytest.mark.parametrize("message", [outcome(), Drafted("r", 0, 1, len(PROMPT) + 1, (7,), NONE), Close("r")])
+def test_a_drafter_that_lies_all_the_time_does_not_change_the_text(message: Message) -> None:
+    cluster = Judging()
+    handle: Callable[..., None] = cluster.rounds.handle
+
+    def lies(sender: str, said: Message, now_ns: int) -> None:
+        request = cluster.rounds._requests.get("r")
+        if sender == "draft-0" and request is not None and not isinstance(message, Close):
+            lie = replace(message, epoch=request.epoch, round=request.round, base_len=len(request.tokens))  # type: ignore[call-arg]
+            handle("draft-0", lie, now_ns)
+        elif sender == "draft-0":
+            handle("draft-0", message, now_ns)
+        handle(sender, said, now_ns)
+
+    cluster.rounds.handle = lies  # type: ignore[method-assign]
+    cluster.run(PROMPT, 60)
+    assert cluster.generated == list(TEXT[10:70])
+    assert len(cluster.lies) > 10
+
+
+def test_only_the_target_tells_how_far_the_prompt_is_read(cluster: Judging) -> None:
+    for sender, done in (("draft-0", 3), ("target-0", 4)):
+        cluster.rounds.handle(sender, Prefilled("r", 0, done, 10), 0)
+    assert [event for event in cluster.told if isinstance(event, PrefillProgress)] == [PrefillProgress("r", 4, 10)]

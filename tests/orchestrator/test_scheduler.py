@@ -1,0 +1,403 @@
+"""The rounds hold on every path: the text is the target's own, nothing hangs, and the counts say what happened."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster_in_process import Cluster, Script
+
+from outrider.orchestrator.core.ngram import PIECE, NgramIndex
+from outrider.orchestrator.core.request import Request, SettledRound
+from outrider.orchestrator.events import Admit, Committed, RequestFailed
+from outrider.protocol.messages import (
+    Branch,
+    Branches,
+    Commit,
+    Drafted,
+    Fault,
+    Halt,
+    Message,
+    Open,
+    Outcome,
+    Prepare,
+    Resync,
+    Span,
+    Verify,
+    WorkerNote,
+)
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.schema import Origin
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
+VOCAB = 200
+PROMPT = tuple(range(10, 20))
+
+
+def random_text(seed: int, length: int = 400) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return PROMPT + tuple(rng.randrange(1, VOCAB) for _ in range(length))
+
+
+def script(
+    text: tuple[int, ...], acceptance: tuple[float, ...] = (0.7,), ranks: tuple[float, ...] = (0.6, 0.2)
+) -> Script:
+    return Script((text,), acceptance, ranks, VOCAB)
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+@pytest.mark.parametrize("depth", [1, 3, 6])
+@pytest.mark.parametrize("branches", [1, 6, 20])
+@pytest.mark.parametrize("policy", ["best-first", "geometric", "uniform"])
+def test_every_mode_says_what_the_target_says(mode: str, depth: int, branches: int, policy: str) -> None:
+    text = random_text(1)
+    cluster = Cluster(text, script(text), depth=depth, branches=branches, policy=policy)
+    ended = cluster.run(PROMPT, 100, mode)
+    assert cluster.generated == list(text[10:110])
+    assert ended.reason == "length"
+    assert ended.timings.predicted_n == 100
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_branches_that_come_late_or_never_change_no_token(steps: int) -> None:
+    text = random_text(2)
+    cluster = Cluster(text, script(text), steps=steps)
+    cluster.run(PROMPT, 120)
+    assert cluster.generated == list(text[10:130])
+
+
+def test_a_perfect_drafter_commits_depth_plus_one_tokens_a_round() -> None:
+    text = random_text(3)
+    cluster = Cluster(text, script(text, (1.0,)), depth=4, full_depth=True)
+    ended = cluster.run(PROMPT, 101)
+    assert ended.timings.draft_n_accepted == ended.timings.draft_n == 80
+    assert ended.timings.draft_rounds == 20
+    assert ended.timings.cache_misses == 0
+    assert ended.timings.cache_hits == 20
+
+
+REPEATING = PROMPT + random_text(1, 60)[10:] * 6
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+@pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
+@pytest.mark.parametrize("steps", [1, 100])
+def test_origins_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
+    cluster = Cluster(text, script(text), steps=steps)
+    times = cluster.run(PROMPT, 300, mode, origins=True).timings
+    found = Counter(cluster.origins)
+    assert found.total() == times.predicted_n == 300
+    assert found[Origin.TARGET] == times.predicted_n - times.draft_n_accepted
+    assert found.total() - found[Origin.TARGET] == sum(times.accepted_by_position)
+    assert (found[Origin.PREPARED] > 0) is (times.cache_hits + times.cache_late > 0)
+    followed = (times.cache_late, times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted)
+    assert sum(followed) == times.cache_misses
+    if mode == "ar":
+        assert found == {Origin.TARGET: 300}
+    if mode == "sd":
+        assert found[Origin.DRAFTED] and not found[Origin.PREPARED]
+    if text is REPEATING and mode != "ar":
+        assert found[Origin.COPIED] > 0
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+@pytest.mark.parametrize("text", [random_text(1), REPEATING], ids=["new", "repeating"])
+@pytest.mark.parametrize("steps", [1, 100])
+def test_the_rounds_that_are_told_agree_with_the_timings(mode: str, text: tuple[int, ...], steps: int) -> None:
+    cluster = Cluster(text, script(text), steps=steps)
+    times = cluster.run(PROMPT, 300, mode, rounds=True).timings
+    told = cluster.records
+    assert [record.round for record in told] == list(range(times.rounds))
+    assert sum(record.tokens for record in told) == times.predicted_n == 300
+    assert sum(record.drafted for record in told) == times.draft_n
+    assert sum(record.accepted for record in told) == times.draft_n_accepted
+    assert sum(record.lookup in ("hit", "grown") for record in told) == times.cache_hits
+    assert sum(record.lookup in ("late", "miss") for record in told) == times.cache_misses
+    assert sum(record.source == "ngram" for record in told) == times.ngram_chains
+    assert (times.cache_hits > 0) is (mode in ("ssd", "auto"))
+
+
+def test_origins_and_rounds_are_told_only_when_asked_for() -> None:
+    text = random_text(1)
+    cluster = Cluster(text, script(text))
+    cluster.run(PROMPT, 20)
+    told = [event for event in cluster.told if isinstance(event, Committed)]
+    assert all(event.origins is None and event.rounds is None for event in told)
+
+
+def test_an_always_wrong_drafter_commits_one_token_a_round() -> None:
+    text = random_text(4)
+    cluster = Cluster(text, script(text, (0.0,), (0.0,)), depth=4, ngrams=False)
+    ended = cluster.run(PROMPT, 50)
+    assert cluster.generated == list(text[10:60])
+    assert ended.timings.draft_n_accepted == 0
+    assert ended.timings.rounds == 50
+    assert ended.timings.cache_hits == 0
+
+
+def test_hits_follow_the_prescribed_bonus_rank() -> None:
+    """A bonus that always stands first among the candidates is always found; one that is never there, never."""
+    text = random_text(5, 1200)
+    found = Cluster(text, script(text, (0.6,), (1.0,)), full_depth=True, branches=8).run(PROMPT, 1000).timings
+    assert found.cache_misses == 0
+    lost = (
+        Cluster(text, script(text, (0.6,), (0.0,)), full_depth=True, branches=8, ngrams=False).run(PROMPT, 1000).timings
+    )
+    # What is left are the outcomes after full acceptance, whose bonus is right with the acceptance itself.
+    assert lost.cache_hits < 0.4 * found.cache_hits
+
+
+def test_eos_ends_the_text_and_what_follows_does_not_count() -> None:
+    text = random_text(6)
+    end = text[10 + 37]
+    first = text.index(end, 10) - 10
+    cluster = Cluster(text, script(text, (1.0,)), depth=6)
+    ended = cluster.run(PROMPT, 200, eos=frozenset({end}))
+    assert ended.reason == "eos"
+    assert cluster.generated == list(text[10 : 10 + first + 1])
+    assert ended.timings.predicted_n == first + 1
+    assert ended.timings.draft_n_accepted <= ended.timings.predicted_n
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+def test_the_shortest_requests_end_at_their_length(max_tokens: int, mode: str) -> None:
+    text = random_text(7)
+    cluster = Cluster(text, script(text))
+    ended = cluster.run(PROMPT, max_tokens, mode)
+    assert cluster.generated == list(text[10 : 10 + max_tokens])
+    assert ended.reason == "length"
+
+
+@pytest.mark.parametrize("mode", ["ar", "sd", "ssd", "auto"])
+def test_generation_ends_where_the_targets_context_ends(mode: str) -> None:
+    text = random_text(8)
+    cluster = Cluster(text, script(text), context=30)
+    ended = cluster.run(PROMPT, 200, mode)
+    assert cluster.generated == list(text[10:30])
+    assert ended.reason == "length"
+
+
+def test_a_hit_whose_branch_was_complete_costs_no_verify() -> None:
+    text = random_text(13)
+    cluster = Cluster(text, script(text))
+    ended = cluster.run(PROMPT, 100)
+    asked = sum(isinstance(message, Verify) for message in cluster.told_target)
+    assert cluster.generated == list(text[10:110])
+    assert ended.timings.cache_hits > 10
+    # The prompt's own round needs no VERIFY and its hit is told: nothing can be prepared while the prompt is read.
+    assert asked == (ended.timings.rounds - 1) - (ended.timings.cache_hits - 1)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 6, 7, 8, 9])
+def test_the_target_is_prepared_for_nothing_that_ends_the_request_or_goes_past_its_end(max_tokens: int) -> None:
+    text = random_text(14)
+    cluster = Cluster(text, script(text, (0.9,)), depth=3)
+    cluster.run(PROMPT, max_tokens, eos=frozenset({text[18]}))
+    known = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert known
+    for message in known:
+        for committed, following in zip(message.committed, message.chains, strict=True):
+            assert text[18] not in committed
+            assert message.base_len + len(committed) + len(following) < 10 + max_tokens
+    assert cluster.generated == list(text[10 : 10 + min(max_tokens, 9)])
+
+
+def test_a_drafter_that_goes_past_the_end_of_the_text_does_not_mislead_the_target() -> None:
+    text = random_text(16)
+    cluster = Cluster(text, script(text))
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset({7})), 0)
+    entries = (Branch((7,), (8, 9)), Branch((5,), (8, 9, 10)))
+    cluster.rounds.handle("draft-0", Branches("r", 0, 0, len(PROMPT), 3, entries, Span(0, 1), final=True), 0)
+    known = [message for message in cluster.told_target if isinstance(message, Prepare)]
+    assert [(message.committed, message.chains) for message in known] == [(((5,),), ((8, 9, 10),))]
+
+
+def test_plain_decoding_goes_on_without_a_word_until_something_else_is_to_be_tried() -> None:
+    text = random_text(11)
+    plain = Cluster(text, None, ngrams=False)
+    plain.run(PROMPT, 100, "auto")
+    assert plain.generated == list(text[10:110])
+    assert len([message for message in plain.told_target if isinstance(message, Verify)]) == 1
+
+    trying = Cluster(text, script(text))
+    trying.run(PROMPT, 300, "auto")
+    halts = [message for message in trying.told_target if isinstance(message, Halt)]
+    plain_runs = [message for message in trying.told_target if isinstance(message, Verify) and message.autonomous]
+    assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
+
+
+def test_nothing_is_prepared_for_residual_sampling() -> None:
+    text = random_text(15)
+    cluster = Cluster(text, script(text))
+    cluster.run(PROMPT, 60, sampling=SamplingParams(temp=1.0, rule="residual"))
+    assert not [message for message in cluster.told_target if isinstance(message, Prepare)]
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_ngrams_alone_say_what_the_target_says(mode: str) -> None:
+    text = PROMPT + tuple(random_text(9)[10:40]) * 8
+    cluster = Cluster(text, None)
+    ended = cluster.run(PROMPT, 200, mode)
+    assert cluster.generated == list(text[10:210])
+    assert ended.timings.ngram_chains > 0
+    assert ended.timings.draft_n_accepted > 80
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", [Branches, Drafted, Commit, Prepare])
+@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+def test_lost_messages_cost_time_never_text(seed: int, kind: type[Message], mode: str) -> None:
+    rng = random.Random(seed)
+    text = random_text(seed)
+    cluster = Cluster(text, script(text), drop=lambda message: isinstance(message, kind) and rng.random() < 0.3)
+    cluster.run(PROMPT, 80, mode)
+    assert cluster.generated == list(text[10:90])
+
+
+def test_a_drafter_lost_in_the_middle_leaves_the_target_to_finish_alone() -> None:
+    text = random_text(10)
+    cluster = Cluster(text, script(text))
+    turns = iter(range(1000))
+    original = cluster._turn
+
+    def turn() -> None:
+        original()
+        if next(turns) == 5:
+            cluster.rounds.on_drafter_lost("draft-0", "it was lost", 0)
+            cluster.workers.clear()
+
+    cluster._turn = turn  # type: ignore[method-assign]
+    ended = cluster.run(PROMPT, 100)
+    assert cluster.generated == list(text[10:110])
+    assert any("lost" in note for note in ended.notes)
+
+
+@pytest.mark.parametrize("last_words", [Resync("r", 0), Fault("draft-0", "r", "again")])
+def test_what_a_drafter_still_says_when_it_was_given_up_concerns_nobody(last_words: Message) -> None:
+    text = random_text(13)
+    cluster = Cluster(text, script(text), ngrams=False)
+    handle, heard = cluster.rounds.handle, []
+
+    def fails(sender: str, message: Message, now_ns: int) -> None:
+        handle(sender, message, now_ns)
+        heard.append(sender)
+        if len(heard) == 20:
+            handle("draft-0", Fault("draft-0", "r", "the context is full"), now_ns)
+            handle("draft-0", last_words, now_ns)
+
+    cluster.rounds.handle = fails  # type: ignore[method-assign]
+    cluster.run(PROMPT, 80)
+    assert cluster.generated == list(text[10:90])
+    assert sum(isinstance(message, Open) for message in cluster.told_target) == 1
+
+
+def test_a_drafter_that_missed_something_is_told_everything_once() -> None:
+    text = random_text(14)
+    cluster = Cluster(text, script(text), ngrams=False, steps=0)
+    to_drafter: list[Message] = []
+    send = cluster.send_drafter
+
+    def note(name: str, message: Message) -> None:
+        to_drafter.append(message)
+        send(name, message)
+
+    cluster.send_drafter = note  # type: ignore[method-assign]
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    for _ in range(6):
+        cluster._turn()
+    cluster.rounds.handle("draft-0", Resync("r", 0), 0)
+    opened, told = [m for m in to_drafter if isinstance(m, Open)][-1], cluster.rounds._requests["r"].tokens
+    assert opened.tokens.tolist() == told
+    since = len(to_drafter)
+    for _ in range(6):
+        cluster._turn()
+    known = [token for m in to_drafter[since:] if isinstance(m, Commit) for token in m.tokens]
+    assert known and known == told[len(opened.tokens) :][: len(known)]
+
+
+def test_a_simulation_without_its_drafter_fails() -> None:
+    text = random_text(12)
+    cluster = Cluster(text, script(text), simulated=True)
+    cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    cluster.rounds.handle("draft-0", Fault("draft-0", "r", "the drafter is full"), 0)
+    assert cluster.told[-1] == RequestFailed("r", "WorkerError", "the drafter is full")
+    assert not cluster.rounds.active
+
+
+@pytest.mark.parametrize("sender", ["target-0", "draft-0"])
+def test_what_a_worker_remarks_is_told_once_with_the_text(sender: str) -> None:
+    text = random_text(12)
+    cluster = Cluster(text, script(text), simulated=True)
+    handle = cluster.rounds.handle
+
+    def remarking(name: str, message: Message, now_ns: int) -> None:
+        handle(sender, WorkerNote(sender, "the times are wrong"), now_ns)
+        handle("draft-7", WorkerNote("draft-7", "I have no part in this"), now_ns)
+        handle(name, message, now_ns)
+
+    cluster.rounds.handle = remarking  # type: ignore[method-assign]
+    ended = cluster.run(PROMPT, 50)
+    assert cluster.generated == list(text[10:60])
+    assert ended.notes == (f"{sender}: the times are wrong",)
+
+
+def test_stale_and_duplicate_messages_are_dropped_and_counted() -> None:
+    text = random_text(11)
+    cluster = Cluster(text, script(text))
+    seen: list[tuple[str, Message]] = []
+    handle = cluster.rounds.handle
+
+    def twice(sender: str, message: Message, now_ns: int) -> None:
+        seen.append((sender, message))
+        handle(sender, message, now_ns)
+        handle(*seen[len(seen) // 2], now_ns)
+
+    cluster.rounds.handle = twice  # type: ignore[method-assign]
+    cluster.run(PROMPT, 60)
+    assert cluster.generated == list(text[10:70])
+    assert cluster.rounds.stale > 0
+
+
+def test_a_long_prompt_is_looked_through_after_its_open_has_left_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = random_text(17)
+    cluster = Cluster(text, script(text))
+    read: list[tuple[int, bool]] = []
+    read_on = NgramIndex.read_on
+
+    def noted(index: NgramIndex, count: int) -> None:
+        if not index.is_empty:
+            read.append((count, any(isinstance(message, Open) for message in cluster.told_target)))
+        read_on(index, count)
+
+    monkeypatch.setattr(NgramIndex, "read_on", noted)
+    cluster.rounds.begin(Admit("r", PROMPT * 1000, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
+    assert cluster.rounds.next_deadline_ns() == 0
+    turns = 0
+    while cluster.rounds.next_deadline_ns() == 0:
+        cluster.rounds.on_time(0)
+        turns += 1
+    assert turns > 30
+    assert all(opened and count <= PIECE for count, opened in read)
+
+
+def test_with_full_depth_a_branch_that_comes_after_its_outcome_is_late_and_no_hit() -> None:
+    text = random_text(18)
+    cluster = Cluster(text, script(text, (1.0,)), depth=3, full_depth=True, ngrams=False, steps=0)
+    came: list[bool] = []  # by outcome: whether its branch had come
+    on_outcome = cluster.rounds._on_outcome
+
+    def noted(request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
+        came.append(request.cache.lookup((*request.proposal.chain[: outcome.accepted], outcome.bonus)) is not None)
+        return on_outcome(request, outcome, now_ns)
+
+    cluster.rounds._on_outcome = noted  # type: ignore[method-assign]
+    timings = cluster.run(PROMPT, 60).timings
+    assert (timings.cache_hits, timings.cache_late) == (came[:-1].count(True), came[:-1].count(False))
+    assert timings.cache_late > 5

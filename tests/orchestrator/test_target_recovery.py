@@ -1,0 +1,305 @@
+"""What becomes of requests when their drafter or their target dies and comes back: the real rounds and draft worker."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.orchestrator.events import Committed, RequestEnded, RequestFailed
+from outrider.protocol.messages import Open, Verify
+from tests.orchestrator.mortal import Mortal, random_text
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
+
+WAYS = ((Mortal.kill_drafter, Mortal.find_drafter), (Mortal.kill_target, Mortal.find_target))
+MODES = ("ar", "sd", "ssd", "auto")
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def whole(cluster: Mortal, name: str = "r0", length: int = 60) -> list[int]:
+    return list(cluster.texts[name][11 : 11 + length])
+
+
+# --- the drafter --------------------------------------------------------------------------------------------------
+
+
+@every_mode
+@pytest.mark.parametrize("seed", range(6))
+def test_a_drafter_that_comes_and_goes_changes_no_token(mode: str, seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Mortal([random_text(1), random_text(2)])
+    cluster.begin(mode)
+    for _ in range(4):
+        cluster.turns(rng.randrange(1, 12))
+        cluster.kill_drafter()
+        cluster.turns(rng.randrange(0, 6))
+        cluster.find_drafter()
+    cluster.to_the_end()
+    for name in cluster.texts:
+        assert cluster.text_of(name) == whole(cluster, name)
+
+
+@pytest.mark.parametrize("ngrams", [True, False])
+def test_a_drafter_that_returns_hits_again_in_the_same_request(ngrams: bool) -> None:
+    cluster = Mortal([random_text(1)], ngrams=ngrams)
+    cluster.begin("ssd", 200)
+    cluster.turns(10)
+    cluster.kill_drafter()
+    before = cluster.rounds._requests["r0"].metrics.timings(11, 300).cache_hits
+    cluster.turns(5)
+    cluster.find_drafter()
+    cluster.to_the_end()
+    ended = cluster.end("r0")
+    assert isinstance(ended, RequestEnded) and cluster.text_of("r0") == whole(cluster, length=200)
+    assert ended.timings.cache_hits > before + 10
+    assert ended.timings.rejoined == 1
+    assert ended.notes == ("speculation: draft worker draft-0 ended with code -9", "speculation: draft-0 drafts again")
+
+
+def test_who_waits_for_a_drafter_that_dies_goes_on_at_once() -> None:
+    cluster = Mortal([random_text(1)], ngrams=False, steps=0)
+    cluster.begin("sd")
+    while cluster.rounds._requests["r0"].wait is None:
+        cluster._turn()
+    told = len(cluster.told_target)
+    cluster.kill_drafter()
+    assert [type(message) for message in cluster.told_target[told:]] == [Verify]
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd", "auto"])
+def test_a_request_that_began_without_a_drafter_takes_one_that_comes(mode: str) -> None:
+    cluster = Mortal([random_text(1)], ngrams=False)
+    cluster.kill_drafter()
+    cluster.begin(mode, 300)
+    cluster.turns(5)
+    cluster.find_drafter()
+    cluster.to_the_end()
+    ended = cluster.end("r0")
+    assert isinstance(ended, RequestEnded) and ended.timings.draft_n_accepted > 0
+    assert cluster.text_of("r0") == whole(cluster, length=300)
+
+
+def test_plain_decoding_that_was_asked_for_takes_none() -> None:
+    cluster = Mortal([random_text(1)])
+    cluster.kill_drafter()
+    cluster.begin("ar")
+    cluster.turns(5)
+    cluster.find_drafter()
+    cluster.to_the_end()
+    ended = cluster.end("r0")
+    assert isinstance(ended, RequestEnded) and (ended.timings.rejoined, ended.notes) == (0, ())
+
+
+def test_a_request_that_a_drafter_seems_to_die_of_is_left_alone_by_it() -> None:
+    cluster = Mortal([random_text(1)])
+    cluster.begin("ssd")
+    cluster.turns(3)
+    for _ in range(4):
+        cluster.kill_drafter()
+        cluster.find_drafter()
+    assert not cluster.rounds._requests["r0"].drafters
+    assert cluster.rounds._requests["r0"].metrics.rejoined == 1
+    cluster.to_the_end()
+    assert cluster.text_of("r0") == whole(cluster)
+
+
+# --- the target ---------------------------------------------------------------------------------------------------
+
+
+@every_mode
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ngrams", [True, False])
+def test_a_target_that_dies_and_returns_changes_no_token(mode: str, seed: int, ngrams: bool) -> None:
+    rng = random.Random(seed)
+    cluster = Mortal([random_text(1), random_text(2), random_text(3)], ngrams=ngrams)
+    cluster.begin(mode)
+    for _ in range(3):
+        cluster.turns(rng.randrange(1, 25))
+        cluster.kill_target()
+        cluster.turns(rng.randrange(0, 4))
+        cluster.find_target()
+    cluster.to_the_end()
+    for name in cluster.texts:
+        ended = cluster.end(name)
+        assert cluster.text_of(name) == whole(cluster, name)
+        assert isinstance(ended, RequestEnded) and ended.timings.predicted_n == 60
+
+
+@every_mode
+@pytest.mark.parametrize("seed", range(6))
+def test_both_die_at_random(mode: str, seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = Mortal([random_text(1), random_text(2)])
+    cluster.begin(mode)
+    for _ in range(5):
+        cluster.turns(rng.randrange(2, 12))
+        ways = dict.fromkeys(rng.choices(WAYS, k=rng.randrange(1, 4)))
+        for kill, _ in ways:
+            kill(cluster)
+            cluster.turns(rng.randrange(0, 3))
+        for _, find in ways:
+            find(cluster)
+            cluster.turns(rng.randrange(0, 2))
+    cluster.to_the_end()
+    for name in cluster.texts:
+        assert cluster.text_of(name) == whole(cluster, name)
+
+
+def test_a_replacement_is_told_all_committed_tokens_and_how_many_are_the_prompts() -> None:
+    cluster = Mortal([random_text(1)])
+    cluster.begin("ssd")
+    cluster.turns(12)
+    cluster.kill_target()
+    said = cluster.text_of("r0")
+    cluster.find_target()
+    opened = cluster.told_target[-1]
+    assert isinstance(opened, Open) and opened.tokens.tolist() == [*cluster.texts["r0"][:11], *said]
+    assert (opened.prompt_len, opened.epoch, opened.verifying) == (11, 1, None)
+
+
+def test_what_the_dead_target_and_the_drafters_still_say_is_dropped() -> None:
+    cluster = Mortal([random_text(1)])
+    cluster.begin("ssd")
+    cluster.turns(12)
+    late = list(cluster.target.answer(cluster._to_target[0])) if cluster._to_target else []
+    cluster.kill_target()
+    said, stale = cluster.text_of("r0"), cluster.rounds.stale
+    for message in late:
+        cluster.rounds.handle("target-0", message, 0)
+    cluster._work(100)
+    assert cluster.text_of("r0") == said and cluster.rounds.stale >= stale + len(late)
+
+
+def test_the_pause_teaches_nothing_about_verifies_and_is_told() -> None:
+    cluster = Mortal([random_text(1)])
+    cluster.begin("ssd")
+    cluster.turns(12)
+    cluster.kill_target()
+    cluster._now += 10**12
+    estimates, said = cluster.rounds._planner.estimates, len(cluster.text_of("r0"))
+    before = estimates.tokens_per_ms()
+    cluster.find_target()
+    while len(cluster.text_of("r0")) == said:
+        cluster._turn()
+    assert estimates.tokens_per_ms() == before
+    cluster.to_the_end()
+    ended = cluster.end("r0")
+    assert estimates.tokens_per_ms() not in (before, 0.0)
+    assert isinstance(ended, RequestEnded) and ended.timings.resumed == 1
+    assert ended.notes == ("the text continued after a pause: target worker target-0 ended with code -9",)
+
+
+def test_who_comes_while_there_is_no_target_begins_with_the_next() -> None:
+    cluster = Mortal([random_text(1), random_text(2)])
+    cluster.kill_target()
+    cluster.begin("ssd")
+    cluster.turns(3)
+    assert not any(isinstance(event, Committed) for event in cluster.told)
+    cluster.to_the_end()
+    for name in cluster.texts:
+        ended = cluster.end(name)
+        assert isinstance(ended, RequestEnded) and ended.timings.resumed == 0
+        assert cluster.text_of(name) == whole(cluster, name)
+
+
+def test_who_leaves_during_the_outage_is_let_go() -> None:
+    cluster = Mortal([random_text(1), random_text(2)])
+    cluster.begin("ssd")
+    cluster.turns(12)
+    cluster.kill_target()
+    cluster.rounds.stop("r0", "cancelled")
+    cluster.to_the_end()
+    assert cluster.opened[-1] == ["r1"] and cluster.text_of("r1") == whole(cluster, "r1")
+
+
+def test_where_no_target_comes_any_more_every_request_ends_with_the_reason() -> None:
+    cluster = Mortal([random_text(1), random_text(2)])
+    cluster.begin("ssd")
+    cluster.turns(12)
+    cluster.kill_target(for_good=True)
+    assert [cluster.end(name) for name in cluster.texts] == [
+        RequestFailed(name, "WorkerError", "target worker target-0 ended with code -9") for name in cluster.texts
+    ]
+
+
+def test_a_simulated_target_that_dies_ends_what_it_stood_for() -> None:
+    cluster = Mortal([random_text(1)], simulated=True)
+    cluster.begin("ssd")
+    cluster.kill_target()
+    assert isinstance(cluster.end("r0"), RequestFailed) and not cluster.rounds.active
+
+
+# --- poison -------------------------------------------------------------------------------------------------------
+
+
+@every_mode
+@pytest.mark.parametrize("poisoned", ["r0", "r2", "r3"])
+@pytest.mark.parametrize("at", [0, 30])
+def test_a_request_that_kills_the_target_again_and_again_ends_alone(mode: str, poisoned: str, at: int) -> None:
+    cluster = Mortal([random_text(n) for n in range(4)], poison={poisoned: at}, ngrams=False)
+    cluster.begin(mode)
+    cluster.to_the_end()
+    ended = cluster.end(poisoned)
+    assert isinstance(ended, RequestFailed) and "the third time" in ended.message
+    for name in set(cluster.texts) - {poisoned}:
+        assert isinstance(cluster.end(name), RequestEnded) and cluster.text_of(name) == whole(cluster, name)
+    assert cluster.deaths == 3 or at  # where the others get tokens between two deaths they are no suspects
+    assert cluster.deaths <= 4
+
+
+def test_suspects_are_tried_one_at_a_time_with_nobody_beside_them() -> None:
+    cluster = Mortal([random_text(n) for n in range(3)])
+    cluster.begin("ssd")
+    for _ in range(2):
+        cluster.kill_target()
+        cluster.find_target()
+    for count in (1, 2, 3):
+        assert len(cluster.opened[-1]) == count
+        before = len(cluster.told)
+        while not any(isinstance(event, Committed) for event in cluster.told[before:]):
+            cluster._turn()
+    assert sorted(cluster.opened[-1]) == ["r0", "r0", "r1", "r1", "r2", "r2"]
+    cluster.to_the_end()
+    for name in cluster.texts:
+        assert cluster.text_of(name) == whole(cluster, name)
+
+
+def test_who_comes_while_suspects_are_tried_waits() -> None:
+    cluster = Mortal([random_text(0)])
+    cluster.begin("ssd")
+    for _ in range(2):
+        cluster.kill_target()
+        cluster.find_target()
+    cluster.texts["r1"] = random_text(1)
+    cluster.target.oracles["r1"] = type(cluster.target.oracles["r0"])(random_text(1))  # type: ignore[attr-defined]
+    cluster.texts = {"r1": cluster.texts["r1"]}
+    cluster.begin("ar")
+    assert cluster.opened[-1] == ["r0"]
+    cluster.to_the_end()
+    assert cluster.opened[-1][:1] == ["r0"] and sorted(cluster.opened[-1]) == ["r0", "r0", "r1"]
+
+
+def test_two_poisons_at_once_both_end() -> None:
+    cluster = Mortal([random_text(n) for n in range(4)], poison={"r1": 0, "r2": 0})
+    cluster.begin("ssd")
+    cluster.to_the_end()
+    assert {name for name in cluster.texts if isinstance(cluster.end(name), RequestFailed)} == {"r1", "r2"}
+
+
+@pytest.mark.parametrize("mode", ["sd", "ssd"])
+def test_a_target_that_dies_while_a_drafter_is_waited_for_leaves_the_books_right(mode: str) -> None:
+    """The round before has ended and stays counted; the one that was waited for has not begun."""
+    cluster = Mortal([random_text(1)], ngrams=False)
+    cluster.begin(mode, 120)
+    for _ in range(5):
+        while cluster.rounds.active and cluster.rounds._requests["r0"].wait is None:
+            cluster._turn()
+        cluster.kill_target()
+        cluster.find_target()
+    cluster.to_the_end()
+    times = cluster.end("r0").timings  # type: ignore[union-attr]
+    followed = times.missed_then_plain + times.missed_then_copied + times.missed_then_drafted + times.cache_late
+    told = [event for event in cluster.told if isinstance(event, Committed)]
+    assert cluster.text_of("r0") == whole(cluster, length=120) and times.resumed == 5
+    assert times.cache_misses == followed and times.rounds == len(told)

@@ -1,0 +1,175 @@
+"""Pieces of a stream go straight to the connection, framed as HTTP/1.1 has it; in HTTP/1.0 as any answer does."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.protocol.errors import WorkerError
+from outrider.server.__main__ import config
+from outrider.server.answers.part_stream import PartStream, PartUpdate, Words
+from outrider.server.answers.parts import Splitter
+from outrider.server.answers.run import AtOnce, ChoiceText, News
+from outrider.server.answers.sse import EventStream
+from outrider.server.connection import Server, chunk_writer, offer
+from outrider.server.problems import Problem
+
+BEGIN = b"data: begun\n\n"
+PIECES = [b"data: one\n\n", b"data: " + b"x" * 300 + b"\n\n"]
+WHOLE = [BEGIN, *PIECES, b"data: gone\n\n"]
+passed: list[int] = []
+
+
+class Speech:
+    """A run that has its words ready, and breaks off behind them. `taken` at once, or not, each of them."""
+
+    over = False
+
+    def __init__(self) -> None:
+        self._left: list[News] = [ChoiceText(0, piece.decode(), (1,)) for piece in PIECES]
+        self.taken: list[bool] = []
+
+    async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
+        while self._left:
+            one = self._left.pop(0)
+            self.taken.append(at_once is not None and at_once(one))
+            if not self.taken[-1]:
+                return [one]
+        raise WorkerError("gone")
+
+    async def close(self) -> None:
+        """Nothing is left."""
+
+
+class Plain:
+    """Events that are the words themselves."""
+
+    def begin(self) -> bytes:
+        return BEGIN
+
+    def of(self, one: Words) -> bytes:
+        assert isinstance(one, PartUpdate)
+        return one.part.text.encode()  # type: ignore[union-attr]
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, problem: Problem) -> bytes:
+        return f"data: {problem.message}\n\n".encode()
+
+
+def stream(run: Speech, one_call: bool = False) -> EventStream:
+    return EventStream(PartStream(run, [Splitter()], one_call), Plain())  # type: ignore[arg-type]
+
+
+async def application(scope: Scope, receive: Receive, send: Send) -> None:
+    async def watched(message: Message) -> None:
+        passed.append(len(message.get("body", b"")))
+        await send(message)
+
+    await stream(Speech())(scope, receive, watched)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    set_up: uvicorn.Config = config(application, HttpSettings(port=0))  # type: ignore[arg-type]
+    server = Server(set_up)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield listener.getsockname()
+    server.end()
+    thread.join()
+    listener.close()
+
+
+def test_pieces_are_whole_and_go_past_the_layers_between(address: tuple[str, int]) -> None:
+    passed.clear()
+    client = HTTPConnection(*address)
+    for _ in range(2):  # the connection is as good as before
+        client.request("POST", "/")
+        assert client.getresponse().read() == b"".join(WHOLE)
+    assert passed == [0, 0] * 2
+
+
+def test_in_older_http_there_are_no_frames(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as client:
+        client.sendall(b"POST / HTTP/1.0\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.partition(b"\r\n\r\n")[2] == b"".join(WHOLE)
+
+
+def test_elsewhere_pieces_are_messages() -> None:
+    told: list[object] = []
+
+    async def send(message: object) -> None:
+        told.append(message)
+
+    way = chunk_writer({"type": "http"}, send)  # type: ignore[arg-type]
+    asyncio.run(way.write(b"x"))
+    asyncio.run(way.write(b""))  # which would be the end
+    assert told == [{"type": "http.response.body", "body": b"x", "more_body": True}]
+
+
+class Connection:
+    """One of uvicorn's answers, whose reader is late for as long as nobody waits for him."""
+
+    def __init__(self) -> None:
+        self.scope: Scope = {"type": "http", "http_version": "1.1"}
+        self.flow = SimpleNamespace(write_paused=False, drain=self._drain)
+        self.disconnected = False
+        self.written: list[bytes] = []
+        self.transport = SimpleNamespace(write=self.written.append)
+        offer(self)  # type: ignore[arg-type]
+
+    async def send(self, message: Message) -> None:
+        """The beginning and the end."""
+
+    async def _drain(self) -> None:
+        self.flow.write_paused = False
+
+    async def hear(self, answer: EventStream) -> None:
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        await answer(self.scope, receive, self.send)
+
+
+def framed(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def test_text_is_written_in_the_turn_that_brings_it_unless_its_reader_is_late() -> None:
+    class Late(Speech):
+        async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
+            connection.flow.write_paused = not self.taken
+            return await super().news(patience, at_once)
+
+    connection, run = Connection(), Late()
+    asyncio.run(connection.hear(stream(run)))
+    assert run.taken == [False, True]
+    assert connection.written == list(map(framed, WHOLE))
+
+
+def test_text_that_a_call_may_end_is_not_written_at_once() -> None:
+    connection, run = Connection(), Speech()
+    asyncio.run(connection.hear(stream(run, one_call=True)))
+    assert run.taken == [False, False]
+    assert connection.written == list(map(framed, WHOLE))
+
+
+def test_who_has_left_is_sent_nothing() -> None:
+    connection = Connection()
+    connection.disconnected = True
+    asyncio.run(connection.hear(stream(Speech())))
+    assert connection.written == []

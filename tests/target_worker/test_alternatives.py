@@ -1,0 +1,103 @@
+"""Beside its chains a head tells what it thought next best: trees that change no text, and whose odds are learned."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.fan_out import Calibration
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import Head
+from outrider.engine.loading import LoadedModel
+from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.in_process_drafter import HeadDraftSession, InProcessHead
+from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.target_worker.block_heads import block_head, linked_head, parallel_head
+from tests.target_worker.heads import drafter, markov_llama, token_head
+
+HEADS = [token_head, block_head, linked_head, parallel_head]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+def part_of(own: HeadDrafter, sampling: SamplingParams) -> HeadDraftSession:
+    """One that has heard of three tokens."""
+    part = HeadDraftSession(own, own.follow(sampling), None)  # type: ignore[arg-type]
+    part.follower.add_features(0, mx.ones((3, 64)))
+    return part
+
+
+@pytest.mark.parametrize("made", HEADS)
+def test_the_first_branch_is_the_chain_and_beside_it_stand_the_next_best(
+    target: LoadedModel, made: Callable[[LoadedModel], Head]
+) -> None:
+    own, text = drafter(made(target), target), [5, 6, 7, 8]
+    found = []
+    for least in (1.0, 0.01):
+        part = part_of(own, SamplingParams(temp=0.8, seed=4))
+        turn = part.turn(text, 3, least)
+        found += turn.batcher.continuations([turn.work], [3])
+    plain, tree = found
+    assert tree.line == plain.chain and plain.parents == ()
+    assert tree.chain[:3] == plain.chain and tree.parents[:3] == (-1, 0, 1)
+    beside = [(parent, token) for parent, token in zip(tree.parents[3:], tree.chain[3:], strict=True)]
+    assert len(beside) > 2 and len({*beside, *zip(tree.parents[:3], plain.chain, strict=True)}) == len(tree.chain)
+
+
+def test_what_held_is_learned(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned = []
+    monkeypatch.setattr(Calibration, "learn", lambda self, points, *rest: learned.append((len(points), *rest)))
+    own = drafter(token_head(target), target)
+    part, text = part_of(own, SamplingParams()), [5, 6, 7, 8]
+    turn = part.turn(text, 3, 0.001)
+    tree = turn.batcher.continuations([turn.work], [3])[0]
+    other = next(t for parent, t in zip(tree.parents[3:], tree.chain[3:], strict=True) if parent == 0)
+    text += [tree.chain[0], other, 9]
+    part.turn(text, 3, 0.001)
+    assert learned == [(2, 3, 1, 0)]
+
+
+def said(target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: float, requests: int) -> list[Outcome]:
+    opens = [
+        Open(str(n), 0, 0, np.array([40 + n, 7], np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        for n in range(requests)
+    ]
+    link = FakeLink("target-0", deque(opens))
+    own = InProcessDrafters({"own": InProcessHead(drafter(made(target), target))}) if made else None
+    worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
+    answered(worker, link, ())
+    draft = 3 if own else 0
+    go = [Verify(o.request, 0, 1, 3, (), autonomous=True, draft=draft, min_prob=0.02, max_tokens=24) for o in opens]
+    return answered(worker, link, go)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("made", HEADS)
+def test_the_text_is_the_targets_own(target: LoadedModel, made: Callable[[LoadedModel], Head], temp: float) -> None:
+    plain, trees = ([], [])  # type: ignore[var-annotated]
+    for outcomes, kind in ((plain, None), (trees, made)):
+        found = said(target, kind, temp, 3)
+        assert all(isinstance(one, Outcome) for one in found), found
+        outcomes += found
+    assert any(one.drafted_parents for one in trees)
+    for request in map(str, range(3)):
+        assert text(trees, request) == text(plain, request)
+
+
+def text(outcomes: list[Outcome], request: str) -> list[int]:
+    found: list[int] = []
+    for one in outcomes:
+        if one.request == request:
+            held = range(one.accepted) if one.path is None else one.path
+            found += [*((one.drafted or ())[node] for node in held), one.bonus]
+    return found

@@ -1,0 +1,178 @@
+"""Several drafters in the target's process at once: each reads its own, any may draft any round, no text changes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.heads import pairing
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import Head
+from outrider.drafters.mlx import MlxDrafter
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStateReaders
+from outrider.engine.kv_cache import CacheSlot
+from outrider.engine.loading import LoadedModel
+from outrider.engine.verify import VerifyOutput
+from outrider.protocol.heads import names_of
+from outrider.protocol.messages import Halt, Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import KvCost
+from outrider.target_worker import in_process_drafters
+from outrider.target_worker.in_process_drafter import InProcessHead, InProcessModel
+from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters
+from outrider.target_worker.worker import TargetWorker
+from tests.system.links import FakeLink, answered
+from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
+
+LENGTH, DEPTH = 24, 3
+PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+def four(target: LoadedModel) -> InProcessDrafters:
+    """Heads of two kinds with points of their own, and a model."""
+    heads = {"token": token_head, "feature": feature_head, "mtp": mtp_head}
+    own = {name: InProcessHead(drafter(made(target), target)) for name, made in heads.items()}  # type: ignore[operator]
+    return InProcessDrafters({**own, "draft": InProcessModel(MlxDrafter(target))})
+
+
+def run(
+    target: LoadedModel, own: InProcessDrafters, turns: list[str], temp: float, requests: int = 1
+) -> dict[str, list[tuple[str, Outcome]]]:
+    """Who drafted, and what came of it, a round: request n is drafted for by the names in turn, from the nth on."""
+    opens = [
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        for n, prompt in enumerate(PROMPTS[:requests])
+    ]
+    link = FakeLink("target-0", deque(opens))
+    worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
+    found = {one.request: [("", one)] for one in answered(worker, link, ())}
+    by = {o.request: cycle(turns[n % len(turns) :] + turns[: n % len(turns)]) for n, o in enumerate(opens)}
+    while any(len(texts(rounds)) < LENGTH for rounds in found.values()):
+        words, names = [], {request: next(each) for request, each in by.items()}
+        for request, name in names.items():
+            running = worker._running[request]
+            at, depth = len(running.slot.tokens), DEPTH if name else 0
+            words += [
+                Verify(request, 0, running.round + 1, at, (), autonomous=True, draft=depth, max_tokens=9, drafter=name)
+            ]
+            words += [Halt(request, 0)]
+        for one in answered(worker, link, words):
+            assert isinstance(one, Outcome), one
+            found[one.request].append((names[one.request], one))
+    return found
+
+
+def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
+    return [token for _, a in rounds for token in [*(a.drafted or ())[: a.accepted], a.bonus]]
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_whoever_drafts_a_round_the_text_is_the_targets_own(target: LoadedModel, temp: float, requests: int) -> None:
+    alone = run(target, InProcessDrafters({}), [""], temp, requests)
+    found = run(target, four(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
+    for request, rounds in found.items():
+        assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
+    drafted = {name for rounds in found.values() for name, a in rounds if a.drafted}
+    assert drafted == {"token", "draft", "feature", "mtp"}
+
+
+def test_each_drafts_beside_others_what_it_drafts_alone(target: LoadedModel) -> None:
+    """So each is fed its own rows, and all of them, those of rounds that others drafted for, too."""
+    together = run(target, four(target), ["token", "feature", "mtp"], 0.0)["0"]
+    for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
+        own = InProcessDrafters({name: InProcessHead(drafter(made(target), target))})  # type: ignore[operator]
+        alone = run(target, own, [name], 0.0)["0"]
+        said = {a.base_len: a.drafted for _, a in alone if a.drafted}
+        shared = [(said[a.base_len], a.drafted) for who, a in together if who == name and a.base_len in said]
+        assert shared and all(before == now for before, now in shared)
+
+
+def test_what_several_read_is_tapped_once_and_told_apart() -> None:
+    rows = mx.arange(24, dtype=mx.float32).reshape(2, 12)  # layers 1, 3, before the norm, after it: 3 wide
+    half = HiddenStateReader(HiddenStatePoints((3, 1)), lambda x: x.astype(mx.float16))
+    norm = HiddenStateReader(HiddenStatePoints((3,), after_norm=True), lambda x: x + 1)
+    early = HiddenStateReader(HiddenStatePoints(before_norm=True), lambda x: x)
+    readers = HiddenStateReaders([half, norm, early])
+    assert readers.points == HiddenStatePoints((1, 3), True, True)
+    first, second, third = readers.apart(readers.fuse(rows))
+    assert first.dtype == mx.float16 and first[0].tolist() == [3, 4, 5, 0, 1, 2]
+    assert second[0].tolist() == [4, 5, 6, 10, 11, 12]
+    assert third[1].tolist() == [18, 19, 20]
+
+
+def test_one_that_cannot_be_used_is_left_out_with_a_sentence_and_ends_nothing(
+    target: LoadedModel, tmp_path: Path
+) -> None:
+    head = write_feature_head(tmp_path / "head", target)
+    kinds = [("eagle3", str(tmp_path / "none")), ("eagle3", str(head)), ("draft", str(tmp_path / "none"))]
+    wanted = [DrafterSpec(n, *one) for n, one in zip(names_of(kind for kind, _ in kinds), kinds, strict=True)]
+    loaded = in_process_drafters.load(wanted, target, lambda stage: None, alone=True, cost=None)
+    assert list(loaded.drafters) == ["eagle3-2"] == [one.name for one in loaded.infos]
+    assert loaded.infos[0].is_head and loaded.infos[0].agreement > 0.1 and 0 < loaded.infos[0].weight < 1
+    assert [words.split(" is not used: ")[0] for words in loaded.left_out] == [
+        "drafter eagle3",
+        "drafter draft",
+    ]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_heads_weight_is_what_its_trial_took_or_its_bytes(target: LoadedModel, tmp_path: Path, alone: bool) -> None:
+    wanted = [DrafterSpec("eagle3", "eagle3", str(write_feature_head(tmp_path / "head", target)))]
+
+    def fails(head: HeadDrafter, model: LoadedModel) -> float:
+        raise ZeroDivisionError
+
+    tried = in_process_drafters.load(wanted, target, lambda stage: None, alone, cost=lambda head, model: 3.5)
+    plain, failed = (
+        in_process_drafters.load(wanted, target, lambda stage: None, alone, cost) for cost in (None, fails)
+    )
+    by_bytes = plain.infos[0].weight
+    assert 0 < by_bytes < 1 and [tried.infos[0].weight, failed.infos[0].weight] == [
+        3.5 if alone else by_bytes,
+        by_bytes,
+    ]
+
+
+@pytest.mark.parametrize("made", [token_head, mtp_head])
+def test_a_trial_tells_a_token_of_a_chain_over_a_step(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Callable[[LoadedModel], Head]
+) -> None:
+    """By a clock that moves by 10 a step and by 2 a drafted token; by a real one it is some number."""
+    now, own = [0.0], drafter(made(target), target)
+    verified, drafted = pairing.verify, own.continuations
+
+    def step(slot: CacheSlot) -> VerifyOutput:
+        now[0] += 10
+        return verified(slot)
+
+    def chains(lines: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
+        now[0] += 2 * sum(depths)
+        return drafted(lines, depths)
+
+    real = pairing.step_cost(own, target)
+    assert real is not None and 0 < real < math.inf
+    monkeypatch.setattr(pairing, "verify", step)
+    monkeypatch.setattr(own, "continuations", chains)
+    assert pairing.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
+
+
+def test_memory_for_texts_is_shared_out_by_what_each_keeps(target: LoadedModel) -> None:
+    own = four(target)
+    whole = own.cost + KvCost(0, 1000)
+    left = own.allow(1_000_000, 100, whole)
+    assert left == pytest.approx(1_000_000 * 1000 / whole.per_token, rel=0.1)

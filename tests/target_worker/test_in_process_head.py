@@ -1,0 +1,376 @@
+"""A head beside the target: the text is the target's own, chains come of true rows, whatever it does ends nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads.drafter import MOST_WAITING, FeatureFollower, HeadDrafter
+from outrider.drafters.heads.eagle3 import Eagle3
+from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import load as load_head
+from outrider.drafters.heads.pairing import agreement
+from outrider.drafters.heads.proposers import proposer_of
+from outrider.engine.hidden_states import HiddenStates
+from outrider.engine.kv_cache import CacheSlot, FlatKVCache
+from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.loading import LoadedModel, load
+from outrider.engine.sampling import Sampler
+from outrider.engine.verify import PrefillChunk, VerifyInput, begin
+from outrider.protocol.digest import digest
+from outrider.protocol.errors import CannotDraft
+from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.sampling import SamplingParams
+from outrider.target_worker.in_process_drafter import InProcessHead, beside_target
+from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.worker import TargetWorker
+from tests.ahead import said
+from tests.covering import matrix
+from tests.drafters import nextn_heads
+from tests.drafters.mtp_heads import model_of, write, written
+from tests.system.links import FakeLink, answered
+from tests.target_worker.block_heads import (
+    block_feature_head,
+    block_head,
+    convolving_head,
+    linked_head,
+    parallel_head,
+    write_block_head,
+)
+from tests.target_worker.heads import (
+    drafter,
+    feature_head,
+    latent_head,
+    markov_llama,
+    mtp_head,
+    random_head,
+    recurrent_head,
+    token_head,
+)
+
+LENGTH, DEPTH = 28, 3
+BLOCKS = [block_head, linked_head, convolving_head]
+PROMPTS = [[40, 41, 42], [7, 8], [90], [100 + n for n in range(30)]]
+Heads = Callable[[LoadedModel], Head]
+Alone = Callable[[float, int], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture(scope="module")
+def alone(target: LoadedModel) -> Alone:
+    """What so many requests say at a temperature without a drafter."""
+    return cache(lambda temp, requests: texts(run(target, None, temp, requests)))
+
+
+def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int = 1) -> list[list[Outcome]]:
+    """The outcomes of so many requests at once, each of `LENGTH` tokens."""
+    opens = [
+        Open(str(n), 0, 0, np.array(prompt, np.int32), SamplingParams(temp=temp, seed=n if temp else None))
+        for n, prompt in enumerate(PROMPTS[:requests])
+    ]
+    link = FakeLink("target-0", deque(opens))
+    together = InProcessDrafters({"own": beside_target(own)} if own else {})
+    worker = TargetWorker(link, target, own=together)  # type: ignore[arg-type]
+    found = answered(worker, link, ())
+    draft = DEPTH if own else 0
+    go = [
+        Verify(o.request, 0, 1, len(o.tokens) + 1, (), autonomous=True, draft=draft, max_tokens=LENGTH) for o in opens
+    ]
+    found += answered(worker, link, go)
+    assert all(isinstance(one, Outcome) for one in found), found
+    assert not own or len(own.kv_cache._sequences) <= requests
+    return [[one for one in found if one.request == o.request] for o in opens]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gemma3_text"])
+def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], family: str) -> None:
+    """Recurrent ones, where rolled back tokens are fed again and their rows told once, and such with windows."""
+    other = load(tiny_model(family))
+    own = drafter(random_head(other), other)
+    outcomes = run(other, own, 0.8, 3)
+    assert texts(outcomes) == texts(run(other, None, 0.8, 3))
+    assert any(a.drafted for one in outcomes for a in one)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "mimo", "deepseek_v3"])
+def test_with_its_own_head_a_model_says_its_own_text(
+    tiny_model: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    if family in nextn_heads.MODELS:
+        other = load(tiny_model("llama", **nextn_heads.MODELS[family]))
+        folder = write(tmp_path, nextn_heads.weights_of(family, other))
+    else:
+        other, folder = load(model_of(tiny_model, family)), written(tmp_path, family)
+    own = load_head("mtp", str(folder), other, lambda stage: None)
+    outcomes = run(other, own, 0.8, 3)
+    assert texts(outcomes) == texts(run(other, None, 0.8, 3))
+    assert any(a.drafted for one in outcomes for a in one)
+    assert own.weight_bytes > 0 and "trained for this target" in own.note
+
+
+def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel, alone: Alone) -> None:
+    """What is committed without the head is heard all the same, and read when its turn comes."""
+    truth = alone(0.0, 1)[0]
+    opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
+    link = FakeLink("target-0", deque([opened]))
+    own = drafter(token_head(target), target)
+    worker = TargetWorker(link, target, own=InProcessDrafters({"own": InProcessHead(own)}))  # type: ignore[arg-type]
+    answered(worker, link, ())
+    running, start = worker._running["r"], len(PROMPTS[0])
+    for turn in range(6):
+        at = len(running.slot.tokens)
+        rest = truth[at - start :]
+        chain = (rest[0], (rest[1] + 1) % 258)
+        autonomous = Verify("r", 0, running.round + 1, at, (), autonomous=True, draft=3 * (turn % 3 == 0), max_tokens=5)
+        word = Verify("r", 0, running.round + 1, at, chain) if turn % 3 == 1 else autonomous
+        answered(worker, link, [word])
+    assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
+    follower = running._drafting["own"].follower  # type: ignore[union-attr]
+    assert follower.length + follower.waiting == len(running.slot.tokens) - 1
+
+
+def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
+    return [[t for a in one for t in [*(a.drafted or ())[: a.accepted], a.bonus]] for one in outcomes]
+
+
+def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
+    """Tokens of chains that held, a verify."""
+    rounds = [a for one in outcomes for a in one if a.drafted is not None]
+    return sum(a.accepted for a in rounds) / len(rounds)
+
+
+@matrix(
+    head=[token_head, feature_head, random_head, mtp_head, latent_head, recurrent_head, parallel_head, *BLOCKS],
+    requests=[1, 4],
+    temp=[0.0, 0.8],
+)
+def test_the_text_is_the_targets_own(
+    target: LoadedModel, alone: Alone, head: Heads, temp: float, requests: int
+) -> None:
+    truth = alone(temp, requests)
+    outcomes = run(target, drafter(head(target), target), temp, requests)
+    assert texts(outcomes) == truth
+    assert any(a.drafted for one in outcomes for a in one)
+
+
+class Liar(HeadDrafter):
+    """Says nothing, garbage, tokens that nobody has, or the end of the text in the middle."""
+
+    def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
+        draws = np.random.default_rng(sum(len(chain.tokens) for chain in chains))
+        kinds = [(), (3, 999_999, 5), (0, 0), tuple(draws.integers(0, 258, 3).tolist())]
+        return [Continuation(kinds[int(draws.integers(4))]) for _ in chains]
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("requests", [1, 4])
+def test_lies_change_no_text(target: LoadedModel, alone: Alone, temp: float, requests: int) -> None:
+    liar = Liar(random_head(target), target.vocab_size)
+    assert texts(run(target, liar, temp, requests)) == alone(temp, requests)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(target: LoadedModel, temp: float) -> None:
+    """At a temperature too: its noise is the target's, by the target's names of tokens."""
+    head = token_head(target)
+    known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
+    rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if a.drafted]
+    missed = [a for a in rounds if a.accepted < len(a.drafted or ())]
+    assert len(rounds) > 20 and sum(a.accepted for a in rounds) > len(rounds)
+    assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
+
+
+@pytest.mark.parametrize("made", [feature_head, recurrent_head, block_feature_head])
+def test_features_are_used_and_of_the_right_tokens(
+    target: LoadedModel, made: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token deep the head knows the text from the row alone; from none, or the row before it, it does not."""
+    fresh = accepted(run(target, drafter(made(target), target), 0.0, 4))
+    zeroed = made(target)
+    as_ever = zeroed.fuse
+    monkeypatch.setattr(zeroed, "fuse", lambda rows: mx.zeros_like(as_ever(rows)))
+    stale = made(target)
+    fuse = stale.fuse
+    monkeypatch.setattr(stale, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
+    assert fresh > 0.45
+    assert accepted(run(target, drafter(zeroed, target), 0.0, 4)) < 0.3
+    assert accepted(run(target, drafter(stale, target), 0.0, 4)) < fresh - 0.3
+
+
+@pytest.mark.parametrize("made", [random_head, mtp_head, latent_head, parallel_head, *BLOCKS])
+def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: LoadedModel, made: Heads) -> None:
+    """Over many rounds, in company: what was drafted leaves nothing behind, and no row is lost or read twice."""
+    head = made(target)
+    own, held = drafter(head, target), open_kv_cache(target)
+    assert isinstance(held, FlatKVCache)
+    held.tap_hidden_states(HiddenStates(target.model, head.points, head.fuse))
+    slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 90)], SamplingParams()) for n in range(3)]
+    followers = [own.follow(SamplingParams()) for _ in slots]
+    heard: list[list[mx.array]] = [[] for _ in slots]
+    for slot, follower, rows in zip(slots, followers, heard, strict=True):
+        slot.listener = lambda at, new, f=follower, r=rows: (f.add_features(at, new), r.append(new))
+    begin([], [PrefillChunk(slot, 10) for slot in slots]).verdicts()
+    begin([], [PrefillChunk(slot, 11) for slot in slots]).verdicts()
+    draws = np.random.default_rng(7)
+    logits = np.array(target.model(mx.arange(258)[:, None])[:, 0]).argmax(axis=-1)
+    for number in range(16):
+        chains = []
+        for slot in slots:
+            chain, k = [], number % 4 if slot is slots[0] else int(draws.integers(4))
+            for place in range(3):
+                chain.append(int(logits[(chain or slot.tokens)[-1]]))
+                if place == k:
+                    chain[-1] = (chain[-1] + 1) % 258
+            chains.append((tuple(chain), k))
+        some = [n for n in range(3) if draws.random() < 0.8]
+        own.continuations(
+            [ChainState(followers[n], slots[n].tokens) for n in some], [int(draws.integers(1, 5)) for _ in some]
+        )
+        verdicts = begin([VerifyInput(slot, chain) for slot, (chain, _) in zip(slots, chains, strict=True)]).verdicts()
+        assert [said(v).accepted for v in verdicts] == [k for _, k in chains]
+    own.continuations([ChainState(f, s.tokens) for f, s in zip(followers, slots, strict=True)], [2, 3, 1])
+    for slot, follower, rows in zip(slots, followers, heard, strict=True):
+        features = mx.concatenate(rows)
+        assert follower.length == len(slot.tokens) - 1 == features.shape[0]
+        fresh: Any = proposer_of(head).kv_cache
+        again = FeatureFollower(fresh, Sampler(SamplingParams(), 258))
+        again.add_features(0, features)
+        fresh.read(again.catch_up(slot.tokens))
+        for mine, true in zip(own.kv_cache._caches, fresh._caches, strict=True):
+            for a, b in zip(
+                mine.saved(follower.text.row, follower.length), true.saved(0, follower.length), strict=True
+            ):
+                assert float(mx.abs(a - b).max().item()) < 1e-3
+
+
+def test_a_recurrent_head_knows_of_any_text_what_the_newest_row_tells(target: LoadedModel) -> None:
+    """Whatever was drafted before, and however many rows came at once; only one is kept."""
+    head = recurrent_head(target)
+    own, fresh = drafter(head, target), drafter(head, target)
+    draws = np.random.default_rng(5)
+    follower, text = own.follow(SamplingParams()), [3]
+    for _ in range(12):
+        count = int(draws.integers(1, 5))
+        features = head.fuse(mx.array(draws.standard_normal((count, 64)).astype(np.float32)))
+        follower.add_features(len(text) - 1, features)
+        text += draws.integers(0, 258, count).tolist()
+        assert follower.waiting == 1
+        if draws.random() < 0.7:
+            again = fresh.follow(SamplingParams())
+            again.add_features(len(text) - 2, features[-1:])
+            chain, other = (
+                d.continuations([ChainState(f, text)], [3])[0].chain for d, f in ((own, follower), (fresh, again))
+            )
+            assert chain == other and len(chain) == 3
+            again.close()
+
+
+def test_who_misses_rows_begins_anew_behind_the_gap(target: LoadedModel) -> None:
+    own = drafter(random_head(target), target)
+    follower, text = own.follow(SamplingParams()), list(range(5, 45))
+
+    def chain(count: int) -> tuple[int, ...]:
+        return own.continuations([ChainState(follower, text[:count])], [2])[0].chain
+
+    follower.add_features(0, mx.ones((9, 64)))
+    assert len(chain(10)) == 2 and follower.length == 9
+    assert chain(10) == () and chain(12) == ()  # nothing new, and not heard of
+    follower.add_features(20, mx.ones((4, 64)))
+    assert len(chain(25)) == 2 and follower.length == 4
+    follower.close()
+    follower.add_features(24, mx.ones((1, 64)))
+    assert chain(26) == () and not own.kv_cache._sequences
+
+
+def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = drafter(random_head(target), target)
+    follower = own.follow(SamplingParams())
+    text = [n % 250 for n in range(MOST_WAITING + 300)]
+    for at in range(0, len(text) - 1, 100):
+        follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
+    assert MOST_WAITING // 2 <= follower.waiting <= MOST_WAITING
+    monkeypatch.setattr(Eagle3, "context_length", 1 << 20)
+    assert len(own.continuations([ChainState(follower, text)], [1])[0].chain) == 1
+    assert follower.length >= MOST_WAITING // 2
+
+
+def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
+    target: LoadedModel, alone: Alone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = token_head(target)
+    monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), mx.inf))
+    outcomes = run(target, drafter(head, target), 0.8, 4)
+    assert texts(outcomes) == alone(0.8, 4)
+    assert not any(a.drafted for one in outcomes for a in one)
+    assert "are not numbers" in caplog.text and "stops drafting for this request" in caplog.text
+
+
+def test_one_that_fails_in_company_fails_alone(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = drafter(token_head(target), target)
+    followers = [own.follow(SamplingParams()) for _ in range(2)]
+    chains = [ChainState(follower, [5, 6, 7, 8]) for follower in followers]
+    followers[0].add_features(0, mx.full((3, 64), mx.nan))
+    followers[1].add_features(0, mx.zeros((3, 64)))
+    found = own.continuations(chains, [3, 3])
+    assert [len(one.chain) for one in found] == [0, 3]
+    followers[1].add_features(3, mx.zeros((1, 64)))
+    assert len(own.continuations([ChainState(followers[1], [5, 6, 7, 8, 9])], [3])[0].chain) == 3
+
+
+def test_a_pairing_that_looks_wrong_is_said(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = agreement(feature_head(target), target)
+    assert right.own > max(right.others["tokens one further on"], right.others["tokens one further back"]) + 0.1
+    assert right.doubt == "" == agreement(token_head(target), target).doubt
+    assert "expected one that was trained for this target" in agreement(random_head(target), target).doubt
+    shifted = feature_head(target)
+    fuse = shifted.fuse
+    monkeypatch.setattr(shifted, "fuse", lambda rows: mx.roll(fuse(rows), 1, axis=0))
+    assert "one further back" in agreement(shifted, target).doubt
+
+
+def test_blocks_that_begin_elsewhere_than_they_were_trained_to_are_said(target: LoadedModel) -> None:
+    assert agreement(block_feature_head(target), target).doubt == ""
+    other = agreement(block_feature_head(target, sample_from_anchor=False), target)
+    assert "with the first token drafted by the last one's own row" in other.doubt
+
+
+def test_a_head_of_another_target_by_its_fingerprint_is_said(target: LoadedModel, tmp_path: Path) -> None:
+    assert target.folder is not None
+    for known, other in ((digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
+        own = load_head("dflash", str(write_block_head(tmp_path, target=known)), target, lambda stage: None)
+        assert ("for another target by its fingerprint" in own.note) == other
+    with pytest.raises(CannotDraft, match="dflash needs the target's whole output layer"):
+        load_head("dflash", str(tmp_path), target, lambda stage: None, alone=False)
+
+
+def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -> None:
+    own = drafter(token_head(target), target)
+    follower = own.follow(SamplingParams(temp=0.8, seed=3, rule="residual"))
+    follower.add_features(0, mx.zeros((3, 64)))
+    (found,) = own.continuations([ChainState(follower, [5, 6, 7, 8])], [3])
+    assert found.q is not None and found.q.fits(found.chain)
+
+
+def test_penalties_see_the_chain(target: LoadedModel) -> None:
+    own = drafter(token_head(target), target)
+    free, bound = own.follow(SamplingParams()), own.follow(SamplingParams(repetition_penalty=50.0))
+    for follower in (free, bound):
+        follower.add_features(0, mx.zeros((3, 64)))
+    lines: list[Any] = [ChainState(free, [5, 6, 7, 8]), ChainState(bound, [5, 6, 7, 8])]
+    plain, other = own.continuations(lines, [18, 18])
+    assert len(set(other.chain) - {5, 6, 7, 8}) == 18 and other.chain != plain.chain
