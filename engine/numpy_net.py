@@ -1,20 +1,16 @@
-"""A small dense model's forward on the CPU by numpy: its layers, its texts, and the buffers of `engine.flat`.
+"""Layers of draft heads on a CPU by numpy: few rows at a time, over the buffers of `engine.flat`.
 
-Serves the Llama, Mistral, Qwen2 and Qwen3 families; whatever else a model is, `net_of` refuses, and who uses it holds
-it to the model's own logits at load. MLX copies the weights at each call and makes exponentials one by one; here few
-rows cost half as much (docs/log.md). Knows rows, and where keys and values lie; nothing of requests, trees or buffers.
-
-`spans`: forwards of few tokens by numpy, over the buffers of `engine.flat`: quicker on a CPU than MLX's. Chains of
-unlike length pad nothing here: attention goes text by text. Keys and values are written where MLX keeps them, so that
-a long piece of a prompt, rollback and the prompt cache are `engine.flat`'s as ever. Not lazy.
+Serves the layers of the Llama, Mistral, Qwen2 and Qwen3 families; other models are refused. MLX copies the weights at
+each call and computes exponentials one by one, so few rows cost half as much here (docs/log.md). Texts of unlike length
+need no padding: attention goes text by text. Keys and values are written where MLX keeps them, so prefill, rollback and
+the prompt cache are those of `engine.flat`. Not lazy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,31 +18,18 @@ import numpy as np
 
 from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
 from outrider.engine.flat import Bools, FlatCache, Segment
-from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, ReducedLMHead, unwrapped
+from outrider.engine.hidden_states import ReducedLMHead, unwrapped
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import Ints, RopeTable
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-Made = TypeVar("Made", bound="Ends")
 # Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
 _MOST_BYTES = 512 * 2**20
 _MASKED = np.float32(-1e30)
 # What is so far below the highest score weighs nothing beside it. Its exponential may be a subnormal number, and a CPU
 # takes a hundred times as long to multiply those: a third of a forward over long texts (docs/log.md).
 _FARTHEST = np.float32(-60)
-
-
-class Listener(Protocol):
-    """Who listens to what passes places of a model (`engine.hidden_states`)."""
-
-    def wants(self, key: object) -> bool:
-        """Whether rows of this place are wanted."""
-        ...
-
-    def on_hidden_states(self, key: object, rows: Floats) -> None:
-        """What passes there, [T, H]; what is not wanted is dropped."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,57 +143,17 @@ class Ends:
         return found if self._reduced is None else self._reduced.spread(found)
 
 
-class Net(Ends):
-    """A whole model's weights, laid out for the host."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        body = model.model
-        self.layers = [NumpyLayer(block) for block in body.layers]
-        self.norm = Norm(body.norm)
-        self.rope = rope_of(body.layers[0])
-
-    def rows(
-        self, tokens: Ints, positions: Ints, spans: Iterable[Sequence[NumpySegment]], listener: Listener | None = None
-    ) -> Floats:
-        """The last layer's output for tokens [T] at these positions, [T, H]; `spans`: each layer's, text by text.
-
-        `ear` hears what each layer puts out, by its number, and what goes into and comes out of the norm behind them.
-        """
-        x: Floats = self.embedding[tokens]
-        angles = self.rope.on_host(positions)
-        with np.errstate(over="ignore"):  # exp(-gate) of a closed gate
-            for number, (layer, own) in enumerate(zip(self.layers, spans, strict=True)):
-                x = layer(x, angles, own)
-                if listener is not None:
-                    listener.on_hidden_states(number, x)
-        if listener is not None:
-            listener.on_hidden_states(BEFORE_NORM, x)
-            if listener.wants(AFTER_NORM):
-                listener.on_hidden_states(AFTER_NORM, self.norm(x))
-        return x
-
-    def logits(self, rows: Floats) -> mx.array:
-        """Of the last layer's output: [T, V]."""
-        return self.logits_of(self.norm(rows))
-
-
-def net_of(model: LoadedModel) -> Net:
-    """The model's weights for the host, made once a model and kept with it."""
-    _check(model)
-    net: Net | None = getattr(model.model, "_host_net", None)
-    if net is None:
-        net = _made(Net, model)
-        object.__setattr__(model.model, "_host_net", net)
-    return net
-
-
 def ends_of(model: LoadedModel) -> Ends:
-    """Those of `net_of`; of a model that is left in its files they alone are read."""
-    if model.weight_bytes:
-        return net_of(model)
+    """Of a model that may still lie in its files: its layers are not read.
+
+    Raises:
+        ModelError: it is not served.
+    """
     _check(model)
-    return _made(Ends, model)
+    try:
+        return Ends(model.model)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"numpy can't serve this model: {error}") from error
 
 
 def _check(model: LoadedModel) -> None:
@@ -221,13 +164,6 @@ def _check(model: LoadedModel) -> None:
         raise ModelError(f"numpy serves {', '.join(FAMILIES)} up to {_MOST_BYTES // 2**20} MiB")
     if model.config.get("sliding_window") and "sliding_attention" in (model.config.get("layer_types") or ()):
         raise ModelError("numpy serves no sliding windows")
-
-
-def _made(kind: type[Made], model: LoadedModel) -> Made:
-    try:
-        return kind(model.model)
-    except (AttributeError, TypeError, KeyError) as error:
-        raise ModelError(f"numpy can't serve this model: {error}") from error
 
 
 def _turn(x: Floats, angles: Floats) -> Floats:

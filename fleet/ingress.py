@@ -23,7 +23,7 @@ from outrider.fleet.engine_address import Visitor
 from outrider.fleet.leases import NOBODY, EngineKind, EngineLeases, Leased
 from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.front.timing_totals import add, by_name, each
-from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
@@ -118,7 +118,7 @@ class Ingress:
         kinds = [EngineKind(handle, number) for handle, number in zip(handles, many, strict=True)]
         self._engines = EngineLeases(kinds, engine.keys)
         app = application(model, FleetBackend(self._engines, gate), gate.http)
-        self._listener = Listener(gate.http)
+        self._listener = HttpListener(gate.http)
         self._server = server = Server(config(app, gate.http))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()

@@ -17,7 +17,7 @@ from outrider.fleet import application
 from outrider.fleet.membership import FleetHead
 from outrider.fleet.plan import FleetPlan, check_fits
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol import errors
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
@@ -132,7 +132,7 @@ def first_line(said: str) -> str:
 def _check_ingress(http: HttpSettings) -> None:
     """Raises EndpointError where the gate of a new fleet could not serve: it begins on this host."""
     try:
-        Listener(http).close()
+        HttpListener(http).close()
     except EndpointError:
         raise EndpointError(
             f"the gate can't be served at {http.host}:{http.port}: something else is there, or the address is none of"

@@ -24,7 +24,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ServerReady:
     """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each. `http` is where
     HTTP is served, if it is.
 
@@ -57,8 +57,8 @@ class Unfinished:
     message: str
 
 
-Announcement = Stage | Ready | Failure | Unfinished
-_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, Ready, Failure, Unfinished)}
+Announcement = Stage | ServerReady | Failure | Unfinished
+_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, ServerReady, Failure, Unfinished)}
 
 
 def announce(line: socket.socket, announcement: Announcement) -> None:

@@ -26,10 +26,18 @@ from outrider.orchestrator.events import Drain, EndServer, Mailbox, ModelVocabul
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Unfinished, as_error, kind_of, wait_for_end
+from outrider.orchestrator.handshake import (
+    Announcement,
+    Failure,
+    ServerReady,
+    Unfinished,
+    as_error,
+    kind_of,
+    wait_for_end,
+)
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.http_process import HttpProcess, Listener
+from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.lan import Beacon
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
@@ -69,7 +77,7 @@ class ServerThreads:
     clients: ClientSocket
     auth: CurveAuth | None
 
-    def complete(self, ready: Ready) -> Ready:
+    def complete(self, ready: ServerReady) -> ServerReady:
         """With all that is known of where the server is reached."""
         key = self.auth.own.public if self.auth is not None else ""
         return replace(ready, own=self.clients.own, joining=self.core.joining_endpoint, key=key)
@@ -103,7 +111,7 @@ def run(
         stack.enter_context(_notice_crashes(happenings))
         if parent is not None:
             threading.Thread(target=_end_with_parent, args=(parent, happenings), daemon=True, name="parent").start()
-        listener = stack.enter_context(closing(Listener(http))) if http is not None else None
+        listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(private_directory())
         server = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4, listener))
 
@@ -113,7 +121,7 @@ def run(
             if status is not None:
                 status(server.front)
 
-        def complete(ready: Ready) -> Ready:
+        def complete(ready: ServerReady) -> ServerReady:
             url = listener.url if listener is not None else ""
             return replace(server.complete(ready), http=url, notes=(*ready.notes, *system.notes()))
 
@@ -136,7 +144,7 @@ def _watch(
     happenings: SimpleQueue[Happening],
     tell: Callable[[Announcement], None],
     tick: Callable[[], None],
-    complete: Callable[[Ready], Ready],
+    complete: Callable[[ServerReady], ServerReady],
 ) -> StopSignal:
     while True:
         try:
@@ -148,7 +156,7 @@ def _watch(
             return happening
         if isinstance(happening, Failure):
             raise as_error(happening.kind, happening.message)
-        if isinstance(happening, Ready):
+        if isinstance(happening, ServerReady):
             happening = complete(happening)
         tell(happening)
 
@@ -174,7 +182,7 @@ def _threads(
     directory: PrivateDirectory,
     happenings: SimpleQueue[Happening],
     connections: int,
-    listener: Listener | None,
+    listener: HttpListener | None,
 ) -> Iterator[ServerThreads]:
     """Both threads and their sockets; the workers load while the tokenizers are read here."""
     settings = pair.settings

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.protocol import messages
 from outrider.protocol.codec import decode, encode
@@ -54,7 +54,7 @@ def clock_of(process: int) -> int:
 
 def main() -> None:
     pace: dict[str, float] = {}
-    listener = Listener(HttpSettings(port=0))
+    listener = HttpListener(HttpSettings(port=0))
     with TemporaryDirectory() as folder:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.bind(endpoint := f"ipc://{folder}/clients")

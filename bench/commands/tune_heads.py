@@ -1,9 +1,7 @@
-"""The part of `tune` that is about heads in the target's process: measured in real rounds, each at several K.
+"""The part of `tune` that measures draft heads in the target's process: each alone, in real rounds, at several K.
 
-Beside a draft model they are added to what was probed of that. In its place they are all there is to tune.
-
-`Way`: what drafters in the target's process bring, in real rounds: at several K, each alone, on a running cluster.
-They take turns with the target, so there is nothing to be told apart by a probe.
+Heads take turns with the target, so there is nothing that a probe could time separately. Beside a draft model, what is
+found is added to the probe's results; with heads alone it is all there is to tune.
 """
 
 from __future__ import annotations
@@ -32,18 +30,18 @@ DEPTHS = (2, 3, 4, 6)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class HeadArm:
     """By whom chains of `depth` are drafted; by nobody: plain decoding."""
 
     drafter: str = ""
     depth: int = 0
 
 
-PLAIN = Way()
+PLAIN = HeadArm()
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MeasuredHead:
     """A way's tokens per second, and what a token of its chains takes and how well those hold.
 
     `forwards`: rows of each of the target's, and milliseconds.
@@ -56,13 +54,13 @@ class Found:
 
 def measure(
     client: Client,
-    ways: Sequence[Way],
+    ways: Sequence[HeadArm],
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     tell: Callable[[str], None],
-) -> dict[Way, Found]:
+) -> dict[HeadArm, MeasuredHead]:
     """All ways in turns, a text at a time: other work on the machine is in all of them alike."""
-    runs = defaultdict[Way, list[_Run]](list)
+    runs = defaultdict[HeadArm, list[_Run]](list)
     for number, text in enumerate(texts, 1):
         for way in ways:
             tell(f"{way.drafter or 'plain decoding'}, K = {way.depth}, text {number} of {len(texts)}")
@@ -70,7 +68,7 @@ def measure(
     return {way: _found(way, own) for way, own in runs.items()}
 
 
-def best_of_each(found: Mapping[Way, Found]) -> list[Found]:
+def best_of_each(found: Mapping[HeadArm, MeasuredHead]) -> list[MeasuredHead]:
     """Of each drafter that says anything at all its best K, with what its longest chains show of how well they hold."""
     best = []
     for drafter in dict.fromkeys(way.drafter for way in found if way.drafter):
@@ -82,7 +80,7 @@ def best_of_each(found: Mapping[Way, Found]) -> list[Found]:
     return best
 
 
-def measured_verify_ms(found: Iterable[Found]) -> Curve:
+def measured_verify_ms(found: Iterable[MeasuredHead]) -> Curve:
     """A forward of the target by its rows, in milliseconds."""
     samples = defaultdict[int, list[float]](list)
     for rows, ms in (forward for one in found for forward in one.forwards):
@@ -98,7 +96,7 @@ class _Run:
     rounds: Sequence[RoundRecord]
 
 
-def _run(client: Client, way: Way, text: Sequence[int], sampling: SamplingParams) -> _Run:
+def _run(client: Client, way: HeadArm, text: Sequence[int], sampling: SamplingParams) -> _Run:
     wishes: GenerateFields = {"mode": "ar", "chat_template": False}
     if way.drafter:
         wishes |= {"mode": "sd", "num_draft_tokens": way.depth, "drafter": way.drafter}
@@ -107,7 +105,7 @@ def _run(client: Client, way: Way, text: Sequence[int], sampling: SamplingParams
     return _Run(stream.result.timings, rounds)
 
 
-def _found(way: Way, runs: Sequence[_Run]) -> Found:
+def _found(way: HeadArm, runs: Sequence[_Run]) -> MeasuredHead:
     timings, rounds = [run.timings for run in runs], [record for run in runs for record in run.rounds]
     rate = 1000 * sum(one.predicted_n - 1 for one in timings) / sum(one.predicted_ms for one in timings)
     drafting = [one for record in rounds for one in record.drafting if one.drafter == way.drafter and one.depth]
@@ -115,7 +113,7 @@ def _found(way: Way, runs: Sequence[_Run]) -> Found:
     # The first of a text reads it.
     forwards = tuple((one.drafted + 1, milliseconds(one.verify)) for run in runs for one in run.rounds[1:])
     choice = TunedArm("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
-    return Found(choice, InProcessKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
+    return MeasuredHead(choice, InProcessKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
 
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
@@ -135,7 +133,7 @@ TOKENS = 64
 Texts = Sequence[Sequence[int]]
 
 
-def beside(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> list[Found]:
+def beside(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> list[MeasuredHead]:
     """The best of each that drafts beside a draft worker."""
     return best_of_each(_measured(options, _ways(pair), texts, screen))
 
@@ -176,7 +174,7 @@ def _flags(choice: TunedArm) -> str:
     return f"--mode {choice.mode}{depth}"
 
 
-def line(found: Found) -> str:
+def line(found: MeasuredHead) -> str:
     """What was found of one."""
     choice, known = found.choice, found.known
     holds = ", ".join(f"{share:.0%}" for share in known.acceptance)
@@ -186,21 +184,23 @@ def line(found: Found) -> str:
     )
 
 
-def with_heads(record: Tuning, found: Sequence[Found]) -> Tuning:
+def with_heads(record: Tuning, found: Sequence[MeasuredHead]) -> Tuning:
     """The same with what was measured of them."""
     choices = sorted([*record.choices, *(one.choice for one in found)], key=lambda one: -one.tokens_per_second)
     return replace(record, choices=tuple(choices), own=tuple(one.known for one in found))
 
 
-def _ways(pair: ChosenPair) -> list[Way]:
+def _ways(pair: ChosenPair) -> list[HeadArm]:
     return [
-        Way(name, depth)
+        HeadArm(name, depth)
         for name in names_of(kind for kind, _ in in_process_drafters(pair.settings))
         for depth in DEPTHS
     ]
 
 
-def _measured(options: argparse.Namespace, ways: Sequence[Way], texts: Texts, screen: Screen) -> dict[Way, Found]:
+def _measured(
+    options: argparse.Namespace, ways: Sequence[HeadArm], texts: Texts, screen: Screen
+) -> dict[HeadArm, MeasuredHead]:
     sampling = SamplingParams(max_tokens=TOKENS, temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:

@@ -31,7 +31,7 @@ PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
+class LlamaSpeculation:
     """One of llama.cpp's own, by its name there, with fields of its parameters."""
 
     kind: str
@@ -43,15 +43,15 @@ class Speculation:
 
 
 SPECULATIONS = (
-    Speculation("ngram-simple", {"size_n": 3, "size_m": 4}),
-    Speculation("ngram-simple", {"size_n": 12, "size_m": 48}),  # llama.cpp's defaults
-    Speculation("ngram-map-k", {"size_n": 4, "size_m": 8}),
-    Speculation("ngram-map-k4v", {"size_n": 8, "size_m": 8, "min_hits": 2}),  # what its documentation shows
-    Speculation("ngram-mod", {"n_match": 8, "n_min": 2, "n_max": 16}),
-    Speculation("ngram-cache", {"n_max": 4}),
+    LlamaSpeculation("ngram-simple", {"size_n": 3, "size_m": 4}),
+    LlamaSpeculation("ngram-simple", {"size_n": 12, "size_m": 48}),  # llama.cpp's defaults
+    LlamaSpeculation("ngram-map-k", {"size_n": 4, "size_m": 8}),
+    LlamaSpeculation("ngram-map-k4v", {"size_n": 8, "size_m": 8, "min_hits": 2}),  # what its documentation shows
+    LlamaSpeculation("ngram-mod", {"n_match": 8, "n_min": 2, "n_max": 16}),
+    LlamaSpeculation("ngram-cache", {"n_max": 4}),
 )
 """What is tried of llama.cpp's lookup; the best on prompts that count nowhere else competes."""
-WITH_DRAFT = tuple(Speculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
+WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
 
 
 class PeerProcess(Helper):
@@ -83,7 +83,7 @@ def llama_cpp(
     settings: ServeSettings,
     file: Path,
     slots: int = 1,
-    speculation: Speculation | None = None,
+    speculation: LlamaSpeculation | None = None,
     draft: Path | None = None,
 ) -> PeerProcess:
     """On a GGUF file, with as many threads as the settings give our workers."""

@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LoopTurn:
     """A round of SD, milliseconds: the chain from asking to having, the target's wait beyond it, and all of it from the
     last verify's end to this one's."""
 
@@ -117,7 +117,7 @@ def chains(
 
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
-) -> Iterator[Turn]:
+) -> Iterator[LoopTurn]:
     """The chain is drafted, then one as long verified. A drafter that has waited is slower than one that has not."""
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
@@ -129,7 +129,7 @@ def turns(
         outcome = bench.verify(number, at, text[at : at + depth])
         if number > WARM_UP:
             between_ms = max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
-            yield Turn(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
+            yield LoopTurn(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
         told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
     bench.close()
 

@@ -1,13 +1,12 @@
-"""Forwards by ONNX Runtime over the buffers of `engine.flat`, and the columns of a drafter's trees.
+"""Forwards by ONNX Runtime over the buffers of `engine.flat`, and the KV rows of a drafter's trees.
 
-`Listener`: forwards over the buffers of `engine.flat`: rollback, copies and the prompt cache stay that module's. Not
-lazy. On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a prompt's
-piece, with others with other requests. So chains and neighbours cannot change a text; trees, whose side branches are
-added up in another order, are not taken there.
+`OrtFlat` makes the target's forwards; rollback, copies and the prompt cache stay in `engine.flat`. On the quantised
+path the bits of a token's logits do not depend on how it is fed: alone, in a chain, in a segment of a prompt, or with
+other requests. Chains and batch neighbours therefore cannot change a text. Trees are not fed here, because their side
+branches are added up in another order.
 
-`OrtKVRows`: `Columns` (see `engine.kv_rows`) of a drafter's trees by ONNX Runtime: one forward for all trees of a
-model. The trees of a model share one buffer a layer, a row each. Nothing here is lazy: a forward returns when it is
-done.
+`OrtKVRows` are the `KVRows` (see `engine.kv_rows`) of a drafter's trees: one forward for all trees of a model, which
+share one buffer a layer, a row each. Nothing here is lazy: a forward returns when it is done.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
 
-class Listener(Protocol):
+class HiddenStateListener(Protocol):
     """Who listens to what passes places of a model (`engine.hidden_states`)."""
 
     def wants(self, key: object) -> bool:
@@ -62,7 +61,7 @@ class OrtFlat:
         segments: Sequence[Segment],
         caches: Sequence[FlatCache],
         wanted: Sequence[int] | None,
-        listener: Listener | None = None,
+        listener: HiddenStateListener | None = None,
     ) -> mx.array:
         """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `ear` hears hidden rows."""
         places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
@@ -97,7 +96,7 @@ class OrtFlat:
         ]
         return self._forward(tokens, parts, layers, wanted, heard)
 
-    def _heard(self, listener: Listener | None) -> list[int]:
+    def _heard(self, listener: HiddenStateListener | None) -> list[int]:
         """The layers whose outputs somebody wants."""
         if listener is None:
             return []
@@ -105,7 +104,7 @@ class OrtFlat:
         of_norm = listener.wants(BEFORE_NORM) or listener.wants(AFTER_NORM)
         return [layer for layer in range(last + 1) if listener.wants(layer) or (layer == last and of_norm)]
 
-    def _tell(self, listener: Listener, rows: dict[int, Array]) -> None:
+    def _tell(self, listener: HiddenStateListener, rows: dict[int, Array]) -> None:
         for layer, own in rows.items():
             listener.on_hidden_states(layer, own)
         last = rows.get(len(self._forward.shapes) - 1)

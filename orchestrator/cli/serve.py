@@ -11,7 +11,7 @@ from outrider.orchestrator import serve
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, announce, as_error, kind_of
+from outrider.orchestrator.handshake import Announcement, Failure, ServerReady, Stage, announce, as_error, kind_of
 from outrider.orchestrator.http_settings import MOST_SECONDS, HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
@@ -82,7 +82,7 @@ def _log(told: Announcement) -> None:
     match told:
         case Stage(text=text):
             log.info("%s", text)
-        case Ready(notes=notes):
+        case ServerReady(notes=notes):
             _print(told)
             for note in notes:
                 log.warning("%s", note)
@@ -100,7 +100,7 @@ def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: sock
     return 0
 
 
-def _print(ready: Ready) -> None:
+def _print(ready: ServerReady) -> None:
     """Where the server is, on stdout."""
     lines = [("clients", ready.endpoint), ("workers", ready.workers), ("workers", ready.joining)]
     lines += [("key", ready.key), ("HTTP", ready.http)]
@@ -120,7 +120,7 @@ class StatusBoard:
         match told:
             case Stage(text=text) if not self._ready:
                 self._screen.show(text)
-            case Ready(notes=notes):
+            case ServerReady(notes=notes):
                 self._ready = True
                 self._screen.clear()
                 _print(told)

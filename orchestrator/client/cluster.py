@@ -15,7 +15,15 @@ from types import TracebackType
 from typing import Unpack
 
 from outrider.orchestrator.client.client import AsyncClient, Client
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, Unfinished, announcements, as_error
+from outrider.orchestrator.handshake import (
+    Announcement,
+    Failure,
+    ServerReady,
+    Stage,
+    Unfinished,
+    announcements,
+    as_error,
+)
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings, flags, settings_from
 from outrider.protocol import values
@@ -164,10 +172,10 @@ class LocalCluster:
         else:
             self._end()  # the error on its way is the one to be told
 
-    def _wait_until_ready(self, progress: Callable[[str], None] | None) -> Ready:
+    def _wait_until_ready(self, progress: Callable[[str], None] | None) -> ServerReady:
         for told in announcements(self._line):
             match told:
-                case Ready():
+                case ServerReady():
                     return told
                 case Failure(kind=kind, message=message):
                     raise as_error(kind, message)

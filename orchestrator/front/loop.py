@@ -33,7 +33,7 @@ from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocke
 from outrider.orchestrator.front.text import TextDelta
 from outrider.orchestrator.front.timing_totals import ServerMetrics
 from outrider.orchestrator.front.waiting import FairQueue, Ticket, Whose, note
-from outrider.orchestrator.handshake import Announcement, Failure, Ready, Stage, kind_of
+from outrider.orchestrator.handshake import Announcement, Failure, ServerReady, Stage, kind_of
 from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.protocol import clock
@@ -244,7 +244,7 @@ class Front:
             self._give_up(kind_of(error), str(error))
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
-            self._announce(Ready(self._clients.endpoint, self._facts.workers_endpoint, notes))
+            self._announce(ServerReady(self._clients.endpoint, self._facts.workers_endpoint, notes))
         self._ready = self._ready or event.ready  # whoever is lost later comes again, or is done without
 
     def _give_up(self, kind: str, why: str) -> None:

@@ -38,7 +38,7 @@ GLIBC = "CS_GNU_LIBC_VERSION"
 log = logging.getLogger(__name__)
 
 
-class Listener:
+class HttpListener:
     """A TCP socket that listens at the settings' host and port; `url` is where it is reached.
 
     Raises:

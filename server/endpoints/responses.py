@@ -2,7 +2,7 @@
 
 `ResponseEvents`: an answer in the shapes of OpenAI's responses API: whole, or as the events of a stream, item by item.
 
-`Item`: the items that a response's output is made of: a message, a thought or a call each, as it grows and whole.
+`OutputItem`: the items that a response's output is made of: a message, a thought or a call each, as it grows and whole.
 
 OpenAI's responses as a conversation, its tools and its manner.
 """
@@ -56,7 +56,7 @@ from outrider.server.shapes.responses import Item as ItemIn
 _PREFIX = {TextPart: "msg", ThinkingPart: "rs", ToolCall: "fc"}
 
 
-class Item:
+class OutputItem:
     """A part that grows, under its own id, with the log-probabilities of its words, if there is a `wording`."""
 
     def __init__(self, part: Part, status: str, wording: Wording | None) -> None:
@@ -171,7 +171,7 @@ def _items(head: ResponseInfo, choice: ChoiceState, state: str) -> list[Output]:
     wording = Wording(head.speller) if head.speller is not None else None
     if wording is not None:
         wording.take(choice.extras.logprobs)
-    return [Item(part, state, wording).whole() for part in choice.parts]
+    return [OutputItem(part, state, wording).whole() for part in choice.parts]
 
 
 class ResponseEvents:
@@ -182,7 +182,7 @@ class ResponseEvents:
         self._wording = Wording(head.speller) if head.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
-        self._item: Item | None = None
+        self._item: OutputItem | None = None
 
     def begin(self) -> bytes:
         """response.created; items follow, and response.completed or response.incomplete with the whole answer."""
@@ -214,14 +214,14 @@ class ResponseEvents:
     def _grown(self, part: Part) -> Iterator[bytes]:
         if self._item is None or type(self._item.part) is not type(part) or isinstance(part, ToolCall):
             yield from self._closed("completed")
-            self._item = Item(part, "in_progress", self._wording)
+            self._item = OutputItem(part, "in_progress", self._wording)
             rows = self._item.rows
             yield from self._begun(self._item)
         else:
             rows = self._item.grow(part)
         yield self._delta(self._item, part, rows)
 
-    def _begun(self, item: Item) -> Iterator[bytes]:
+    def _begun(self, item: OutputItem) -> Iterator[bytes]:
         at = len(self._items)
         yield self._event("response.output_item.added", output_index=at, item=item.empty().model_dump())
         if not isinstance(item.part, ToolCall):
@@ -229,7 +229,7 @@ class ResponseEvents:
                 "response.content_part.added", item_id=item.id, output_index=at, content_index=0, part=item.content("")
             )
 
-    def _delta(self, item: Item, part: Part, rows: list[SpelledToken]) -> bytes:
+    def _delta(self, item: OutputItem, part: Part, rows: list[SpelledToken]) -> bytes:
         at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
         if isinstance(part, ToolCall):
             return self._event("response.function_call_arguments.delta", **at, delta=part.arguments)

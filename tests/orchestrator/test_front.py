@@ -25,7 +25,7 @@ from outrider.orchestrator.events import (
 )
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import turns_of
-from outrider.orchestrator.handshake import Failure, Ready, Stage, as_error
+from outrider.orchestrator.handshake import Failure, ServerReady, Stage, as_error
 from outrider.orchestrator.limits import Rate
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
@@ -374,7 +374,7 @@ def test_nothing_runs_before_the_workers_are_ready(make_stand, codec):
         stand.core.outbox.put(WorkersChanged((worker_stats("target"),), False, "target: reading weights"))
         stand.core.outbox.put(WorkersChanged((worker_stats("target"),), True))
         client.hear_until(Done)
-    assert stand.announced[0] == Stage("target: reading weights") and isinstance(stand.announced[1], Ready)
+    assert stand.announced[0] == Stage("target: reading weights") and isinstance(stand.announced[1], ServerReady)
 
 
 def test_a_drafter_lost_later_does_not_close_the_front(stand, codec):

@@ -13,7 +13,7 @@ import httpx
 
 from outrider.orchestrator import Client
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import HttpProcess, Listener
+from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import find_model
 
@@ -37,7 +37,7 @@ class House:
 @contextmanager
 def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Iterator[House]:
     """HTTP for a cluster that runs already, and serves `endpoint`."""
-    listener = Listener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+    listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     process = listener.serve(endpoint, find_model(str(model)), folder, "warning")
     try:
         wait_until_up(listener.url, process)

@@ -18,7 +18,7 @@ import pytest
 from outrider.orchestrator import EndpointError, Grammar, SamplingParams, WorkerError
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
-from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.server.mapping.generation_params import seed_of
 from tests.halts import pid_of, slowed
 from tests.server.house import STREAMS, TRIES, House, wait_until_up
@@ -589,4 +589,4 @@ def test_a_process_that_is_lost_is_started_again_at_the_same_place(
 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(chat: House) -> None:
     with pytest.raises(EndpointError, match="the port is in use; choose another with --port, or --no-http"):
-        Listener(HttpSettings(port=int(chat.url.rpartition(":")[2])))
+        HttpListener(HttpSettings(port=int(chat.url.rpartition(":")[2])))

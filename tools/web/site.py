@@ -14,7 +14,7 @@ import psutil
 
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import HttpProcess, Listener
+from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
 from outrider.orchestrator.pairing.model_files import ModelFiles
 from outrider.protocol.errors import WorkerError
 
@@ -51,7 +51,7 @@ def site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> Iterat
     Raises:
         WorkerError: it does not come up.
     """
-    listener = Listener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
+    listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     with TemporaryDirectory() as folder:
         process = listener.serve(cluster.endpoint, model, Path(folder), "warning")
         try:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.orchestrator.machine.http_process import Listener
+from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
 from tests.harness.conformance.asking import Server
 from tests.harness.conformance.case import Servers
@@ -23,7 +23,7 @@ def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="outrider-http-")))
         cluster = stack.enter_context(LocalCluster(model=target, draft_model=draft))
-        listener = Listener(HttpSettings(port=0, model_names=names))
+        listener = HttpListener(HttpSettings(port=0, model_names=names))
         stack.callback(listener.close)
         process = listener.serve(cluster.endpoint, find_model(str(target)), folder, "warning")
         stack.callback(process.close)

@@ -1,0 +1,61 @@
+"""The amount stays in hand: a ceiling for the product's size, and no small module that only one other needs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = sorted(path.name for path in (ROOT / "outrider").iterdir() if path.is_symlink() and path.name != "models")
+"""What the wheel installs, beside `outrider/` itself; the models come along without code."""
+CEILING = re.compile(r"^Product size: at most ([\d,]+) lines in ([\d,]+) files\.$", re.MULTILINE)
+SMALL = 40
+
+
+def product() -> list[Path]:
+    found = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    return sorted([*found, *(ROOT / "outrider").glob("*.py")])
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(["outrider", *(part for part in parts if part not in ("outrider", "__init__"))])
+
+
+def imported(path: Path) -> set[str]:
+    """Names of modules, and of what is imported from them, which may be modules."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=aliases):
+                names.update(alias.name for alias in aliases)
+            case ast.ImportFrom(module=str(module), level=0, names=aliases):
+                names.update([module, *(f"{module}.{alias.name}" for alias in aliases)])
+    return names
+
+
+def test_the_product_is_not_larger_than_the_changelog_allows() -> None:
+    lines, files = (int(number.replace(",", "")) for number in CEILING.findall((ROOT / "CHANGELOG.md").read_text())[0])
+    modules = product()
+    assert len(modules) <= files, f"{len(modules)} files; merge some, or say why in CHANGELOG.md and raise its ceiling"
+    count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in modules)
+    assert count <= lines, f"{count} lines; remove some, or say why in CHANGELOG.md and raise its ceiling"
+
+
+def test_a_small_module_has_more_than_one_importer() -> None:
+    """One that has a single importer belongs into it, unless a process begins there, or a package would be missing."""
+    importers = defaultdict[str, set[str]](set)
+    modules = {module_of(path): path for path in product()}
+    for name, path in modules.items():
+        for other in imported(path) & modules.keys() - {name}:
+            importers[other].add(name)
+    small = {
+        str(path.relative_to(ROOT)): sorted(importers[name])
+        for name, path in modules.items()
+        if path.name not in ("__init__.py", "__main__.py")
+        and len(path.read_text(encoding="utf-8").splitlines()) < SMALL
+        and len(importers[name]) == 1
+    }
+    assert not small, f"of fewer than {SMALL} lines, with one importer: {small}"
