@@ -26,7 +26,7 @@ from models.training.draft.text import Chat
 from models.training.draft.trainer import Trainer, TrainerForm
 from models.training.heads.target import read_target
 from models.training.llama import Llama
-from models.training.loop import pick_device
+from models.training.loop import matrix_dtype, pick_device
 from models.training.storage import check_out, replacing
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import InvalidRequest
@@ -65,7 +65,7 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
     device = pick_device()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    model = read_target(target, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = read_target(target, device, matrix_dtype(device))
     layers = _layers(recipe, model)
     chat, cut = Chat(target), text.pieces(store)
     form = text.form(digest(target), cut, recipe.seed)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from models.training.draft.learner import Batch, Draft, marks
 from models.training.draft.store import Answer, Store
+from models.training.loop import matrix_dtype
 from models.training.storage import replacing
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,9 @@ class Trainer:
             self._draft.load_state_dict(whole, strict=False)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._device.type == "cuda")
+        return torch.autocast(
+            self._device.type, dtype=torch.bfloat16, enabled=matrix_dtype(self._device) == torch.bfloat16
+        )
 
     def _told(self) -> dict[str, Any]:
         return {"outputs": self._draft.outputs, "form": asdict(self._form), "progress": asdict(self.progress)}
