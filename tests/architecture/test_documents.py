@@ -10,7 +10,7 @@ import pytest
 from tools import messages
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (".", "docs", "docs/log", "models", "bench", "packaging", "tests")
+FOLDERS = (".", "docs", "docs/design", "docs/log", "models", "bench", "packaging", "tests")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)

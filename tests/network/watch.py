@@ -1,4 +1,4 @@
-"""Holds a cluster to what always holds (docs/architecture.md), while it runs: every word that is said and told.
+"""Holds a cluster to what always holds (docs/architecture.md, "Invariants"), while it runs: every word said and told.
 
 `HOLDS` names the checks. Each counts how often it had something to judge, so that a test can see that none is idle.
 """
