@@ -61,7 +61,7 @@ def pick_device() -> torch.device:
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies it faster than float32: CUDA, and CPUs with AVX512-BF16 or AMX."""
-    fast = device.type == "cuda" or torch.backends.mkldnn.is_available() and _multiplies_bfloat16()
+    fast = device.type == "cuda" or (torch.backends.mkldnn.is_available() and _multiplies_bfloat16())
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -48,11 +48,11 @@ class Batch:
             first = len(answer.tokens) - len(answer.ids)
             rows.append(number * length + torch.arange(first, count))
             ids.append(answer.ids[: count - first])
-            log_probs.append(answer.log_probs[: count - first])
+            log_probs.append(answer.log_probs[: count - first].float())
             whose.append(torch.full((count - first,), number))
         parts = (torch.cat(part) for part in (rows, ids, log_probs, whose))
         row, token, log_prob, owner = (part.to(device, non_blocking=True) for part in parts)
-        return cls(tokens.to(device), row, token.long(), log_prob.float(), owner)
+        return cls(tokens.to(device), row, token.long(), log_prob, owner)
 
 
 class Draft(nn.Module):
@@ -115,7 +115,9 @@ class Draft(nn.Module):
             tokens = answer.tokens[None].long().to(self.lens.device)
             own = self.normed(tokens)[0].float()
             square += own.T @ own
-            product += own.T @ target.norm(target.rows(tokens)[-1])[0].float()
+            with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=self.words.dtype == torch.bfloat16):
+                rows = target.rows(tokens)[-1]
+            product += own.T @ target.norm(rows)[0].float()
         square += _RIDGE * torch.eye(hidden, device=square.device)
         self.lens.copy_(torch.linalg.solve(square, product).T)
 

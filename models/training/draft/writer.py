@@ -45,14 +45,16 @@ class _Slot:
         return Answer(question.number, question.kind, self.temp, given, tokens, ids, log_probs)
 
 
+_GROUP = 16  # slots that attend together, as far as the longest of them reaches
+
+
 class _Room:
     """A layer's keys and values of all slots."""
 
     def __init__(self, room: Tensor) -> None:
         self.room = room  # [2, slots, kv_heads, length, head_dim]
         self.rows = self.lengths = torch.empty(0, dtype=torch.long)
-        self.longest = 0
-        self.mask: Tensor | None = None
+        self.masks: list[Tensor] = []  # [slots, 1, 1, length] of each group of slots
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if keys.shape[2] > 1:  # a prompt, alone in its slot
@@ -64,7 +66,13 @@ class _Room:
             )
         self.room[0, self.rows, :, self.lengths] = keys[:, :, 0]
         self.room[1, self.rows, :, self.lengths] = values[:, :, 0]
-        return attend_one(queries, *(part[:, :, : self.longest] for part in self.room), self.mask)
+        mixed = [
+            attend_one(own, keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]], mask)
+            for own, keys, values, mask in zip(
+                queries.split(_GROUP), self.room[0].split(_GROUP), self.room[1].split(_GROUP), self.masks, strict=True
+            )
+        ]
+        return torch.cat(mixed)
 
 
 class Writer:
@@ -90,6 +98,8 @@ class Writer:
                 free = [row for row, slot in enumerate(self._slots) if slot is None]
                 if len(free) < max(1, len(asked.temps)):
                     break
+                if len(asked.tokens) > self._length // 4:  # long ones side by side: no short one waits for their length
+                    free.reverse()
                 begun = self._begin(free, asked)
                 if not asked.temps:
                     yield begun[0].answer()
@@ -131,11 +141,13 @@ class Writer:
         rows = [row for row, slot in enumerate(self._slots) if slot is not None]
         slots = [slot for slot in self._slots if slot is not None]
         lengths = torch.tensor([1 if slot is None else len(slot.tokens) for slot in self._slots], device=self._device)
-        longest = int(lengths.max())
-        mask = (torch.arange(longest, device=self._device) < lengths[:, None])[:, None, None]
+        masks = [
+            (torch.arange(int(of.max()), device=self._device) < of[:, None])[:, None, None]
+            for of in lengths.split(_GROUP)
+        ]
         for room in self._rooms:  # an empty slot goes along with a token of no meaning
             room.rows, room.lengths = torch.arange(len(self._slots), device=self._device), lengths - 1
-            room.longest, room.mask = longest, mask
+            room.masks = masks
         last = torch.tensor([[0 if s is None else s.tokens[-1]] for s in self._slots], device=self._device)
         with self._autocast():
             hidden = self._model.rows(last, lengths - 1, self._rooms)[-1]
@@ -162,5 +174,8 @@ class Writer:
         warm = temps > 0
         if bool(warm.any()):
             probabilities = (logits[warm] / temps[warm, None]).softmax(dim=-1)
-            chosen[warm] = torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
+            sums = probabilities.double().cumsum(dim=-1)
+            drawn = torch.rand(len(sums), 1, dtype=sums.dtype, device=self._device, generator=self._generator)
+            places = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
+            chosen[warm] = places[:, 0].clamp(max=sums.shape[1] - 1)
         return chosen
