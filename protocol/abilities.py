@@ -1,4 +1,6 @@
-"""What a target can do, found by trying when it is loaded. It says so in HELLO, and is asked for nothing else."""
+"""What a target can do, found by checks when it is loaded. Hello reports it, and nothing else is requested of the
+target.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from outrider.protocol.schema import Name, Text
 
 @dataclass(frozen=True, slots=True)
 class InProcessDrafter:
-    """A drafter in the target's process, by the name that Verify calls it by.
+    """A drafter in the target's process, under the name that Verify uses.
 
-    `model`: its files. `is_head`: it reads the target. `agreement`: in what share of the tokens of a trial text it said
-    the target's own; -1: it was not tried. `weight`: a token of its chains over a step of the target, as
-    tried at load, or where that was not tried its bytes of weights over the target's.
+    `model` names its files. `is_head`: it reads the target's hidden states. `agreement` is the share of a trial text's
+    tokens for which it proposed the target's own; -1: not tried. `weight` is the cost of a token of its chains relative
+    to a step of the target, measured at load, or else the ratio of their bytes of weights.
     """
 
     name: Name
@@ -25,12 +27,12 @@ class InProcessDrafter:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """`chains`: it verifies several tokens in one forward, and forgets those that don't hold.
+    """`chains`: the target verifies several tokens in one forward and can roll back the rejected ones.
 
-    Without, it decodes a token at a time, and `why` is the sentence about it. `own_caches`: the model's own caches
-    stay, where usually simpler ones stand in that roll back at once. `takes_kv`: it goes on from keys and values that a
-    prefill worker has made. `trees`: it verifies a tree of drafts, too. `drafters`: those in its own process;
-    `left_out`: a sentence for each that it was to have and does without.
+    Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
+    instead of the simpler ones that roll back at once. `takes_kv`: it can continue from keys and values of a prefill
+    worker. `trees`: it verifies trees of drafts, too. `drafters` are those in its process; `left_out` has a sentence
+    for each that was requested and could not be used.
     """
 
     chains: bool = True

@@ -1,4 +1,5 @@
-"""Writes docs/protocol.md from the dataclasses: `python -m outrider.protocol.document [PATH]`. A test holds it."""
+"""Writes docs/protocol.md from the dataclasses: `python -m outrider.protocol.document [PATH]`. A test checks the
+page."""
 
 from __future__ import annotations
 
@@ -31,82 +32,89 @@ HEAD = f"""\
 
 <!-- Written by `python -m outrider.protocol.document` from protocol/messages/. Change that, not this. -->
 
-What the orchestrator, the workers and the clients say to each other. This is version {PROTOCOL_VERSION}.
+This page describes the messages between the orchestrator, the workers and the clients. The protocol version is
+{PROTOCOL_VERSION}.
 
 ## Framing
 
-A message is a header and the arrays it names, a frame each. What leaves for one process together is a *bundle*: one
-ZeroMQ multipart message of one message or several, one after the other. (A ROUTER socket puts the peer's identity in
-front; that is not part of it.) The target's outcomes of one forward travel so, and the words they bring about; clients
-say and hear one message at a time. A bundle with a message that is refused is refused as a whole.
+A message is a header and the arrays it names, one frame each. Messages that leave for one process together form a
+*bundle*: one ZeroMQ multipart message that holds one or more messages in a row. (A ROUTER socket prepends the peer's
+identity, which is not part of it.) The target sends the outcomes of one forward in a bundle, and so does the
+orchestrator with the messages that they cause. Clients send and receive one message at a time. A bundle with an invalid
+message is refused as a whole.
 
-- **The header** is msgpack: `[version, name, [value, ...]]`, the values of the message's fields in their order. Every
-  field is sent, defaults too; a record inside a message is an array of its fields like the outer one; a tuple is an
-  array; there is no map, no binary and no extension type.
-- **One frame an array**, in field order. The array's field holds `[dtype, shape]` in the header; the frame holds its
-  items, little-endian, last axis fastest. An array field that is nil has no frame.
+- **The header** is msgpack: `[version, name, [value, ...]]`, with the values of the message's fields in their order.
+  Every field is sent, defaults too. A record inside a message is an array of its fields like the outer one. A tuple is
+  an array. There is no map, no binary and no extension type.
+- **Arrays** take one frame each, in field order. The array's field holds `[dtype, shape]` in the header; the frame
+  holds its items, little-endian, last axis fastest. An array field that is nil has no frame.
 
-As JSON would write it, `Close("r1")` is the single frame `{_header(Close("r1"))}`; a `Features` with a row of two
-numbers is `{_header(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}` and a frame of 4 bytes.
+Written as JSON, `Close("r1")` is the single frame `{_header(Close("r1"))}`. A `Features` with a row of two numbers is
+`{_header(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}` and a frame of 4 bytes.
 
-Whole numbers are never booleans, numbers are finite, and sizes have limits: {MAX_ITEMS:,} items and {MAX_CHARACTERS:,}
-characters where the field states no smaller one, {MAX_FRAME // 2**20} MiB a frame. `encode` holds the sender to all of
-this and `decode` the receiver. What is refused raises `ProtocolError`, one sentence with the field's place, its value
-and what was expected; the receiver drops and counts the message and goes on. One thing differs: a well-formed message
-whose `SamplingParams` are out of range raises `RefusedRequest`, which is an `InvalidRequest` too, in the words that the
-Python API uses. The orchestrator answers a client's refused message with `Failed` when `request_of` can read the
-request's id from it.
+Whole numbers are never booleans, numbers are finite, and sizes are limited: {MAX_ITEMS:,} items and {MAX_CHARACTERS:,}
+characters where the field states no smaller limit, {MAX_FRAME // 2**20} MiB a frame. `encode` enforces this for the
+sender and `decode` for the receiver. A violation raises `ProtocolError`, one sentence with the field's place, its value
+and what was expected. The receiver drops and counts the message and continues.
+
+A well-formed message whose `SamplingParams` are out of range raises `RefusedRequest` instead, which is also an
+`InvalidRequest`, with the text that the Python API uses. The orchestrator answers a client's refused message with
+`Failed` when `request_of` can read the request's id from it.
 
 ## Versions
 
-Two processes talk only when their protocol versions are equal; a message of another version is refused with a sentence
-that names both. The version is raised when a message changes that a release spoke. In every version, the version
-itself comes first in the header, then the message's name, and `request` keeps its place among the fields of a message,
-so that a peer of another release can be told.
+Two processes communicate only when their protocol versions are equal. A message of another version is refused with an
+error that names both. The version is raised when a message changes that a release used. In every version the header
+starts with the version and the message's name, and `request` keeps its place among the fields of a message, so that a
+peer of another release can be answered.
 
-## Whose turn it is: epoch, round, base_len
+## Ordering: epoch, round, base_len
 
-- `request` names a request for its whole life.
-- `epoch` rises when the target asks to begin again (`Resync`). Nothing of an older epoch has meaning any more. Drafters
-  come and go inside an epoch.
-- `round` counts verifies inside an epoch; round 0 is the prefill, the verify of an empty chain.
+- `request` identifies a request for its whole life.
+- `epoch` increases when the target asks to start again (`Resync`). Messages of an older epoch are void. Drafters join
+  and leave within an epoch.
+- `round` counts verifies within an epoch; round 0 is the prefill, the verify of an empty chain.
 - `base_len` is the number of committed tokens when the round's verify starts. Chain token *i* stands at absolute
-  position `base_len + i`, and an outcome of `accepted` = *k* makes the next round's `base_len` larger by *k* + 1.
+  position `base_len + i`, and an outcome of `accepted` = *k* increases the next round's `base_len` by *k* + 1.
 
-**Stale messages are dropped.** A receiver compares (`epoch`, `round`, `base_len`) with its own. What is older, or was
-handled already, is dropped and counted: it is never an error, because a message may always be overtaken by a newer
-decision. The target keeps its last two `Outcome`s and answers a repeated `Verify` from them. A drafter matches a
-`Commit` by its tokens, keeps the longest common path and acts only on the newest. Who finds a gap it can't fill says
-`Resync` and is answered by `Open` with the committed tokens.
+**Stale messages are dropped.** A receiver compares (`epoch`, `round`, `base_len`) with its own. Messages that are
+older, or were handled already, are dropped and counted. They are never an error, because a newer decision may overtake
+any message. The target keeps its last two `Outcome`s and answers a repeated `Verify` from them. A drafter matches a
+`Commit` by its tokens, keeps the longest common path and acts only on the newest. A worker that finds a gap it cannot
+fill sends `Resync`, and the orchestrator answers with `Open` and the committed tokens.
 
-**When a message is lost.** ZeroMQ keeps a link's order, says nothing twice and loses messages only with their
-connection. Less is needed: messages of a request may be lost, late, doubled or out of order, and it ends with the same
-text, as long as some get through.
+**When a message is lost.** ZeroMQ keeps the order of a link, repeats nothing, and loses messages only together with
+their connection. The protocol needs less: messages of a request may be lost, late, duplicated or out of order, and the
+request still ends with the same text as long as some messages arrive.
 
-- *No outcome comes.* After {ASK_AGAIN_NS // SECOND_NS} s in which the target was not heard to get on, the orchestrator
-  says `Verify` of the round under way again, also where that round began with `Open`, and `Halt` if that was said. The
-  target answers what it kept and is silent while it reads or verifies. Where it knows nothing of the request, or has
-  gone on farther than it remembers, it says `Resync`, and a new epoch begins.
-- *No word of a drafter comes.* Waits for drafters are bounded; then the target goes on alone. What a drafter missed it
-  finds by `base_len` of the next `Commit`.
-- *No `Close` comes.* What a worker has heard nothing of for {FORGET_NS // SECOND_NS} s, and has nothing to do for, it
-  closes when another request is opened. If it was not over, the next word about it is answered by `Resync`.
-- *A `PromptKv` is lost*, or whoever reads a prompt in the target's place: the target reads on by itself where it finds
-  a gap, or at the first `Verify`.
-- `Prepare`, `Halt`, `Prefilled`, `CacheReport` and `KvMemory` cost time or memory, never a text.
-- What is altered on its way is refused by the codec or must be kept out below it, as TCP does: no message has a
-  checksum. A drafter's words that come through altered cost time; under residual sampling `q` is trusted.
+- *No outcome arrives.* After {ASK_AGAIN_NS // SECOND_NS} s without a sign of progress from the target, the orchestrator
+  sends `Verify` of the current round again, also where that round began with `Open`, and `Halt` if that was sent. The
+  target answers with the outcome it kept, and sends nothing while it reads or verifies. If it does not know the
+  request, or is further ahead than it remembers, it sends `Resync`, and a new epoch begins.
+- *No message of a drafter arrives.* Waits for drafters are bounded; then the target continues alone. The drafter
+  detects what it missed from `base_len` of the next `Commit`.
+- *No `Close` arrives.* A worker closes a request that it has heard nothing of for {FORGET_NS // SECOND_NS} s, and that
+  has no work left, when another request is opened. If the request was not over, the worker answers the next message
+  about it with `Resync`.
+- *A `PromptKv` is lost*, or the prefill worker: the target reads on by itself where it finds a gap, or at the first
+  `Verify`.
+- Losing `Prepare`, `Halt`, `Prefilled`, `CacheReport` or `KvMemory` costs time or memory, never a text.
+- Messages have no checksum. The codec refuses altered messages that it can detect; the rest is left to the transport,
+  as with TCP. Altered messages of a drafter cost time; under residual sampling `q` is trusted.
 
 ## Endpoints
 
-`ipc://PATH` on one machine: the path of a unix socket, 107 bytes at most on Linux and 103 on macOS. A lock on
-`PATH.lock` says who serves it, so that a second server is refused and a killed one is replaced. `tcp://HOST:PORT`
-for clients on other machines, and one more for drafters; IPv6 addresses stand in brackets. A server's own workers
-connect by ipc. Beyond this machine, and where it is asked for, ZeroMQ's CURVE encrypts, and lets in by key: its ZAP
+- `ipc://PATH` connects processes on one machine. PATH is a unix socket of at most 107 bytes on Linux and 103 on macOS.
+  A lock on `PATH.lock` marks the owner, so a second server is refused and a killed one is replaced. A server's own
+  workers connect by ipc.
+- `tcp://HOST:PORT` connects clients on other machines, and a second endpoint connects drafters. IPv6 addresses stand in
+  brackets.
+
+Beyond this machine, and where it is requested, ZeroMQ's CURVE encrypts the connection and admits peers by key. The ZAP
 domains are `client` and `drafter`, one an endpoint. `connect` and `bind` refuse another machine's address without keys
-(docs/security.md). A drafter there says `Hello` like any other; its `vocabulary` has to be the cluster's. Who says
-something in another protocol version is answered once, in the server's: by `Shutdown` with both versions in a sentence,
-and by its header alone.
+(docs/security.md). A drafter on another machine sends `Hello` like any other; its `vocabulary` must equal the
+cluster's. A peer with another protocol version gets one answer, in the server's version: a `Shutdown` whose reason
+names both versions. Only its header is read.
 """
 
 

@@ -1,11 +1,8 @@
-"""What a request wants of its text: the sampling parameters that both workers share, and the grammar it must
-satisfy.
+"""What a request asks of its text: the sampling parameters that both workers share, and the grammar it must satisfy.
 
-`SamplingFields`: what a request wants sampled: the parameters both workers share. Knows nothing of logits. Names and
-defaults are mlx-lm's, except that "off" is always the neutral value.
-
-`Grammar`: what a generated text must be: a JSON schema, a grammar or a regular expression, as it was asked for. Knows
-no tokens; what of a text's tokens is allowed is `grammar.constraint`'s.
+`SamplingParams` knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is always the neutral
+value. `Grammar` is a JSON schema, a grammar or a regular expression as the request gave it. It knows no tokens;
+`grammar.constraint` finds the allowed ones.
 """
 
 from __future__ import annotations
@@ -28,14 +25,15 @@ MAX_GRAMMAR = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The generated text, up to its end token, is what `text` describes. The prompt does not count.
+    """The generated text, up to its end token, must match `text`. The prompt does not count.
 
-    `kind` "json_schema": a JSON Schema as JSON; "grammar": Lark's notation or llama.cpp's GBNF; "regex": a regular
-    expression without look-around; "llguidance": that library's JSON with a list of grammars, where the first begins.
-    Lark's notation has special tokens as <|name|> or <[id]>; all else is bytes, which spell no special token.
+    `kind` is "json_schema" (a JSON Schema as JSON), "grammar" (Lark's notation or llama.cpp's GBNF), "regex" (a regular
+    expression without look-around), or "llguidance" (that library's JSON with a list of grammars, of which the first is
+    the start). In Lark's notation, special tokens are <|name|> or <[id]>; everything else is bytes, which match no
+    special token.
 
     Raises:
-        InvalidRequest: no such kind, no text, more than 65,536 characters of it, or no JSON where it is to be.
+        InvalidRequest: an unknown kind, an empty text, more than 65,536 characters, or invalid JSON.
     """
 
     kind: Annotated[str, OneOf(KINDS)]
@@ -158,29 +156,29 @@ class SamplingFields(TypedDict, total=False):
 class SamplingParams:
     """How tokens are chosen and when generation ends.
 
-    `temperature` is another name of `temp`. 0 is greedy, and below `LEAST_TEMP` it becomes 0: float32 could no longer
-    hold a score of logit / `temp` with the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0 and
-    penalties of 0 are off; `repetition_penalty` 1 is off. `seed` None means: draw one and report it. Penalties look at
+    `temperature` is another name of `temp`. 0 is greedy. Below `LEAST_TEMP` it becomes 0, because float32 cannot hold a
+    score of logit / `temp` together with the noise that decides between near equals. `top_p` 1, `min_p` 0, `top_k` 0,
+    penalties of 0 and `repetition_penalty` 1 are off. With `seed` None a seed is drawn and reported. Penalties look at
     the last `*_context_size` tokens, prompt included.
 
-    `rule` is how proposals are verified above temperature 0: "coupled", or "residual" (docs/exactness.md). For residual
-    sampling a draft proposes from its `q_width` likeliest tokens, with the weight of those that work ahead prepares for
-    multiplied by `saguaro` (the C of the SSD paper, definition 14).
+    `rule` sets how proposals are verified above temperature 0: "coupled" or "residual" (docs/exactness.md). For
+    residual sampling a draft proposes from its `q_width` most likely tokens, with the weight of those that the work
+    ahead prepares for multiplied by `saguaro` (the C of the SSD paper, definition 14).
 
-    With a `grammar` the generated text is what that allows, as far as it comes; it rules tokens out before temperature
-    and filters, and lets the text end where it may. `logprobs` n: with each token come its log-probability and the n
-    likeliest tokens of its place (0: its own alone; None: nothing). They are the target's own after penalties, bias and
+    A `grammar` constrains the generated text as far as it goes. It rules tokens out before temperature and filters, and
+    allows an end only where the text may end. `logprobs` n returns with each token its log-probability and the n most
+    likely tokens at its position (0: only its own; None: nothing). They are the target's own after penalties, bias and
     grammar, before temperature and filters.
 
-    No end token is among the first `min_tokens`, unless a grammar allows nothing else; stop strings end a text all the
-    same.
+    The first `min_tokens` tokens contain no end token, unless a grammar allows nothing else. Stop strings still end a
+    text.
 
     `max_tokens` and context sizes are at least 1, `temp` is 0 to 100, `top_p` and `min_p` 0 to 1, `top_k` at least 0,
     `repetition_penalty` 0.01 to 100, the other penalties -100 to 100, a bias -10^6 to 10^6, `seed` 0 to 2^63-1,
     `saguaro` 0.01 to 1 (1 is off), `q_width` 1 to 1024, `logprobs` 0 to 20. A grammar excludes `ignore_eos`.
 
-    Numpy's numbers are taken as well; `stop` may be one text or a list of texts, `logit_bias` a dict. They are kept as
-    the types below say.
+    numpy numbers are accepted. `stop` may be one text or a list of texts, `logit_bias` a dict. They are stored in the
+    types below.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the field, the value and what is allowed.

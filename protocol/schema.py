@@ -27,7 +27,7 @@ import numpy as np
 
 
 class Origin(IntEnum):
-    """Who said a token first. All but the target's own were drafted and accepted: `draft_n_accepted` counts them."""
+    """Where a token came from. All but TARGET were drafted and accepted: `draft_n_accepted` counts them."""
 
     TARGET = 0
     """The target's own: plain decoding, and the token after the accepted part of a chain."""
@@ -251,10 +251,10 @@ NEVER = float(np.finfo(np.float32).min)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """A row a token, [N, 1 + n]: the token itself, then the n likeliest of its place, the likeliest first.
+    """One row a token, [N, 1 + n]: the token itself, then the n most likely at its position, the most likely first.
 
     `values` are natural logarithms of the target's own probabilities after penalties, bias and grammar, before
-    temperature and filters; -3.4e38 is a token that can't be.
+    temperature and filters; -3.4e38 marks an impossible token.
     """
 
     ids: Ids

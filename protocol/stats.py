@@ -1,9 +1,7 @@
 """The numbers that processes report about themselves: memory, counts and durations.
 
-`KvCost`: what texts cost in memory: keys, values and state of a model, in bytes, and what a prompt cache has made of
-its room. Knows numbers only; a worker measures them, the orchestrator adds them up.
-
-`Tally`: what a process has counted since it started, as it tells others: how often, and how long. Knows numbers only.
+`KvCost`, `KvUse` and `CacheUse` are bytes of keys, values and state of a model, and the use of a prompt cache. A worker
+measures them; the orchestrator adds them up. `Tally` and `Durations` count events since the process started.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from outrider.protocol.schema import Count, Name, Serial
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """Bytes that a worker remembers of a text: `per_text` however long it is, and `per_token` more for each token."""
+    """Bytes that a worker keeps for a text: `per_text` for any length, plus `per_token` for each token."""
 
     per_text: Serial = 0
     per_token: Serial = 0
@@ -30,8 +28,8 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """Of the `limit` bytes for texts in all workers together, running ones take `used` as long as they are by now, and
-    `reserved` when they are as long as they may get."""
+    """Memory for texts in all workers together: of `limit` bytes, running texts take `used` at their present length and
+    `reserved` at their maximum length."""
 
     limit: Serial = 0
     used: Serial = 0
@@ -40,8 +38,8 @@ class KvUse:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """A worker's prompt cache: it holds `entries` texts in `bytes`; of `lookups` texts that began, `hits` found
-    something there or in a running text, `tokens_saved` in all that were not read again."""
+    """A worker's prompt cache: `entries` texts in `bytes`. Of `lookups` texts that started, `hits` found a prefix in it
+    or in a running text; `tokens_saved` in all were not read again."""
 
     entries: Count = 0
     bytes: Serial = 0
@@ -52,7 +50,7 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What `name` stands for happened `count` times."""
+    """`name` happened `count` times."""
 
     name: Name
     count: Serial
@@ -60,8 +58,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """`counts[i]` lasted at most `bounds[i]` seconds and longer than the bound before, the last count longer than all;
-    `seconds` in all."""
+    """A histogram: `counts[i]` durations were at most `bounds[i]` seconds and longer than the bound before; the last
+    count is of those beyond all bounds. `seconds` is the sum."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[Serial, ...] = ()

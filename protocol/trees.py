@@ -1,12 +1,11 @@
-"""Drafted tokens: as a tree, and the distributions that they were drawn from.
+"""Drafted tokens as a tree, and the distributions that they were drawn from.
 
-`DraftTree`: drafted tokens as a tree: what may follow the committed text, in several ways at once. Node i is a token
-behind node `parents[i]`, an earlier one, or behind the text (-1). A chain is a tree without forks; where parents are
-left out, (), the tokens are one. Pure; knows numbers only.
+`DraftTree` holds drafted tokens that may follow the committed text in several ways at once. Node i is a token behind
+node `parents[i]`, an earlier one, or behind the text (-1). A chain is a tree without forks; empty parents, (), mean a
+chain. Pure; knows numbers only.
 
-`SparseQ`: what a chain was drawn from: the draft's distributions, as sparse as they were when it drew (residual
-sampling). Travels with the chain, because a chain must be verified with the very q it was drawn from. Knows arrays;
-knows nothing of models.
+`SparseQ` holds the draft's distributions, as sparse as they were when it drew (residual sampling). It is sent with the
+chain, because a chain must be verified with exactly the q it was drawn from. Knows arrays; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ ROOT = -1
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """What a drafter proposes. `odds`: of each node, that it holds where its parent does; (): it does not say.
+    """What a drafter proposes. `odds` is each node's probability of being accepted if its parent is; (): not known.
 
-    Nodes best in the order of walking down the likeliest branch first: what holds then seldom has to be moved.
+    List the nodes in the order of a walk down the likeliest branch first: accepted nodes then rarely have to be moved.
     """
 
     tokens: tuple[int, ...] = ()
@@ -132,9 +131,10 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseQ:
-    """A distribution a token: token i was drawn from `ids[i]`, [N, m], with `probs[i]`, [N, m]; all others have 0.
+    """One distribution a token: token i was drawn from `ids[i]`, [N, m], with `probs[i]`, [N, m]; all other tokens have
+    0.
 
-    In `Branches` the rows of all entries stand one after the other.
+    In `Branches` the rows of all entries follow one another.
     """
 
     ids: Ids

@@ -1,4 +1,4 @@
-"""Every message, one frozen dataclass each. What a field may hold is in its type (`protocol.schema`)."""
+"""Every message is one frozen dataclass. The types of its fields say what they may hold (`protocol.schema`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between a client and the orchestrator."""
+"""Messages between a client and the orchestrator."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Client -> orchestrator: complete `prompt` (or `tokens`). None for a setting means the server's own.
+    """Client -> orchestrator: complete `prompt` (or `tokens`). A setting of None means the server's default.
 
-    `origins`: tell with each token where it came from; `rounds`: tell of each round, when it has ended.
-    `resume_tokens`: what was received of this very text before, with the seed of `sampling`: it goes on behind that,
-    and only what is new is told. `resume_chars`: how many characters of text were received with it, which may be more
-    than these tokens complete where the text had ended. `drafter`: the name of the only one that is to draft; empty:
-    whoever is there. `fingerprint` is the one that its Started told: a server with another refuses it (OtherModel).
-    `client`: for whom it is, where one client asks for many people, who take turns then; empty: for the client itself.
+    `origins` asks for the origin of each token, `rounds` for a record of each round when it ends. `drafter` names the
+    only drafter to use; empty means all. `client` names the end user where one client serves several, who then take
+    turns; empty means the client itself.
+
+    To resume a text, send the tokens received so far as `resume_tokens`, the number of characters received as
+    `resume_chars`, and the original seed in `sampling`. The reply holds only what is new. `resume_chars` may exceed
+    what the tokens complete if the text had ended. `fingerprint` is the one from Started; a server with another refuses
+    the request (OtherModel).
     """
 
     request: RequestId
@@ -56,10 +58,10 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Orchestrator -> client: admitted. `seed` is the one in force; `notes` are reasons worth a line each.
+    """Orchestrator -> client: the request is admitted. `seed` is the seed in use; `notes` are one-line explanations.
 
-    `fingerprint`: of the weights, the number format in which they compute, and the tokenizer; servers with the same go
-    on with each other's texts. Empty: not known.
+    `fingerprint` identifies the weights, the number format of the computation and the tokenizer. Servers with equal
+    fingerprints can continue each other's texts. Empty: not known.
     """
 
     request: RequestId
@@ -74,7 +76,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Orchestrator -> client: how much of a long prompt the target has read."""
+    """Orchestrator -> client: how many tokens of a long prompt the target has read."""
 
     request: RequestId
     done: Count
@@ -83,7 +85,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class DraftWork:
-    """What a drafter did for `round`: so many `branches` are `depth` tokens deep now; 0: a chain that was asked for."""
+    """A drafter's work for `round`: `branches` are now `depth` tokens deep. 0 branches: a just-in-time chain."""
 
     drafter: Name
     round: Serial
@@ -94,12 +96,13 @@ class DraftWork:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """A round that has ended; spans are in nanoseconds since the request began.
+    """A round that has ended. Spans are in nanoseconds since the request began.
 
-    `lookup`: what the speculation cache had for the outcome before, `source`: where the chain of `drafted` tokens came
-    from, `accepted` of which held; the round made `tokens` final. `verify` is the target's forward. `decided`: from the
-    outcome before until the orchestrator had sent the chain, or knew that the target had gone on with it; None: the
-    target went on by itself. `drafting`: what drafters did, as far as no record before has told it.
+    `lookup` is the result of looking up the previous outcome in the speculation cache. `source` is where the chain came
+    from. `drafted` tokens were verified, `accepted` of them were accepted, and the round committed `tokens`. `verify`
+    is the target's forward. `decided` runs from the previous outcome until the orchestrator sent the chain, or learned
+    that the target had continued with it; None: the target continued autonomously. `drafting` is the drafters' work
+    that no earlier record reported.
     """
 
     round: Serial
@@ -115,10 +118,12 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last.
+    """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last
+    chunk.
 
-    `logprobs` and `origins` (0 target, 1 prepared, 2 drafted just in time, 3 copied from the text, 4 by a head) are
-    those of the tokens, `rounds` those that brought them, if the request asked for them.
+    `logprobs`, `origins` and `rounds` are present if the request asked for them. Origins are 0 target, 1 prepared, 2
+    drafted just in time, 3 copied from the text, 4 drafted by a head, 5 an alternative of a tree. `rounds` are those
+    that produced the tokens.
     """
 
     request: RequestId
@@ -131,20 +136,22 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """A request in numbers, named as llama.cpp names them; milliseconds. Tokens past the end do not count.
+    """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end do not
+    count.
 
-    The prompt's tokens are the `cache_n` that the target remembered and the `prompt_n` that it read; a drafter
-    remembered `draft_cache_n` of them. Of the `prompt_n`, `prefill_n` were read by a prefill worker.
-    `draft_n` chain tokens were verified in `draft_rounds` rounds that carried a chain, `draft_n_accepted` held.
-    Hits and misses count outcomes that were looked up in the speculation cache: a hit had its branch there by then. For
-    `cache_late` of the misses the branch came while it was waited for; after the others the target decoded plainly,
-    verified a chain copied from the text, or one that a drafter was asked for (`missed_then_...`).
-    `looked_up_by_accepted[k]` and `hits_by_accepted[k]` are of outcomes that accepted k tokens. `rounds` counts every
-    verify. `queue_ms`: until it was the request's turn. `peak_bytes` is the most memory that MLX has held in the target
-    and in its drafters since the request began, or the first of those that ran with it, weights included. `resumed`:
-    how often the text went on on another target, the one before having died; `rejoined`: how often a drafter was taken
-    back in the middle of it. `draft_n_accepted_by`: how many of each drafter's tokens held;
-    `draft_n_accepted_from`: how many of each `Origin`.
+    - Prompt: `cache_n` tokens came from the target's prompt cache, `prompt_n` were read, `prefill_n` of these by a
+      prefill worker. `draft_cache_n` came from a drafter's prompt cache.
+    - Chains: `draft_n` tokens were verified in `draft_rounds` rounds with a chain; `draft_n_accepted` were accepted.
+      `rounds` counts every verify.
+    - Speculation cache: `cache_hits` and `cache_misses` count lookups; a hit found its branch in time. In `cache_late`
+      misses the branch arrived during the wait. After the others the target decoded plainly, verified a chain copied
+      from the text, or a just-in-time chain (`missed_then_...`). `looked_up_by_accepted[k]` and `hits_by_accepted[k]`
+      count outcomes with k accepted tokens.
+    - `draft_n_accepted_by` counts accepted tokens by drafter, `draft_n_accepted_from` by `Origin`.
+    - `queue_ms` is the time in the queue.
+    - `peak_bytes` is the most memory that MLX held in the target and its drafters, weights included, since the request,
+      or the first of those that ran with it, began.
+    - `resumed` counts continuations on a new target, `rejoined` the drafters that came back during the text.
     """
 
     prompt_n: Serial = 0
@@ -184,7 +191,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Orchestrator -> client: the request ended well. `reason` is eos, stop, length or cancelled."""
+    """Orchestrator -> client: the request succeeded. `reason` is eos, stop, length or cancelled."""
 
     request: RequestId
     reason: Annotated[str, OneOf(("eos", "stop", "length", "cancelled"))]
@@ -194,7 +201,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Orchestrator -> client: the request ended badly; `kind` names the error class in protocol.errors."""
+    """Orchestrator -> client: the request failed. `kind` names the error class in protocol.errors."""
 
     request: RequestId
     kind: Name
@@ -203,14 +210,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Client -> orchestrator: nobody wants the rest."""
+    """Client -> orchestrator: stop the request; the rest is not needed."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
 class StatsQuery:
-    """Client -> orchestrator: tell your workers and totals, and whether you have this client's request `about`."""
+    """Client -> orchestrator: send Stats, and whether this client's request `about` is known."""
 
     request: RequestId
     about: RequestId | None = None
@@ -220,9 +227,10 @@ class StatsQuery:
 class WorkerStats:
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
-    `kv`: what a text takes there; `cache`: how its prompt cache is used; `restarts`: how often it was started again;
-    `lies`: how often it said what cannot be, by kind. `round_trip_ms`: from a ping to its answer; `clock_ahead_ms`: how
-    far its machine's clock is before this one's. 0: not known. `fingerprint`: of a target's weights and number format.
+    `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts, `lies`
+    the number of invalid messages by kind. `round_trip_ms` is the time from a ping to its answer. `clock_ahead_ms` is
+    how far the clock of the worker's machine is ahead of the orchestrator's; 0: not known. `fingerprint` identifies a
+    target's weights and number format.
     """
 
     role: Role
@@ -247,13 +255,12 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Orchestrator -> client: workers, totals since the start, and messages dropped as stale.
+    """Orchestrator -> client: workers, totals since the start, and counts of dropped messages.
 
-    `totals` are those of requests that have ended, `generated` the tokens of those that run, too. `endings` say how
-    often requests ended so: by a reason of Done or a kind of Failed. `round_seconds`: from a request's outcome to its
-    next; `verify_seconds`: the target's forwards, each once, whoever had a part in it. `known` is False where the
-    request asked about neither runs nor waits here: another server had it. `dropped_branches`: messages of drafters for
-    which the speculation cache had no room.
+    `totals` covers requests that have ended; `generated` also counts the tokens of running ones. `endings` counts how
+    requests ended: a reason of Done or a kind of Failed. `round_seconds` measures from a request's outcome to its next,
+    `verify_seconds` the target's forwards, each counted once. `known` is False if the queried request neither runs nor
+    waits on this server. `dropped_branches` counts drafter messages for which the speculation cache had no room.
     """
 
     request: RequestId

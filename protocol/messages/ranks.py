@@ -1,6 +1,7 @@
-"""Between the ranks of one target: rank 0, which speaks with the orchestrator, tells the others what it feeds.
+"""Messages between the ranks of one target. Rank 0, which talks to the orchestrator, tells the others what it feeds.
 
-They all run the same model, a part of each layer, so each forward is all ranks'. No other process has a use for these.
+All ranks run the same model, each with a part of every layer, so every forward involves all ranks. No other process
+uses these messages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ TextDeed = Annotated[str, OneOf(("open", "close", "mark", "roll back", "set", "s
 class RankHello:
     """A rank -> rank 0, before it loads anything.
 
-    `runs`: the releases of what computes. `weights`: a digest of the model's files. `host` tells machines apart.
+    `runs` names the releases of the computing libraries, `weights` is a digest of the model's files, and `host`
+    identifies the machine.
     """
 
     rank: Count
@@ -29,10 +31,10 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class TextChange:
-    """Rank 0 -> a rank: what it did with a text it calls `text`.
+    """Rank 0 -> a rank: a change to the text with the number `text`.
 
-    `length`: where it rolled back to, what it set the length to, or how much it saved or adopted. `copy`: what it calls
-    the copy that it saved, adopted or dropped.
+    `length` is the length it was rolled back or set to, or the length that was saved or adopted. `copy` is the number
+    of the copy that was saved, adopted or dropped.
     """
 
     deed: TextDeed
@@ -43,9 +45,10 @@ class TextChange:
 
 @dataclass(frozen=True, slots=True)
 class TextFeed:
-    """The next tokens of a text, the last `wanted` of which get logits; without `tokens` the collective brings `count`.
+    """The next tokens of a text; the last `wanted` of them get logits. Without `tokens` the collective delivers
+    `count`.
 
-    `prompt`: a piece of one.
+    `prompt`: the tokens are a piece of a prompt.
     """
 
     text: Count
@@ -57,6 +60,6 @@ class TextFeed:
 
 @dataclass(frozen=True, slots=True)
 class TextForward:
-    """Rank 0 -> a rank: the forward that all make now."""
+    """Rank 0 -> a rank: the forward that all ranks run now."""
 
     feeds: tuple[TextFeed, ...]

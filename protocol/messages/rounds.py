@@ -1,8 +1,8 @@
-"""Between the orchestrator and its workers about one request: the rounds.
+"""Messages between the orchestrator and its workers about one request: the rounds.
 
-These carry `request`, `epoch`, `round` and `base_len`. `base_len` is the number of committed tokens when the round's
+They carry `request`, `epoch`, `round` and `base_len`. `base_len` is the number of committed tokens when the round's
 verify starts, so chain token i stands at absolute position base_len + i. Times are `time.monotonic_ns` of the sender's
-machine; a Pong tells what that is.
+machine; a Pong reports the current value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from outrider.protocol.trees import SparseQ
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of evaluated work: when it started and ended."""
+    """The start and the end of a piece of work."""
 
     started_ns: Nanoseconds
     ended_ns: Nanoseconds
@@ -49,14 +49,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Orchestrator -> every worker: a request begins (or begins again) from these tokens.
+    """Orchestrator -> every worker: a request starts, or restarts, with these tokens.
 
-    The verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare branches for
-    the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are the tokens
-    that end this request (empty when it ignores them): no outcome worth preparing. The last `generated` of the tokens
-    are not the prompt's: a grammar begins with them. `rank_offset`, `min_prob` as in Commit. `offered`: a prefill
-    worker may read the text for the target, which says at once by Prefilled what it has, and waits for PromptKv until a
-    Verify comes. `features`: the target is to tell Features, for a drafter may read them.
+    Open is the verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare
+    branches for the outcomes of `verifying`, normally the empty chain of round 0; None: only read the tokens. `eos` are
+    the tokens that end this request (empty if it ignores them); drafters prepare nothing behind them. The last
+    `generated` tokens are not the prompt's, and a grammar starts with them. `rank_offset` and `min_prob` are as in
+    Commit.
+
+    `offered`: a prefill worker may read the text for the target. The target reports at once by Prefilled what it has,
+    and waits for PromptKv until a Verify arrives. `features`: the target sends Features, because a drafter may read
+    them.
     """
 
     request: RequestId
@@ -82,21 +85,21 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Orchestrator -> target: one forward over the last committed token plus `chain`.
+    """Orchestrator -> target: run one forward over the last committed token plus `chain`.
 
-    `kind` says how the chain was proposed and so which rule verifies it: by equality, or by rejection sampling against
-    a certain proposal (one-hot) or against `q`, which a sparse one was drawn from. With `parents` its tokens are a
-    tree, which is verified by equality, by a target that has said that it does so.
+    `kind` says how the chain was proposed and so which rule verifies it: equality, or rejection sampling against a
+    certain proposal (one-hot) or against the `q` that the tokens were drawn from (sparse). With `parents` the tokens
+    are a tree, which is verified by equality by a target that has the ability.
 
-    `autonomous` lets the target go on by itself from then on, one Outcome a round, until Halt or any other word about
-    the request: with `draft` = K tokens of a drafter in its own process in each round, this one included, whose `chain`
-    is empty; with 0 by plain decoding. `drafter` is that one's name (`abilities.OwnDrafter`); empty: the first.
-    `max_tokens` is then how many tokens the request may still grow by: the rounds end there, or with a token of Open's
-    `eos`. `min_prob` as in Commit, for that drafter.
+    `autonomous`: the target continues on its own from then on, one Outcome a round, until Halt or any other message
+    about the request. With `draft` = K it uses K tokens of an in-process drafter in each round, this one included,
+    whose `chain` is empty; with 0 it decodes plainly. `drafter` names that drafter (`abilities.InProcessDrafter`);
+    empty: the first. `max_tokens` is the number of tokens the request may still grow by: the rounds end there, or at a
+    token of Open's `eos`. `min_prob` is as in Commit, for that drafter.
 
-    With `draft` and without `autonomous` that drafter drafts for this round alone, and `chain`, or a tree, stands
-    beside it: the target verifies all that the drafter says, then what that lacks of this (`trees.united`), 64 nodes at
-    most. `max_tokens` is told then, too.
+    With `draft` and without `autonomous`, the drafter drafts for this round alone, and `chain`, or a tree, is combined
+    with its tokens: the target verifies all of the drafter's tokens, then what they lack of the chain (`trees.united`),
+    64 nodes at most. `max_tokens` is set then, too.
     """
 
     request: RequestId
@@ -116,7 +119,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Orchestrator -> target: stop going on by yourself; the outcome of the round under way is the last unasked one."""
+    """Orchestrator -> target: end autonomous rounds after the one under way."""
 
     request: RequestId
     epoch: Serial
@@ -124,9 +127,9 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """What a drafter thought next best beside the tokens of a chain: each behind the chain's token `parents[i]`, or -1.
+    """Tokens that a drafter ranks next best to those of a chain: each follows the chain's token `parents[i]`, or -1.
 
-    `odds`: that it holds, where that one does. Nothing follows it.
+    `odds` is the probability that the token is accepted if its parent is. Nothing follows an alternative.
     """
 
     tokens: Annotated[tuple[Token, ...], Size(MAX_BESIDE)]
@@ -136,7 +139,7 @@ class Alternatives:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The chain drafted for the outcome that makes the tokens `committed` final: accepted ones, then the bonus."""
+    """The chain drafted for the outcome that commits the tokens `committed`: the accepted ones, then the bonus."""
 
     committed: Final
     chain: Chain
@@ -145,12 +148,12 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Orchestrator -> target, while it verifies `round`: the branches that are complete.
+    """Orchestrator -> target, during the verify of `round`: the complete branches.
 
-    If the outcome makes `committed[i]` final (accepted tokens, then the bonus) the target verifies `chains[i]` as the
-    next round, unasked, and says so in Outcome; it does not wait for an answer. Replaces what was prepared before.
-    `parents[i]` are those of a chain that is a tree; (): none of them is one.
-    Coupled sampling only. Without records, for it is read between two verifies, with cold caches.
+    If the outcome commits `committed[i]` (accepted tokens, then the bonus), the target verifies `chains[i]` as the next
+    round without waiting, and reports it in Outcome. Prepare has no answer and replaces what was prepared before.
+    `parents[i]` are the parents of a chain that is a tree; (): none of the chains is one. Coupled sampling only. The
+    fields are plain tuples instead of records, because the message is read between two verifies, with cold caches.
     """
 
     request: RequestId
@@ -169,15 +172,17 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Target -> orchestrator: `accepted` chain tokens hold, then `bonus`. Of a tree those at `path`, or the first ones.
+    """Target -> orchestrator: `accepted` chain tokens are accepted, then comes `bonus`. In a tree, the accepted nodes
+    are those at `path`, or the first ones.
 
-    `idle_ns`: from the end of the request's verify before to the start of this one. `next_proposal`: the target goes on
-    with the next round unasked, by this prepared chain (`next_parents`, if it is a tree), or with an empty one as
-    Verify's `autonomous` let it; None: it waits for Verify. `rows`: the tokens of its forward, those of other requests
-    included. `peak_bytes`: the most memory MLX has held since the last request that began while no other ran. `drafted`
-    is the chain that the target's own drafter had proposed for this round (`drafted_parents`, if it is a tree), and
-    `drafting` when it did; None: it was not asked to. What held is of that and what Verify had beside it. `work` is the
-    verify alone. `logprobs`: those of the tokens that it makes final, if the request asked for them.
+    - `next_proposal`: the target continues with the next round by this prepared chain (`next_parents`, if it is a
+      tree), or with an empty one where Verify's `autonomous` allows it; None: it waits for Verify.
+    - `work` is the span of the verify alone; `idle_ns` runs from the end of the request's previous verify to its start.
+    - `rows` counts the tokens of the forward, those of other requests included.
+    - `peak_bytes` is the most memory that MLX has held since the last request that started while no other ran.
+    - `drafted` is the chain that the in-process drafter proposed for this round (`drafted_parents`, if it is a tree),
+      and `drafting` its span; None: it was not asked to. `accepted` counts tokens of that and of Verify's chain.
+    - `logprobs` are those of the committed tokens, if the request asked for them.
     """
 
     request: RequestId
@@ -201,11 +206,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """Target -> orchestrator -> drafters that read it: `rows` of committed tokens, the first of them at `position`.
+    """Target -> orchestrator -> drafters that read them: `rows` of committed tokens, the first of them at `position`.
 
-    What the head in the draft worker is fed, made of hidden rows in the target's forward, in half precision. They leave
-    with what tells of that forward: a prompt's as it is read, a round's before its Outcome. Whether both ends mean the
-    same by a row they say in Hello. Nobody waits for one that is lost: the head goes on by vectors of its own.
+    The rows feed the head in the draft worker. They are made from hidden states of the target's forward, in half
+    precision, and are sent with the message that reports that forward: a prompt's rows while it is read, a round's
+    before its Outcome. Hello states which rows each end means. A lost row delays nothing: the head continues with its
+    own vectors.
     """
 
     request: RequestId
@@ -216,12 +222,12 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Orchestrator -> drafters, in the same breath as Verify.
+    """Orchestrator -> drafters, sent together with Verify.
 
-    `tokens` became final; with them `base_len` tokens are committed. `verifying` is the chain under verification
+    `tokens` were committed; with them `base_len` tokens are committed. `verifying` is the chain under verification
     (possibly empty): prepare up to `branches` of its outcomes, `depth` tokens each, and leave the `rank_offset`
-    likeliest to other drafters. None: draft the continuation of the committed text, `depth` tokens, and answer with
-    Drafted. Beside a chain's tokens others are told that hold with a probability of more than `min_prob`; 1: none.
+    likeliest to other drafters. None: draft `depth` tokens that continue the committed text, and answer with Drafted.
+    Report alternatives to a chain's tokens whose probability exceeds `min_prob`; 1: none.
     """
 
     request: RequestId
@@ -238,10 +244,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are by now.
+    """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are now.
 
-    `final` says that nothing more will come for the round. `q`: what the chains' tokens were drawn from, a row a token,
-    entry after entry; None: they were not drawn by chance. `peak_bytes` as in Outcome, of the drafter; 0: not known.
+    `final`: nothing more will come for the round. `q` is what the chains' tokens were drawn from, one row a token,
+    entry after entry; None: they were not drawn at random. `peak_bytes` is as in Outcome, for the drafter; 0: not
+    known.
     """
 
     request: RequestId
@@ -258,9 +265,9 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Drafter -> orchestrator: the continuation asked for by Commit(verifying=None); to be verified in `round`.
+    """Drafter -> orchestrator: the continuation requested by Commit(verifying=None), to be verified in `round`.
 
-    `q`: what each of its tokens was drawn from; None: they were not drawn by chance.
+    `q` is what each of its tokens was drawn from; None: they were not drawn at random.
     """
 
     request: RequestId
@@ -276,9 +283,9 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Orchestrator -> prefill worker: read these tokens for the target, and hand over what it lacks, from `start` on.
+    """Orchestrator -> prefill worker: read these tokens for the target and send their keys and values from `start` on.
 
-    All but the last token: that one the target feeds itself. Close ends it earlier.
+    The last token is left out, because the target feeds it. Close ends the work early.
     """
 
     request: RequestId
@@ -291,7 +298,7 @@ class Prefill:
 class PromptKv:
     """Prefill worker -> orchestrator -> target: keys and values of `count` tokens of the text, from `start` on.
 
-    `data`: layer after layer, keys before values, [kv_heads, count, head_dim] in the model's own number format.
+    `data` holds layer after layer, keys before values, [kv_heads, count, head_dim] in the model's number format.
     """
 
     request: RequestId
@@ -305,7 +312,7 @@ class PromptKv:
 class Prefilled:
     """Worker -> orchestrator: how much of a long prompt has been read.
 
-    `cached`: so many of its first tokens are not read, for they were remembered; said of short ones, too.
+    `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too.
     """
 
     request: RequestId
@@ -324,7 +331,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Worker -> orchestrator: something was missed; answer with Open and the committed tokens."""
+    """Worker -> orchestrator: messages are missing; answer with Open and the committed tokens."""
 
     request: RequestId
     epoch: Serial

@@ -1,4 +1,4 @@
-"""Between the orchestrator and a worker about the worker itself: its start, its health, its end."""
+"""Messages between the orchestrator and a worker about the worker itself: its start, its health, its end."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from outrider.protocol.stats import CacheUse, KvCost
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Worker -> orchestrator, when its model is loaded: who I am and what I run. The answer is Welcome or Shutdown.
+    """Worker -> orchestrator, when its model is loaded: its identity and its model. The answer is Welcome or Shutdown.
 
-    `incarnation` tells this process from every other, its successors included; in hexadecimal it is the routing id of
-    its hot socket, and followed by `/heartbeat` that of its heartbeat's. `name` is the one wished for, or empty.
-    `abilities`: what a target was found able to do; a drafter leaves it as it is. `kv`: what its texts take.
-    `vocabulary`: a digest of what a joining drafter's tokens stand for, which must be that of the cluster's own; empty:
-    nobody has looked. `files`: a target's model, as `protocol.digest` tells models apart. `features`: of what a target
-    makes the rows in Features, or what a drafter makes of them; empty: it makes none, or reads none. `number_format`:
-    what a target computes in.
+    - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the hot
+      socket; followed by `/heartbeat` it is that of the heartbeat socket.
+    - `name` is the requested name, or empty.
+    - `abilities` describes what a target can do, as measured; a drafter leaves the default. `kv` is the memory cost of
+      its texts.
+    - `vocabulary` is a digest of what a joining drafter's tokens stand for. It must equal the cluster's; empty: not
+      checked.
+    - `files` identifies a target's model (`protocol.digest`). `number_format` is what a target computes in.
+    - `features` identifies the rows that a target sends in Features, or that a drafter reads; empty: none.
     """
 
     role: Role
@@ -43,9 +45,9 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Orchestrator -> a worker that said Hello: it is one of the cluster now, by this name.
+    """Orchestrator -> a worker that said Hello: it has joined the cluster under this name.
 
-    `ping_ms`: it will be asked so often whether it lives.
+    `ping_ms` is the interval of the pings.
     """
 
     name: Name
@@ -54,9 +56,9 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """Orchestrator -> worker, once all are there and whenever it changes: `limit` bytes for all its texts together.
+    """Orchestrator -> worker, when all have joined and at each change: `limit` bytes for all its texts together.
 
-    `prompt_cache`: what ended texts leave behind may stay in what running ones don't need.
+    `prompt_cache`: ended texts may stay cached in what running ones do not need.
     """
 
     limit: Serial
@@ -65,14 +67,14 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Worker -> orchestrator: how its prompt cache is used, when that has changed."""
+    """Worker -> orchestrator: the use of its prompt cache, when it has changed."""
 
     use: CacheUse
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Worker -> orchestrator, before Hello: how far the start is, for a person to read."""
+    """Worker -> orchestrator, before Hello: the stage of the start, as text for a person."""
 
     role: Role
     stage: Name
@@ -87,10 +89,10 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """Worker's heartbeat thread -> orchestrator. `progress` grows while the worker moves, busy or waiting.
+    """Worker's heartbeat thread -> orchestrator. `progress` grows while the worker makes progress, busy or waiting.
 
-    `expected_ms`: how long what it does now should take at most, until it moves again; 0: it does not know. `clock_ns`:
-    what time it is there, by the clock of its spans.
+    `expected_ms` is the longest that the current work should take until `progress` grows again; 0: not known.
+    `clock_ns` is the worker's current time, by the clock of its spans.
     """
 
     name: Name
@@ -102,9 +104,9 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Worker -> orchestrator: what went wrong; with `request` only that request is lost, without it the worker is.
+    """Worker -> orchestrator: an error. With `request` only that request is lost; without it the worker is.
 
-    `dispensable`: nothing is broken, the worker is of no use here, and the rest may begin without it.
+    `dispensable`: nothing is broken, but the worker is of no use here, and the others may start without it.
     """
 
     name: Name
@@ -115,7 +117,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class WorkerNote:
-    """Worker -> orchestrator: what readers of the texts under way should know. Nothing is lost."""
+    """Worker -> orchestrator: a note for the readers of the texts under way. Nothing is lost."""
 
     name: Name
     message: Text
@@ -123,6 +125,6 @@ class WorkerNote:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Orchestrator -> worker: end now, in order. With a `reason` it was turned away."""
+    """Orchestrator -> worker: end in an orderly way. A `reason` means that it was rejected."""
 
     reason: Text = ""
