@@ -6,7 +6,6 @@ the rulings are the engine's own; chi-square on what follows each token, and on 
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -249,8 +248,7 @@ def of_a_union(text: Sequence[int], peek: bool = False) -> Chain:
 
 
 def test_residual_texts_of_united_drafters_have_the_targets_distribution() -> None:
-    """With OUTRIDER_DRAWS=20000 the long form."""
-    assert min(p_values(spoken(of_a_union, count=int(os.environ.get("OUTRIDER_DRAWS", TOKENS))))) > ALPHA
+    assert min(p_values(spoken(of_a_union, count=LONG))) > ALPHA
 
 
 def test_a_union_whose_branch_is_chosen_by_what_was_drawn_is_caught() -> None:
