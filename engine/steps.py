@@ -1,7 +1,7 @@
 """What one forward of a token tree says about the tokens to come: scores, lazily, and what is read from them.
 
-On the CPU choices are read with numpy from MLX's memory (over 12 x 4,096 an argmax takes 5 us there, 40 us in MLX, an
-argpartition 100 us and 500 us); on a GPU everything stays on the device.
+On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an argmax takes 5 us there and 40 us in MLX.
+On a GPU everything stays on the device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine import sampling
+from outrider.engine.positions import Ints
 from outrider.engine.sampling import Floats, History, Sampler, joint_noise, joint_words
 from outrider.engine.tree_feed import Candidate
 
@@ -97,12 +98,9 @@ class Step:
         return self._read
 
     def _host_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
-        left = self._host()[list(rows)]
-        tokens = np.sort(np.argpartition(left, -count, axis=-1)[:, -count:], axis=-1)
-        values = np.take_along_axis(left, tokens, axis=-1)
-        order = np.argsort(-values, axis=-1, kind="stable")  # of equals the lower token first
-        tokens, values = np.take_along_axis(tokens, order, axis=-1), np.take_along_axis(values, order, axis=-1)
-        return list(zip(tokens.tolist(), values.tolist(), strict=True))
+        scores = self._host()
+        found = [(scores[row], top(scores[row], count)) for row in rows]
+        return [(tokens.tolist(), row[tokens].tolist()) for row, tokens in found]
 
     def _device_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
         scores = mx.take(self._scores, mx.array(list(rows)), axis=0)
@@ -112,6 +110,25 @@ class Step:
         tokens, values = mx.take_along_axis(tokens, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
         mx.eval(tokens, values)
         return list(zip(cast(Any, tokens.tolist()), cast(Any, values.astype(mx.float32).tolist()), strict=True))
+
+
+_PARTS = 64
+
+
+def top(scores: Floats, count: int) -> Ints:
+    """The `count` best tokens of one row of scores [V], best first, of equals the lower token first: [count].
+
+    numpy's argpartition takes 0.5 ms for 49,152 scores and 9 ms where most of them are -inf; this takes 0.07 ms.
+    """
+    columns = len(scores) // _PARTS
+    if columns < count:
+        return np.argsort(-scores, kind="stable")[:count]
+    maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0)
+    floor = np.partition(maxima, -count)[-count]
+    above = np.flatnonzero(scores > floor)  # no more than _PARTS x count
+    best: Ints = above[np.argsort(-scores[above], kind="stable")[:count]]
+    level = np.flatnonzero(scores == floor)[: count - len(best)]
+    return np.concatenate([best, level])
 
 
 Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
