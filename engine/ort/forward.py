@@ -144,7 +144,7 @@ class OrtForward:
             begin = end
         back[begin:] = back[0]
         total = int(lengths.max()) + 1
-        self._look_up(int(places.max()) + 1)
+        self._look_up(max(total, int(places.max()) + 1))
         x = self._embedding(tokens)
         if flat > len(tokens):
             x = np.concatenate([x, np.repeat(x[:1], flat - len(tokens), axis=0)])

@@ -151,6 +151,18 @@ def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bit
         kv_cache.close(sequence)
 
 
+def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
+    """A token that is fed alone is padded to two rows, so it wants one column more than it has positions."""
+    made = OrtForward(loaded("llama").model, "llama", masked=False)
+    end = len(made._angles[0][0])
+    buffers = [[np.zeros((1, like.kv_heads, end + 8, like.width), np.float32)] * 2 for like in made.shapes]
+    layers = [(keys.copy(), values) for keys, values in buffers]
+    for start, count in ((0, end - 1), (end - 1, 1), (end, 1)):
+        part = OrtSegment(0, start, np.arange(start, start + count))
+        logits = made(np.array(told(3, count)), [part], layers, np.arange(1))["logits"]
+        assert np.isfinite(logits).all()
+
+
 def test_bits_are_the_same_in_company(quantised: Quantised) -> None:
     """Neighbours of other lengths before and behind, one that reads its prompt, one that is idle, one that leaves."""
     kv_cache = open_kv_cache(quantised())
