@@ -32,6 +32,7 @@ import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 from outrider.engine.noise import GREATEST, gumbel, gumbel_at, gumbel_numpy
+from outrider.engine.positions import Ints
 from outrider.grammar.constraint import Constraint, Words
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -49,6 +50,7 @@ History = mx.array | Sequence[int]
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 _ROUNDING, _ULPS = 1e-4, 2e-6
+_MASS = 2e-3  # by which a sum of a vocabulary's probabilities in float32 may be wrong
 """What the steps of float32 between logits and scores may add up to: at least, and of the numbers' size."""
 _BLOCK = 8  # positions whose noise is made at once
 _BLOCKS_KEPT = 4
@@ -172,29 +174,41 @@ class Sampler:
         return penalised if words is None else masked(penalised, words)
 
     def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
-        """The argmax of `scores` for each row of float32 logits [R, V] that `penalise` has made, by numpy alone.
+        """The argmax of `scores` for each row of float32 logits [R, V] from `penalise`, by numpy alone.
 
-        Noise is made only where it can decide: at tokens whose score can still be the best with all the noise there is.
-        None where the exact steps have to decide: filters, no numbers, or two tokens closer than rounding is.
+        Noise is computed only where it can decide: at tokens whose score could be the best with the greatest noise.
+        None where the exact steps have to decide: scores that are no numbers, two tokens closer than rounding, or a
+        token that rounding may keep or filter out.
         """
         best = penalised.max(axis=-1, keepdims=True)
-        if self.filters or not np.isfinite(best).all():
+        if not np.isfinite(best).all():
             return None
-        if not self.noisy:
+        if not self.noisy and not self.filters:
             return _only_bests(penalised, best)
         scaled = penalised * np.float32(1.0 / self.params.temp)
         seeds = [self._noise_seed] * len(positions)
-        likeliest = scaled.argmax(axis=-1)[:, None]
-        floor = np.take_along_axis(scaled, likeliest, -1) + gumbel_at(np, seeds, positions, likeliest) - GREATEST
+        floor = best * np.float32(1.0 / self.params.temp)
+        if self.noisy:
+            likeliest = scaled.argmax(axis=-1)[:, None]
+            floor = np.take_along_axis(scaled, likeliest, -1) + gumbel_at(np, seeds, positions, likeliest) - GREATEST
         rows, tokens = np.nonzero(scaled >= floor)
         counts = np.bincount(rows, minlength=len(positions))
         places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         few = np.zeros((len(positions), counts.max()), np.int64)
         scores = np.full(few.shape, -np.inf, np.float32)
         few[rows, places], scores[rows, places] = tokens, scaled[rows, tokens]
-        scores += gumbel_at(np, seeds, positions, few)
+        if self.noisy:
+            scores += gumbel_at(np, seeds, positions, few)
+        unsure = np.zeros(few.shape, bool)
+        if self.filters:
+            for row, count in enumerate(counts):
+                lost, unsure[row, :count] = _filtered_out(penalised[row], few[row, :count], self.params)
+                scores[row, :count][lost] = -np.inf
         chosen = _only_bests(scores, scores.max(axis=-1, keepdims=True), float(abs(best).max()) / self.params.temp)
-        return None if chosen is None else few[np.arange(len(positions)), chosen].tolist()
+        every = np.arange(len(positions))
+        if chosen is None or unsure[every, chosen].any():
+            return None
+        return cast("list[int]", few[every, chosen].tolist())
 
     def noise(self, positions: Sequence[int]) -> mx.array:
         """G at these positions, float32 [P, V]; made once a position and kept a while."""
@@ -231,6 +245,46 @@ def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int]
     if (np.count_nonzero(scores >= near, axis=-1) > 1).any():
         return None
     return cast("list[int]", scores.argmax(axis=-1).tolist())
+
+
+def _filtered_out(
+    logits: Floats, tokens: Ints, params: SamplingParams
+) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Which of a row's tokens [N] filters surely remove, and of which rounding decides. `logits`: the row [V]."""
+    own, best = logits[tokens], logits.max()
+    slack = _ROUNDING + _ULPS * abs(best)
+    lowest = best + math.log(params.min_p) if params.min_p > 0 else -np.inf
+    if 0 < params.top_k < len(logits):
+        lowest = max(lowest, logits[best_tokens(logits, params.top_k)[-1]])
+    lost, unsure = own < lowest - slack, abs(own - lowest) <= slack
+    if 0 < params.top_p < 1:
+        ranked = np.sort(logits[logits >= own.min()])[::-1]
+        mass = np.cumsum(np.exp(ranked - best), dtype=np.float64) / np.exp(logits - best).sum()
+        mass = np.concatenate([[0.0], mass])
+        above = mass[np.searchsorted(-ranked, -own, side="left")]  # the mass of all better tokens
+        beside = mass[np.searchsorted(-ranked, -own, side="right") - 1]  # and of all but one that are as good
+        lost |= above > params.top_p + _MASS
+        unsure |= (beside > params.top_p - _MASS) & ~lost
+    return lost, unsure & ~lost
+
+
+_PARTS = 64
+
+
+def best_tokens(scores: Floats, count: int) -> Ints:
+    """The `count` best tokens of one row of scores [V], best first, of equals the lower token first: [count].
+
+    numpy's argpartition takes 0.5 ms for 49,152 scores and 9 ms where most of them are -inf; this takes 0.07 ms.
+    """
+    columns = len(scores) // _PARTS
+    if columns < count:
+        return np.argsort(-scores, kind="stable")[:count]
+    maxima = scores[: _PARTS * columns].reshape(_PARTS, columns).max(axis=0)
+    floor = np.partition(maxima, -count)[-count]
+    above = np.flatnonzero(scores > floor)  # no more than _PARTS x count
+    best: Ints = above[np.argsort(-scores[above], kind="stable")[:count]]
+    level = np.flatnonzero(scores == floor)[: count - len(best)]
+    return np.concatenate([best, level])
 
 
 def joint_words(own: Sequence[tuple[Sampler, Sequence[History] | None]]) -> Words | None:
@@ -366,7 +420,7 @@ def filtered(logits: Floats, params: SamplingParams) -> Floats:
     if params.min_p > 0:
         lowest = np.maximum(lowest, top + math.log(params.min_p))
     if 0 < params.top_k < logits.shape[1]:
-        lowest = np.maximum(lowest, np.partition(logits, -params.top_k, axis=-1)[:, -params.top_k])
+        lowest = np.maximum(lowest, [row[best_tokens(row, params.top_k)[-1]] for row in logits])
     kept: Floats = np.where(logits < lowest[:, None], -np.inf, logits * np.float32(1.0 / params.temp))
     return kept
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -72,9 +74,45 @@ def test_what_is_no_number_is_left_to_the_exact_steps(bad: float) -> None:
     assert Sampler(SamplingParams(), 64).choose(rows, [3]) is None
 
 
-def test_filters_are_left_to_the_exact_steps() -> None:
-    sampler = Sampler(SamplingParams(temp=0.8, seed=1, top_p=0.9), WIDTH)
-    assert sampler.choose(logits(0, 2.0), POSITIONS) is None
+@matrix(
+    temp=[0.5, 0.8, 1.5],
+    top_p=[1.0, 0.5, 0.9, 0.95, 0.99],
+    top_k=[0, 1, 5, 40, 1000],
+    min_p=[0.0, 0.05],
+    spread=[0.5, 2.0, 4.0],
+    seed=range(6),
+)
+def test_filters_keep_what_the_exact_steps_keep(
+    temp: float, top_p: float, top_k: int, min_p: float, spread: float, seed: int
+) -> None:
+    params = SamplingParams(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    sampler = Sampler(params, WIDTH)
+    rows = logits(seed, spread)
+    for row, position in enumerate(POSITIONS):
+        chosen = sampler.choose(rows[row : row + 1], [position])
+        scores = sampler.scores(mx.array(rows[row : row + 1]), [position])
+        assert chosen is None or chosen == mx.argmax(scores, axis=-1).tolist()
+
+
+def test_filters_seldom_need_the_exact_steps() -> None:
+    """Of logits like a model's: a few likely tokens above many unlikely ones."""
+    rng = np.random.default_rng(1)
+    rows = (rng.normal(size=(200, WIDTH)) * 2).astype(np.float32)
+    for row in rows:
+        row[rng.integers(0, WIDTH, 30)] += rng.exponential(4, 30) + 8
+    sampler = Sampler(SamplingParams(temp=0.8, seed=1, top_p=0.95, top_k=64), WIDTH)
+    left = sum(sampler.choose(rows[row : row + 1], [row]) is None for row in range(len(rows)))
+    assert left <= 10
+
+
+def test_what_a_filter_may_keep_or_not_is_left_to_the_exact_steps() -> None:
+    """Of two equal tokens only one is within the nucleus or among the best k."""
+    rows = np.full((1, WIDTH), -100, np.float32)
+    rows[0, 5] = rows[0, 9] = 10
+    rows[0, 7] = 10.5
+    for params in (SamplingParams(temp=1.0, top_k=2), SamplingParams(temp=1.0, top_p=0.6)):
+        choices = [Sampler(replace(params, seed=seed), WIDTH).choose(rows, [3]) for seed in range(40)]
+        assert None in choices and [7] in choices and [5] not in choices and [9] not in choices
 
 
 def test_forbidden_tokens_are_never_chosen() -> None:

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engine.steps import top
+from outrider.engine.sampling import best_tokens
 
 
 @given(st.integers(1, 3000), st.integers(1, 40), st.integers(0, 2**32 - 1), st.sampled_from([2, 50, 10**9]))
 def test_the_best_tokens_are_those_of_a_stable_sort(size: int, count: int, seed: int, levels: int) -> None:
     """Few `levels` make many equal scores."""
     scores = np.random.default_rng(seed).integers(0, levels, size).astype(np.float32)
-    assert top(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()
+    assert best_tokens(scores, count).tolist() == np.argsort(-scores, kind="stable")[:count].tolist()
 
 
 @pytest.mark.parametrize("allowed", [1, 5, 12_288, 49_152])
@@ -22,6 +22,6 @@ def test_tokens_that_may_not_be_said_come_last(allowed: int) -> None:
     scores = np.full(49_152, -np.inf, np.float32)
     places = draws.permutation(len(scores))[:allowed]
     scores[places] = draws.standard_normal(allowed)
-    found = top(scores, 12)
+    found = best_tokens(scores, 12)
     assert found.tolist()[:allowed] == np.argsort(-scores, kind="stable")[: min(12, allowed)].tolist()
     assert len(set(found.tolist())) == 12
