@@ -20,7 +20,7 @@ from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.schema import MAX_CHAIN
 from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
 from outrider.target_worker.feature_publisher import FeatureListener
-from outrider.target_worker.in_process_drafter import DraftSession, DraftTurn, propose
+from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
 
 ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
 

@@ -24,8 +24,7 @@ from outrider.orchestrator.core.workers.worker import MOST_LIES
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import Abilities, InProcessDrafter
 from outrider.protocol.messages import KvMemory, Message, Outcome
-from outrider.target_worker.in_process_drafter import InProcessModel
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather

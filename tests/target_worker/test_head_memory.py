@@ -21,8 +21,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
 from outrider.protocol.messages import Close, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import InProcessHead
-from outrider.target_worker.in_process_drafters import InProcessDrafters, _begins_at
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, _begins_at
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered

@@ -30,8 +30,7 @@ from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import InProcessHead, beside_target
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.covering import matrix

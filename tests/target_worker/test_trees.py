@@ -17,8 +17,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import fault
-from outrider.target_worker.in_process_drafter import InProcessHead
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, markov_llama, token_head
