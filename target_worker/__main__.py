@@ -25,7 +25,7 @@ from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_local import RANK, LocalRanks
 
 if TYPE_CHECKING:
-    from outrider.target_worker.rank_zero import RankZero
+    from outrider.target_worker.ranks import RankZero
     from outrider.target_worker.worker import TargetWorker
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ def _as_rank(options: argparse.Namespace) -> int:
             stack.callback(local.kill)
         models_only()
         from outrider.engine.ranks import join
-        from outrider.target_worker.rank_follower import follow
-        from outrider.target_worker.rank_zero import RankZero
+        from outrider.target_worker.ranks import RankZero, follow
 
         ranks = join()
         if ranks.rank > 0:
