@@ -18,10 +18,9 @@ from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.coreml.trials.trial import Ending
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.kv_rows import DenseKVRows, KeysValues
+from outrider.engine.kv_rows import DenseKVRows, KeysValues, OrtKVRows
 from outrider.engine.kv_transfer import PrefilledKVRows, ReadingFault
 from outrider.engine.loading import load
-from outrider.engine.ort.flat import OrtKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
