@@ -17,7 +17,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from outrider.draft_worker.inbox import DraftLink, Inbox, ReadCancelled
 from outrider.drafters.continuation import Continuation
@@ -26,6 +25,7 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.work_ahead import WorkAhead, begin, check_known
+from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -151,16 +151,6 @@ log = logging.getLogger(__name__)
 _FORWARDS_BETWEEN = 8  # for others, at most, between two pieces of a prompt
 
 
-class PeakMemoryMeter(Protocol):
-    """The most bytes held since `restart`; it hears of texts that have `ended` (see `engine.memory.PeakMemory`)."""
-
-    def restart(self) -> None: ...
-
-    def bytes(self) -> int: ...
-
-    def ended(self, idle: bool) -> None: ...
-
-
 class DraftWorker:
     """Serves requests from `link` with `drafter` until told to shut down."""
 
@@ -169,7 +159,7 @@ class DraftWorker:
         link: DraftLink,
         drafter: Drafter,
         fan_out: FanOut,
-        memory: PeakMemoryMeter | None = None,
+        memory: PeakMemory | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         """`memory`: where the drafter's is, if it can be measured. `compiler`: of its model's tokens; without one it

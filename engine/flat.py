@@ -56,6 +56,11 @@ class Segment:
         return self.start + self.count
 
     @property
+    def is_apart(self) -> bool:
+        """Whether its tokens see anything but the columns up to their own, or stand elsewhere."""
+        return self.whole or bool(self.parents)
+
+    @property
     def trunk(self) -> int:
         """The first column of the tree's."""
         return self.end - len(self.parents)
@@ -80,6 +85,31 @@ class Segment:
             places[self.start : self.end] = self.positions
             seen &= places > self.positions[:, None] - window
         return seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSegment(Segment):
+    """Nodes of a token tree, in the order in which they were fed.
+
+    `places`: the absolute position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
+    """
+
+    places: Ints
+    visible: Bools
+
+    @property
+    def is_apart(self) -> bool:
+        return True
+
+    @property
+    def positions(self) -> Ints:
+        return self.places[self.start :]
+
+    def seen(self, end: int, window: int | None) -> Bools:
+        """As `Segment.seen`, for its own `end` only."""
+        if window is None:
+            return self.visible
+        return self.visible & (self.places > self.positions[:, None] - window)
 
 
 def _ancestry(parents: tuple[int, ...]) -> Bools:
@@ -122,7 +152,7 @@ class SegmentGroup:
             padded[row] = np.minimum(begin + np.arange(self.width), begin + segment.count - 1)
             spread.append(row * self.width + np.arange(segment.count))
         self._starts = starts
-        self._apart = [segment for segment in segments if segment.parents or segment.whole]
+        self._apart = [segment for segment in segments if segment.is_apart]
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
@@ -205,7 +235,7 @@ class FlatCache:
         alone, window = self._frame.alone, window_size or self._window
         if alone is None:
             return WindowMask(window)
-        if alone.whole or alone.parents:
+        if alone.is_apart:
             return SegmentGroup([alone], [0]).mask(window)
         window = narrowed(window, alone.end)
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)

@@ -24,7 +24,7 @@ from outrider.engine.cache import KVState
 from outrider.engine.flat import FlatRows, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, Takes
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtFlat
+from outrider.engine.ort.forward import OrtFlat
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.engine.residual import target_sampler
 from outrider.grammar.constraint import Constraint

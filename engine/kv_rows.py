@@ -1,12 +1,11 @@
-"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind
-it.
+"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind it.
 
-mlx-lm models run unmodified: their cache objects hand them the columns, the mask that lets a node see its ancestors
-only, and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
+mlx-lm models run unmodified. Their cache objects supply the columns, the mask that lets a node see its ancestors only,
+and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
 
-`JointKVRows`: several trees of an MLX model in one forward: one flat row of all their tokens, attention tree by tree.
-As `engine.flat` for the target's texts: dense layers read the weights once, mlx-lm's common attention function asks the
-cache objects. Each tree keeps columns of its own, so that it may fork, gather and end whatever the others do.
+`KVRows` has a form for each kind of model: `OrtKVRows` where ONNX Runtime computes, else `JointKVRows`, whose trees
+share a forward as the target's texts do (`engine.flat`), else `DenseKVRows`, one tree a forward, and `RecurrentKVRows`
+(`engine.recurrent_rows`) for recurrent layers. `engine.load_checks` chooses.
 """
 
 from __future__ import annotations
@@ -15,15 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
 from outrider.engine.cache import first_rows, leaves_of, narrowed, stand_in, window_of, with_room
-from outrider.engine.flat import WindowMask, install
+from outrider.engine.flat import NodeSegment, Segment, WindowMask, install
 from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.forward import OrtForward, room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.protocol.errors import ModelError
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
@@ -350,3 +352,113 @@ class JointKVRowCache:
             own = queries[:, :, span]
             found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
         return mx.concatenate(found, axis=2)
+
+
+_STEP = 256  # columns buffers grow by
+_ORT_PREFILL = 128  # as quick a token as 512, and others wait less
+
+
+class _Store:
+    """The rows of all trees of a model; those that are free are used again."""
+
+    def __init__(self, forward: OrtForward) -> None:
+        self.forward = forward
+        self.layers: list[tuple[Floats, Floats]] = []
+        self._free: list[int] = []
+        self._rows = self._columns = 0
+
+    def open(self) -> int:
+        if not self._free:
+            self._free.append(self._rows)
+            self._rows += 1
+        self._free.sort(reverse=True)  # rows in use stand in front
+        return self._free.pop()
+
+    def close(self, row: int) -> None:
+        self._free.append(row)
+
+    def make_room(self, columns: int) -> None:
+        """For so many columns of every row; what is there stays. Memory that was never written is not taken."""
+        had = self.layers[0][0].shape if self.layers else (0, 0, 0, 0)
+        if self._rows <= had[0] and columns <= had[2]:
+            return
+        rows = max(self._rows, had[0] if self._rows <= had[0] else 2 * had[0])
+        columns = had[2] if columns <= had[2] else -(-(columns + columns // 2) // _STEP) * _STEP
+        old, self.layers = self.layers, []
+        for number, shape in enumerate(self.forward.shapes):
+            grown = [np.zeros((rows, shape.kv_heads, columns, shape.width), np.float32) for _ in "kv"]
+            for new, buffer in zip(grown, old[number] if old else (), strict=False):
+                new[: had[0], :, : had[2]] = buffer
+            self.layers.append((grown[0], grown[1]))
+
+
+_stores: WeakKeyDictionary[OrtForward, _Store] = WeakKeyDictionary()
+
+
+class OrtKVRows:
+    """`KVRows` by ONNX Runtime: all trees of a model share one buffer a layer, a row each, and their forwards.
+
+    Not lazy: a forward returns when it is done.
+    """
+
+    lazy = False
+    whole = False
+
+    def __init__(self, model: LoadedModel) -> None:
+        """
+        Raises:
+            ModelError: ONNX Runtime does not make this model's forwards.
+        """
+        if model.cpu is None or not model.cpu.masked:
+            raise ModelError("ONNX Runtime does not make this model's forwards")
+        store = self._store = _stores.setdefault(model.cpu, _Store(model.cpu))
+        self._row = store.open()
+        finalize(self, store.close, self._row)
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        for first in range(start, len(tokens), _ORT_PREFILL):
+            chunk = np.array(tokens[first : first + _ORT_PREFILL], np.int32)
+            part = Segment(self._row, first, len(chunk), long=True)
+            self._store.make_room(room([part])[1])
+            self._store.forward(chunk, [part], self._store.layers, np.zeros(0, np.int64))
+            if progress is not None and len(tokens) > _ORT_PREFILL:
+                progress(min(first + _ORT_PREFILL, len(tokens)), total)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """See `engine.kv_transfer.FillableKVRows`."""
+        self._write(start, zip(read.keys, read.values, strict=True), read.count)
+
+    @staticmethod
+    def forward(texts: Sequence[OrtKVRows], new: Sequence[NewRows]) -> mx.array:
+        store = texts[0]._store
+        tokens = np.concatenate([np.array(one.tokens, np.int32) for one in new])
+        parts = [text._part(one) for text, one in zip(texts, new, strict=True)]
+        store.make_room(room(parts)[1])
+        found = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
+        return mx.array(found["logits"])
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        end = prefix + len(columns)
+        for pair in self._store.layers:
+            for buffer in pair:
+                buffer[self._row, :, prefix:end] = buffer[self._row][:, columns]
+
+    def save(self, count: int) -> SavedPrefix:
+        row = slice(self._row, self._row + 1)
+        return SavedPrefix(
+            count, tuple((k[row, :, :count].copy(), v[row, :, :count].copy()) for k, v in self._store.layers)
+        )
+
+    def restore(self, start: CachedPrefix) -> None:
+        self._write(0, start.saved.columns(start.length), start.length)
+
+    def _write(self, start: int, layers: Any, count: int) -> None:
+        self._store.make_room(start + count)
+        for pair, found in zip(self._store.layers, layers, strict=True):
+            for buffer, new in zip(pair, found, strict=True):
+                buffer[self._row, :, start : start + count] = new
+
+    def _part(self, new: NewRows) -> NodeSegment:
+        return NodeSegment(self._row, new.start, len(new.parents), places=new.positions, visible=new.seen)

@@ -41,11 +41,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from outrider.engine.abilities import abilities
 from outrider.engine.hidden_states import backbone_of, final_norm
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
 from outrider.engine.kv_transfer import PrefilledKVRows, PromptReader
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtFlat, OrtKVRows
-from outrider.engine.ort.forward import alone
+from outrider.engine.ort.forward import OrtFlat, alone
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws

@@ -13,6 +13,7 @@ strides.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import sys
@@ -287,7 +288,8 @@ def _served(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtFo
         again, _ = _read(path)
         again.set_dtype(mx.float32)
         model.update(again.parameters())
-        ort.give_back()
+        gc.collect()
+        memory.give_back()  # what only building the session needed
     return forward
 
 

@@ -26,8 +26,10 @@ _WHERE_IDLE, _AT_THE_LATEST = 16, 64
 
 
 def give_back() -> None:
-    """Gives the system what is free: glibc, which by itself keeps all but the heap's end, a hole between any two texts
-    that were remembered; and MLX. It takes a millisecond or two."""
+    """Returns free memory to the system: MLX's cache, and glibc's holes between texts that were remembered.
+
+    It takes a millisecond or two.
+    """
     mx.clear_cache()
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

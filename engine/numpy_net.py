@@ -134,13 +134,7 @@ class Ends:
     def __init__(self, model: nn.Module) -> None:
         self.embedding = host(unwrapped(model.model.embed_tokens).weight)
         layer = unwrapped(model.lm_head if "lm_head" in model else model.model.embed_tokens)
-        self._reduced = layer if isinstance(layer, ReducedLMHead) else None
-        self.head = BlockedLinear([layer.rows if self._reduced is not None else layer])
-
-    def logits_of(self, normed: Floats) -> mx.array:
-        """[T, V] of rows behind the final norm."""
-        found = mx.array(self.head(normed))
-        return found if self._reduced is None else self._reduced.spread(found)
+        self.head = BlockedLinear([layer.rows if isinstance(layer, ReducedLMHead) else layer])
 
 
 def ends_of(model: LoadedModel) -> Ends:

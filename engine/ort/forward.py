@@ -1,33 +1,41 @@
-"""One model's forwards by ONNX Runtime, and the check at load whether they are used.
+"""Forwards of one model by ONNX Runtime: the check at load whether they are used, and a target's over flat buffers.
 
-Knows rows, columns and positions; nothing of tokens' meaning, requests or trees.
+`OrtForward` computes one flat row of several texts; `OrtFlat` makes a target's forwards with it over the buffers of
+`engine.flat`, where rollback, copies and the prompt cache stay. `serve` compares logits with the model's own when the
+model loads: they may differ by the rounding of float32, or of activations to 8 bits where the checkpoint is quantised.
 
-`serve`: whether ONNX Runtime makes a model's forwards on this CPU, tried at load against the model's own logits. What
-it makes must be the model's: up to the rounding of float32, or of activations to 8 bits where the checkpoint is
-quantised. There its products do not depend on how many rows they have, and nor may the whole forward, bit by bit.
+On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a piece of a prompt,
+or beside other requests. So chains and other requests can't change a text. Trees are not fed there, because their side
+branches are added up in another order. Knows rows, columns and positions; nothing of tokens' meaning or requests.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import onnxruntime
 import onnxruntime as ort
 
-from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, unwrapped
-from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, output_of
+from outrider.engine.flat import FlatCache, Segment
+from outrider.engine.hidden_states import (
+    AFTER_NORM,
+    BEFORE_NORM,
+    HiddenStates,
+    ReducedLMHead,
+    backbone_of,
+    embedding,
+    unwrapped,
+)
+from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, norm_of, output_of
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
@@ -42,28 +50,7 @@ Layers = Sequence[tuple[Array, Array]]
 """Each layer's keys and values, [rows, heads, columns, width]."""
 
 
-@dataclass(frozen=True, slots=True)
-class OrtSegment:
-    """The next tokens of a text: in `row`, behind its first `start` columns, at `positions` [N].
-
-    `seen`: which of the row's `start` + N columns each token sees by a layer's window, where that is not all before it.
-    """
-
-    row: int
-    start: int
-    positions: Ints
-    seen: Any = None
-
-    @property
-    def count(self) -> int:
-        return len(self.positions)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
-def room(parts: Sequence[OrtSegment]) -> tuple[int, int]:
+def room(parts: Sequence[Segment]) -> tuple[int, int]:
     """How many rows and columns a forward of these wants of buffers [rows, heads, columns, width]."""
     size = max(_PADDED, *(part.count for part in parts))
     return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
@@ -117,7 +104,7 @@ class OrtForward:
         self._look_up(_ANGLES)
 
     def __call__(
-        self, tokens: Ints, parts: Sequence[OrtSegment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
+        self, tokens: Ints, parts: Sequence[Segment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
     ) -> dict[str, Array]:
         """Feeds tokens [T], part after part. `logits` [R, V] of the wanted places in the flat row.
 
@@ -140,7 +127,8 @@ class OrtForward:
             back[begin:end] = row * size + np.arange(count)
             fed[row] = max(count, _PADDED)
             lengths[row] = part.start + fed[row] - 1
-            places[row, :count], places[row, count:] = part.positions, part.positions[-1]
+            positions = part.positions
+            places[row, :count], places[row, count:] = positions, positions[-1]
             begin = end
         back[begin:] = back[0]
         total = int(lengths.max()) + 1
@@ -211,13 +199,13 @@ class OrtForward:
         self._bound.clear()
 
 
-def _mask(parts: Sequence[OrtSegment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
+def _mask(parts: Sequence[Segment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
     """What is added to scores, [rows, 1, size, total]: 0 where a token sees a column."""
     mask = np.zeros((rows, 1, size, total), np.float32)
     for part in parts:
         own = mask[part.row - first, 0, : part.count, : part.end]
-        if part.seen is not None:
-            seen = part.seen(window)
+        if part.is_apart:
+            seen = part.seen(part.end, window)
             if not seen.all():
                 own[~seen] = _MASKED
         elif window is not None and part.end > window:
@@ -250,6 +238,92 @@ def _factor(model_type: str, width: int) -> float:
     if not model_type.startswith("gemma3"):
         return 1.0
     return float(mx.array(width**0.5, mx.bfloat16).astype(mx.float32).item())  # type: ignore[arg-type]
+
+
+class OrtFlat:
+    """The forwards of one target. `norm`: its last."""
+
+    def __init__(self, forward: OrtForward, norm: nn.Module) -> None:
+        self._forward = forward
+        self._factors, self._eps = norm_of(norm)
+
+    @property
+    def trees(self) -> bool:
+        """Whether a tree's nodes get what they would get as chains, but for the rounding of float32."""
+        return not self._forward.quantised
+
+    def forward(
+        self,
+        tokens: Ints,
+        segments: Sequence[Segment],
+        caches: Sequence[FlatCache],
+        wanted: Sequence[int] | None,
+        listener: HiddenStates | None = None,
+    ) -> mx.array:
+        """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `ear` hears hidden rows."""
+        places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
+        logits = np.empty((len(places), self._forward.vocab_size), np.float32)
+        heard = self._heard(listener)
+        rows = {layer: np.empty((len(tokens), self._forward.width), np.float32) for layer in heard}
+        for first, own in _runs(segments):
+            end = first + sum(segment.count for segment in own)
+            here = np.flatnonzero((places >= first) & (places < end))
+            found = self._run(tokens[first:end], own, caches, places[here] - first, heard)
+            logits[here] = found["logits"]
+            for layer in heard:
+                rows[layer][first:end] = found[f"layer{layer}"]
+        if listener is not None:
+            self._tell(listener, rows)
+        return mx.array(logits)
+
+    def _run(
+        self,
+        tokens: Ints,
+        parts: Sequence[Segment],
+        caches: Sequence[FlatCache],
+        wanted: Ints,
+        heard: Sequence[int],
+    ) -> dict[str, Array]:
+        reach = room(parts)
+        layers = [
+            own.on_host(*reach, _like(shape.kv_heads, shape.width))
+            for own, shape in zip(caches, self._forward.shapes, strict=True)
+        ]
+        return self._forward(tokens, parts, layers, wanted, heard)
+
+    def _heard(self, listener: HiddenStates | None) -> list[int]:
+        """The layers whose outputs somebody wants."""
+        if listener is None:
+            return []
+        last = len(self._forward.shapes) - 1
+        of_norm = listener.wants(BEFORE_NORM) or listener.wants(AFTER_NORM)
+        return [layer for layer in range(last + 1) if listener.wants(layer) or (layer == last and of_norm)]
+
+    def _tell(self, listener: HiddenStates, rows: dict[int, Array]) -> None:
+        for layer, own in rows.items():
+            listener.on_hidden_states(layer, own)
+        last = rows.get(len(self._forward.shapes) - 1)
+        if last is not None:
+            listener.on_hidden_states(BEFORE_NORM, last)
+            if listener.wants(AFTER_NORM):
+                size = np.sqrt(np.square(last).mean(axis=-1, keepdims=True) + np.float32(self._eps))
+                listener.on_hidden_states(AFTER_NORM, last / size * self._factors)
+
+
+def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
+    """What goes together, and its first token: all short pieces; a long one would pad the others, so it goes alone."""
+    begin, short = 0, 0
+    while short < len(segments) and not segments[short].long:
+        short += 1
+    for own in ([list(segments[:short])] if short else []) + [[segment] for segment in segments[short:]]:
+        yield begin, own
+        begin += sum(segment.count for segment in own)
+
+
+@cache
+def _like(kv_heads: int, width: int) -> mx.array:
+    """Keys of one column, for what buffers are to be like."""
+    return mx.zeros((1, kv_heads, 1, width))
 
 
 log = logging.getLogger(__name__)
@@ -295,17 +369,7 @@ def kernels() -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
     found = next((flag for flag in _FLAGS if flag in flags), platform.machine())
-    return f"int8-onnxruntime-{onnxruntime.__version__}-{found.replace('_', '-')}"
-
-
-def give_back() -> None:
-    """Memory that was needed to build a session only."""
-    gc.collect()
-    mx.clear_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    return f"int8-onnxruntime-{ort.__version__}-{found.replace('_', '-')}"
 
 
 def check(model: nn.Module, forward: OrtForward) -> None:
@@ -340,7 +404,7 @@ def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
     layers = _buffers(forward, 1)
     found, start = [], 0
     for count in counts:
-        part = OrtSegment(0, start, np.arange(start, start + count))
+        part = Segment(0, start, count)
         found.append(forward(tokens[start : start + count], [part], layers, np.arange(count))["logits"])
         start += count
     return np.concatenate(found)
@@ -351,8 +415,8 @@ def _beside(forward: OrtForward, tokens: Array) -> Array:
     layers = _buffers(forward, 3)
     found, start = [], 0
     for number, count in enumerate((3, 1, _WIDE - 4)):
-        own = OrtSegment(1, start, np.arange(start, start + count))
-        others = [OrtSegment(row, 0, np.arange(_NEIGHBOUR)) for row in ((0, 2), (2,), (0, 2))[number]]
+        own = Segment(1, start, count)
+        others = [Segment(row, 0, _NEIGHBOUR) for row in ((0, 2), (2,), (0, 2))[number]]
         parts = sorted([own, *others], key=lambda part: part.row)
         flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
         begin = sum(part.count for part in parts if part.row < 1)
@@ -362,6 +426,6 @@ def _beside(forward: OrtForward, tokens: Array) -> Array:
 
 
 def _buffers(forward: OrtForward, rows: int) -> Layers:
-    _, columns = room([OrtSegment(0, 2 * _WIDE, np.arange(_WIDE))])
+    _, columns = room([Segment(0, 2 * _WIDE, _WIDE)])
     like = [(rows, shape.kv_heads, columns, shape.width) for shape in forward.shapes]
     return [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in like]
