@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,8 +34,10 @@ from outrider.engine.cache import is_attention, leaves_of
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ranks import Ranks
 from outrider.protocol.errors import ModelError, first_line, named_errors
+
+if TYPE_CHECKING:
+    from outrider.engine.ranks import Ranks
 
 _CACHE_BYTES = 24 * 2**20
 

@@ -21,8 +21,7 @@ from outrider.engine.abilities import abilities
 from outrider.engine.kv_cache import KVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, find, load
-from outrider.engine.mirrored_kv_cache import MirroredKVCache, RankFollower
-from outrider.engine.ranks import Ranks
+from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, KvMemory, Ping, Pong, RankHello, Shutdown, TextChange, TextForward
