@@ -29,7 +29,6 @@ from mlx_lm.models.cache import (
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import OutriderError
 
-_STEP = 256
 _MARKS_KEPT = 3
 
 
@@ -53,8 +52,8 @@ class LengthCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         start, self.offset = self.offset, self.offset + keys.shape[2]
-        self.keys = _with_room(self.keys, keys, start)
-        self.values = _with_room(self.values, values, start)
+        self.keys = with_room(self.keys, 1, self.offset, keys)
+        self.values = with_room(self.values, 1, self.offset, values)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
         return self.keys_and_values()
@@ -75,8 +74,8 @@ class LengthCache:
 
     def adopt(self, keys: mx.array, values: mx.array) -> None:
         """These become its first columns; it holds none yet."""
-        self.keys, self.values = _with_room(None, keys, 0), _with_room(None, values, 0)
         self.offset = keys.shape[2]
+        self.keys, self.values = (with_room(None, 1, self.offset, part) for part in (keys, values))
         self.keys[..., : self.offset, :], self.values[..., : self.offset, :] = keys, values
 
     @property
@@ -108,16 +107,6 @@ def window_of(cache: Any) -> int | None:
 def narrowed(window: int | None, length: int) -> int | None:
     """The window, None where a text of this length lies within."""
     return window if window is not None and length > window else None
-
-
-def _with_room(buffer: mx.array | None, new: mx.array, used: int) -> mx.array:
-    """`buffer` itself, or a copy of its used columns in one half as large again."""
-    wanted = used + new.shape[2]
-    if buffer is not None and wanted <= buffer.shape[2]:
-        return buffer
-    columns = -(-(wanted + used // 2) // _STEP) * _STEP
-    grown = mx.zeros((*new.shape[:2], columns - used, new.shape[3]), new.dtype)
-    return grown if buffer is None else mx.concatenate([buffer[..., :used, :], grown], axis=2)
 
 
 @dataclass(frozen=True, slots=True)

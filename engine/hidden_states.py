@@ -35,7 +35,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.engine.blocks import Floats
+from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
 
 Tell = Callable[[Any, Any], None]

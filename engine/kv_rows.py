@@ -21,29 +21,14 @@ import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
 from outrider.engine.cache import first_rows, leaves_of, narrowed, stand_in, window_of, with_room
-from outrider.engine.flat import NodeSegment, Segment, WindowMask, install
+from outrider.engine.flat import Bools, Floats, Ints, NodeSegment, Segment, WindowMask, install
+from outrider.engine.kv_transfer import FillableKVRows, KeysValues
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward, room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Ints = np.ndarray[Any, np.dtype[np.int32]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
-
 _PREFILL = 512
-
-
-@dataclass(frozen=True, slots=True)
-class KeysValues:
-    """What each layer remembers of n tokens in a row: float32 [layers, kv_heads, n, head_dim], keys after rotation."""
-
-    keys: Floats
-    values: Floats
-
-    @property
-    def count(self) -> int:
-        return int(self.keys.shape[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +182,7 @@ class KVRowCache:
         return self.keys is None
 
 
-class DenseKVRows:
+class DenseKVRows(FillableKVRows):
     """`KVRows` of a model whose only memory is attention: every token of a forward stands in the same row."""
 
     lazy = True
@@ -211,13 +196,12 @@ class DenseKVRows:
         self.leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
         self._dtype: mx.Dtype | None = None  # of the model's own keys
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
         prefill(self.model, self.frame, self.caches, tokens, progress, total, start)
 
     def adopt(self, start: int, read: KeysValues) -> None:
-        """See `engine.kv_transfer.FillableKVRows`."""
         if self._dtype is None:
             self._dtype = _dtype_of_keys(self.model)
         self.frame.plain(start, read.count)
@@ -395,7 +379,7 @@ class _Store:
 _stores: WeakKeyDictionary[OrtForward, _Store] = WeakKeyDictionary()
 
 
-class OrtKVRows:
+class OrtKVRows(FillableKVRows):
     """`KVRows` by ONNX Runtime: all trees of a model share one buffer a layer, a row each, and their forwards.
 
     Not lazy: a forward returns when it is done.
@@ -415,8 +399,8 @@ class OrtKVRows:
         self._row = store.open()
         finalize(self, store.close, self._row)
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
         for first in range(start, len(tokens), _ORT_PREFILL):
             chunk = np.array(tokens[first : first + _ORT_PREFILL], np.int32)
@@ -427,7 +411,6 @@ class OrtKVRows:
                 progress(min(first + _ORT_PREFILL, len(tokens)), total)
 
     def adopt(self, start: int, read: KeysValues) -> None:
-        """See `engine.kv_transfer.FillableKVRows`."""
         self._write(start, zip(read.keys, read.values, strict=True), read.count)
 
     @staticmethod

@@ -42,7 +42,7 @@ from outrider.engine.abilities import abilities
 from outrider.engine.hidden_states import backbone_of, final_norm
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
-from outrider.engine.kv_transfer import PrefilledKVRows, PromptReader
+from outrider.engine.kv_transfer import FillableKVRows, PromptReader
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtFlat, alone
 from outrider.engine.prompt_cache import PromptCache
@@ -408,6 +408,6 @@ def _open_columns(
 
 def _kv_rows(model: LoadedModel, form: Form, reader: PromptReader | None) -> KVRows:
     kv_rows = form(model)
-    if reader is None or isinstance(kv_rows, RecurrentKVRows):  # a recurrent state comes from the model alone
-        return kv_rows
-    return PrefilledKVRows(kv_rows, reader)
+    if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
+        kv_rows.reader = reader
+    return kv_rows

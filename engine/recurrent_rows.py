@@ -15,7 +15,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
-from outrider.engine.kv_rows import Ints, KVRowCache, NewRows, TreeAttentionMetadata, gather, prefill, restore, saved
+from outrider.engine.flat import Ints
+from outrider.engine.kv_rows import KVRowCache, NewRows, TreeAttentionMetadata, gather, prefill, restore, saved
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError

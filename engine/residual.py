@@ -30,14 +30,12 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.noise import Purpose, exponential_numpy, gumbel_at, gumbel_numpy, stream
-from outrider.engine.sampling import History, Sampler
+from outrider.engine.sampling import Floats, History, Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class ResidualSampler(Sampler):

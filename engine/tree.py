@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.kv_rows import Bools, Ints, KVRows, NewRows
+from outrider.engine.flat import Bools, Ints
+from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler

@@ -13,9 +13,8 @@ import numpy as np
 
 from outrider.drafters.coreml.host.prefill import PackageReader
 from outrider.drafters.coreml.readers import reader_for
-from outrider.engine.flat import FlatSequence
+from outrider.engine.flat import FlatSequence, Floats
 from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache
-from outrider.engine.kv_rows import Floats
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel, load, outline
