@@ -51,7 +51,7 @@ Layers = Sequence[tuple[Array, Array]]
 
 
 def room(parts: Sequence[Segment]) -> tuple[int, int]:
-    """How many rows and columns a forward of these wants of buffers [rows, heads, columns, width]."""
+    """How many rows and columns a forward of these needs in buffers [rows, heads, columns, width]."""
     size = max(_PADDED, *(part.count for part in parts))
     return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
 
@@ -81,12 +81,12 @@ class Embedding:
 
 
 class OrtForward:
-    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows than these are padded."""
+    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows are padded to so many."""
 
     def __init__(self, model: nn.Module, model_type: str, masked: bool) -> None:
         """
         Raises:
-            ModelError: ONNX Runtime does not serve the model.
+            ModelError: ONNX Runtime can't compute the model.
         """
         graph = build(model, model_type, masked)
         self._session = _session(graph)
@@ -106,11 +106,11 @@ class OrtForward:
     def __call__(
         self, tokens: Ints, parts: Sequence[Segment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
     ) -> dict[str, Array]:
-        """Feeds tokens [T], part after part. `logits` [R, V] of the wanted places in the flat row.
+        """Feeds tokens [T], segment after segment. Returns `logits` [R, V] of the wanted places in the flat row.
 
         Args:
             layers: see `room`; written in place.
-            tapped: layers whose outputs are returned, too: `layer{i}` [T, H].
+            tapped: layers whose outputs are returned as `layer{i}` [T, H].
         """
         counts = [part.count for part in parts]
         first, stop = min(part.row for part in parts), max(part.row for part in parts) + 1
@@ -167,9 +167,9 @@ class OrtForward:
         return found
 
     def _binding(self, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
-        """With keys and values of these rows bound; made anew where one has moved in memory or changed its size.
+        """A binding of these rows' keys and values, made anew where one has moved in memory or changed its size.
 
-        One that had other layers tapped is another: it would go on writing their rows to where they were wanted then.
+        Each set of tapped layers has a binding of its own, which would otherwise write rows to an old place.
         """
         pairs = [buffer[first:stop] for pair in layers for buffer in pair]
         places = [(own.shape, own.__array_interface__["data"][0]) for own in pairs]
@@ -189,7 +189,7 @@ class OrtForward:
         return binding
 
     def _look_up(self, count: int) -> None:
-        """Angles of so many positions at least."""
+        """Tabulates the angles of so many positions at least."""
         if self._angles and count <= len(self._angles[0][0]):
             return
         positions = np.arange(-(-2 * count // _ANGLES) * _ANGLES)
@@ -228,20 +228,20 @@ def _session(graph: Graph) -> Any:
 
 
 def threads() -> int:
-    """As many as every BLAS here has (`orchestrator.machine.system`)."""
+    """As many threads as the BLAS has (`orchestrator.machine.system`)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) > 0 else 1
 
 
 def _factor(model_type: str, width: int) -> float:
-    """What the family's models multiply their embedded tokens by."""
+    """The factor that the family's models apply to embedded tokens."""
     if not model_type.startswith("gemma3"):
         return 1.0
     return float(mx.array(width**0.5, mx.bfloat16).astype(mx.float32).item())  # type: ignore[arg-type]
 
 
 class OrtFlat:
-    """The forwards of one target. `norm`: its last."""
+    """The forwards of one target; `norm` is its final one."""
 
     def __init__(self, forward: OrtForward, norm: nn.Module) -> None:
         self._forward = forward
@@ -249,7 +249,7 @@ class OrtFlat:
 
     @property
     def trees(self) -> bool:
-        """Whether a tree's nodes get what they would get as chains, but for the rounding of float32."""
+        """Whether a tree's nodes have the logits of chains, up to the rounding of float32."""
         return not self._forward.quantised
 
     def forward(
@@ -258,60 +258,55 @@ class OrtFlat:
         segments: Sequence[Segment],
         caches: Sequence[FlatCache],
         wanted: Sequence[int] | None,
-        listener: HiddenStates | None = None,
+        hidden: HiddenStates | None = None,
     ) -> mx.array:
-        """Feeds tokens [T], piece after piece; logits of the `wanted`, or of all: [R, V]. `ear` hears hidden rows."""
+        """Feeds tokens [T], segment after segment. Logits [R, V] of the `wanted` places, or of all of them.
+
+        `hidden` records the hidden states that it wants.
+        """
+        if hidden is not None and not hidden.is_open:
+            hidden = None
         places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
         logits = np.empty((len(places), self._forward.vocab_size), np.float32)
-        heard = self._heard(listener)
-        rows = {layer: np.empty((len(tokens), self._forward.width), np.float32) for layer in heard}
+        tapped = self._tapped(hidden)
+        rows = {layer: np.empty((len(tokens), self._forward.width), np.float32) for layer in tapped}
         for first, own in _runs(segments):
             end = first + sum(segment.count for segment in own)
             here = np.flatnonzero((places >= first) & (places < end))
-            found = self._run(tokens[first:end], own, caches, places[here] - first, heard)
+            reach = room(own)
+            layers = [
+                cache.on_host(*reach, _like(shape.kv_heads, shape.width))
+                for cache, shape in zip(caches, self._forward.shapes, strict=True)
+            ]
+            found = self._forward(tokens[first:end], own, layers, places[here] - first, tapped)
             logits[here] = found["logits"]
-            for layer in heard:
+            for layer in tapped:
                 rows[layer][first:end] = found[f"layer{layer}"]
-        if listener is not None:
-            self._tell(listener, rows)
+        if hidden is not None:
+            self._record(hidden, rows)
         return mx.array(logits)
 
-    def _run(
-        self,
-        tokens: Ints,
-        parts: Sequence[Segment],
-        caches: Sequence[FlatCache],
-        wanted: Ints,
-        heard: Sequence[int],
-    ) -> dict[str, Array]:
-        reach = room(parts)
-        layers = [
-            own.on_host(*reach, _like(shape.kv_heads, shape.width))
-            for own, shape in zip(caches, self._forward.shapes, strict=True)
-        ]
-        return self._forward(tokens, parts, layers, wanted, heard)
-
-    def _heard(self, listener: HiddenStates | None) -> list[int]:
-        """The layers whose outputs somebody wants."""
-        if listener is None:
+    def _tapped(self, hidden: HiddenStates | None) -> list[int]:
+        """The layers whose outputs are wanted, the norm's input among them."""
+        if hidden is None:
             return []
         last = len(self._forward.shapes) - 1
-        of_norm = listener.wants(BEFORE_NORM) or listener.wants(AFTER_NORM)
-        return [layer for layer in range(last + 1) if listener.wants(layer) or (layer == last and of_norm)]
+        of_norm = hidden.wants(BEFORE_NORM) or hidden.wants(AFTER_NORM)
+        return [layer for layer in range(last + 1) if hidden.wants(layer) or (layer == last and of_norm)]
 
-    def _tell(self, listener: HiddenStates, rows: dict[int, Array]) -> None:
+    def _record(self, hidden: HiddenStates, rows: dict[int, Array]) -> None:
         for layer, own in rows.items():
-            listener.on_hidden_states(layer, own)
+            hidden.on_hidden_states(layer, own)
         last = rows.get(len(self._forward.shapes) - 1)
         if last is not None:
-            listener.on_hidden_states(BEFORE_NORM, last)
-            if listener.wants(AFTER_NORM):
+            hidden.on_hidden_states(BEFORE_NORM, last)
+            if hidden.wants(AFTER_NORM):
                 size = np.sqrt(np.square(last).mean(axis=-1, keepdims=True) + np.float32(self._eps))
-                listener.on_hidden_states(AFTER_NORM, last / size * self._factors)
+                hidden.on_hidden_states(AFTER_NORM, last / size * self._factors)
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """What goes together, and its first token: all short pieces; a long one would pad the others, so it goes alone."""
+    """Segments of one run, and its first token: all short ones together; a long one alone, it would pad the others."""
     begin, short = 0, 0
     while short < len(segments) and not segments[short].long:
         short += 1
@@ -322,7 +317,7 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
 
 @cache
 def _like(kv_heads: int, width: int) -> mx.array:
-    """Keys of one column, for what buffers are to be like."""
+    """Keys of one column."""
     return mx.zeros((1, kv_heads, 1, width))
 
 
@@ -335,14 +330,14 @@ _FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 
 
 def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
-    """What makes the model's forwards; None: MLX does, and the log says why.
+    """What computes the model's forwards; None: MLX does, and the log says why.
 
     Args:
-        model: its parameters may be lazy; quantised ones stay what they are.
+        model: its parameters may be lazy; quantised ones stay quantised.
         masked: trees of drafts are fed.
 
     Raises:
-        InvalidRequest: `CPU_KERNELS` names none of `KERNELS`.
+        InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
     """
     chosen = os.environ.get(CPU_KERNELS) or "auto"
     if chosen not in KERNELS:
@@ -363,7 +358,7 @@ def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
 
 
 def kernels() -> str:
-    """What a rounded forward's bits depend on besides the model: another may choose another token."""
+    """The kernels that a rounded forward's bits depend on: others may choose another token."""
     flags: set[str] = set()
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -373,7 +368,7 @@ def kernels() -> str:
 
 
 def check(model: nn.Module, forward: OrtForward) -> None:
-    """Finds out how many rows a forward must have for its bits to be always the same, and tells `forward`.
+    """Compares logits, and sets `forward.least`: how many rows a forward needs for its bits to be always the same.
 
     Raises:
         ModelError: its logits are not the model's, or depend on what is fed beside a token.
@@ -381,8 +376,8 @@ def check(model: nn.Module, forward: OrtForward) -> None:
     tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_WIDE)], np.int32)
     own = np.array(model(mx.array(tokens[None, :_OWN]))[0].astype(mx.float32))
     found = alone(forward, tokens, (_OWN,))
-    said = ~(own == -np.inf).all(axis=0)  # a draft may be able to say fewer tokens
-    own, found = own[:, said], found[:, said]
+    known = ~(own == -np.inf).all(axis=0)  # a draft may have fewer tokens
+    own, found = own[:, known], found[:, known]
     deviation = np.maximum(own.std(axis=-1), 1.0)
     worst = float((np.sqrt(np.square(found - own).mean(axis=-1)) / deviation).mean())
     if not worst <= (_ROUNDED if forward.quantised else _EXACT):
@@ -400,7 +395,7 @@ def check(model: nn.Module, forward: OrtForward) -> None:
 
 
 def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
-    """Logits of tokens fed in pieces of so many, one text."""
+    """Logits of one text's tokens, fed in pieces of so many."""
     layers = _buffers(forward, 1)
     found, start = [], 0
     for count in counts:
@@ -411,7 +406,7 @@ def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
 
 
 def _beside(forward: OrtForward, tokens: Array) -> Array:
-    """Logits of tokens fed in three pieces, with others before and behind, one of them idle at times."""
+    """Logits of tokens fed in three pieces, with texts in the rows before and behind, one of them idle at times."""
     layers = _buffers(forward, 3)
     found, start = [], 0
     for number, count in enumerate((3, 1, _WIDE - 4)):
