@@ -1,8 +1,8 @@
 """What a model can do as a target: tried at load, against its own caches fed one token at a time.
 
-The simplest caches that say what the model says are taken: those that roll back at once, else the model's own, copied
-to be rolled back, else the model's own without chains. Where layers see a window of the text all is tried past it too,
-behind keys and values that are made up: to compute so many would take minutes. Knows nothing of requests.
+The simplest caches whose logits are right are taken: those that roll back at once, else the model's own, copied before
+each chain, else the model's own without chains. Where layers see a window of the text all is tried past the window,
+too, behind keys and values that are made up, because computing so many would take minutes. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ log = logging.getLogger(__name__)
 
 _PROMPT, _STEPS, _WRONG = 9, 6, 3
 _EXACT, _HALF = 1e-3, 0.3  # root mean square, of the logits' deviation or of 1 if that is more: float32, and less
-_WINDOWS = ("max_size", "chunk_size", "window_size")  # what mlx-lm's caches call it
+_WINDOWS = ("max_size", "chunk_size", "window_size")  # the name in mlx-lm's caches
 _PAST = 64  # tokens that no window reaches
 _LARGEST = 4096  # past larger windows nothing is tried: the made-up text would take gigabytes
 _LARGEST_READ = 512  # nor past this one where a cache can't be filled, and the text has to be read
 _EDGE, _LOUD = 16, 30.0  # values up to so far into the window are so much larger: an error of one token shows
 
-_known: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
+_abilities_of: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
 
 
 def abilities(model: LoadedModel) -> Abilities:
-    """What this model can do; found the first time it is asked, then remembered.
+    """What this model can do, tried the first time and then remembered.
 
     Raises:
         ModelError: it can't even decode: its forward fails, or its logits are not numbers.
     """
     if model.cpu is not None:
         return Abilities()  # chains and rollbacks are part of its check at load
-    if model not in _known:
-        _known[model] = _find(model)
+    if model not in _abilities_of:
+        _abilities_of[model] = _find(model)
         mx.clear_cache()
-    return _known[model]
+    return _abilities_of[model]
 
 
 def _find(model: LoadedModel) -> Abilities:

@@ -33,7 +33,7 @@ _PREFILL = 512
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Tokens [R] to be fed to one text.
+    """Tokens [R] to feed to one tree.
 
     `start`: the first token's column; the others follow. `positions`: absolute position of each of all columns, [start
     + R]. `seen`: which columns each token attends to, itself included, [R, start + R]. `parents`: the column of the
@@ -51,12 +51,12 @@ class NewRows:
         return len(self.positions)
 
     def lazy_tokens(self) -> mx.array:
-        """The tokens as MLX has them, int32 [R]."""
+        """The tokens as an MLX array, int32 [R]."""
         return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
 
 
 class KVRows(Protocol):
-    """A model and its columns. A forward writes the columns `start`.. and, when `lazy`, never waits."""
+    """A tree's columns. A forward writes the columns from `start` on and, when `lazy`, never waits."""
 
     @property
     def lazy(self) -> bool: ...
@@ -72,9 +72,9 @@ class KVRows(Protocol):
 
     @staticmethod
     def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
-        """Feeds each of `texts`, columns of this kind and one model, its tokens. Lazy.
+        """Feeds each of `texts`, rows of this form and one model, its tokens. Lazy.
 
-        In one forward where the kind can. One that fails may have written behind every text's columns, nowhere else.
+        In one forward where the form can. One that fails may have written behind every text's columns, nowhere else.
 
         Returns:
             Logits [all R, V], text after text.
@@ -87,20 +87,20 @@ class KVRows(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether there is a state besides the columns, so that only all of them can be saved."""
+        """Whether there is state besides the columns, so that only all of them can be saved."""
         ...
 
     def save(self, count: int) -> SavedPrefix:
-        """A copy of the first `count` columns, evaluated; with `whole` of all that are committed."""
+        """A copy of the first `count` columns, evaluated; with `whole`, of all that are committed."""
         ...
 
     def restore(self, start: CachedPrefix) -> None:
-        """Columns that are still empty begin with these."""
+        """Fills the first columns, which are still empty."""
         ...
 
 
 class TreeAttentionMetadata:
-    """What all layers' caches tell the model in one forward."""
+    """Where the tokens of one forward stand, for all layers' caches of a tree."""
 
     def __init__(self) -> None:
         self.start, self.end = 0, 0
@@ -110,11 +110,11 @@ class TreeAttentionMetadata:
         self._masks: dict[int | None, mx.array | None] = {}
 
     def plain(self, start: int, count: int) -> None:
-        """The next forward is ordinary causal text."""
+        """The next forward feeds ordinary text."""
         self.start, self.end, self.offset, self._seen = start, start + count, start, None
 
     def tree(self, start: int, positions: Ints, seen: Bools, *, rows: bool = False) -> None:
-        """The next forward is of a tree; with `rows` its tokens are a batch of rows of one token each."""
+        """The next forward feeds nodes; with `rows` they are a batch of rows of one token each."""
         self.start, self.end, self.offset = start, len(positions), mx.array(positions[start:])
         self._positions, self._seen, self._masks = positions, seen[:, None, None, :] if rows else seen, {}
 
@@ -135,7 +135,7 @@ class TreeAttentionMetadata:
 class KVRowCache:
     """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`.
 
-    `window`: how much a layer sees that asks for no window itself.
+    `window`: how many columns the layer sees if it asks for no window itself.
     """
 
     def __init__(self, frame: TreeAttentionMetadata, window: int | None = None) -> None:
@@ -183,7 +183,7 @@ class KVRowCache:
 
 
 class DenseKVRows(FillableKVRows):
-    """`KVRows` of a model whose only memory is attention: every token of a forward stands in the same row."""
+    """`KVRows` of a model with attention layers only, one tree a forward."""
 
     lazy = True
     whole = False
@@ -284,7 +284,7 @@ def restore(frame: TreeAttentionMetadata, caches: Sequence[Any], start: CachedPr
 
 
 class JointKVRows(DenseKVRows):
-    """`KVRows` of a model whose attention is mlx-lm's common one (`engine.load_checks.agrees_batched` tells)."""
+    """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__(model)
@@ -312,7 +312,7 @@ class JointKVRows(DenseKVRows):
 
 
 class JointKVRowCache:
-    """One attention layer's columns of several trees, for one forward; `spans`: where each one's tokens are in it."""
+    """One attention layer's columns of several trees in one forward; `spans`: where each tree's tokens are in it."""
 
     def __init__(self, caches: Sequence[KVRowCache], spans: Sequence[slice], places: mx.array) -> None:
         self._caches, self._spans = caches, spans
@@ -322,7 +322,7 @@ class JointKVRowCache:
         return WindowMask(window_size or self._caches[0].window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Remembers keys and values [1, H, T, D], each tree its own; what is returned nobody reads."""
+        """Writes keys and values [1, H, T, D], each tree's into its own columns. What it returns is not used."""
         for cache, span in zip(self._caches, self._spans, strict=True):
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
         return keys, values
@@ -343,7 +343,7 @@ _ORT_PREFILL = 128  # as quick a token as 512, and others wait less
 
 
 class _Store:
-    """The rows of all trees of a model; those that are free are used again."""
+    """The rows of all trees of a model; free rows are used again."""
 
     def __init__(self, forward: OrtForward) -> None:
         self.forward = forward
@@ -362,7 +362,7 @@ class _Store:
         self._free.append(row)
 
     def make_room(self, columns: int) -> None:
-        """For so many columns of every row; what is there stays. Memory that was never written is not taken."""
+        """Grows every row to so many columns and keeps what is there. Memory that is never written takes no space."""
         had = self.layers[0][0].shape if self.layers else (0, 0, 0, 0)
         if self._rows <= had[0] and columns <= had[2]:
             return

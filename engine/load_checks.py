@@ -1,24 +1,11 @@
-"""The form in which a model's texts and trees are held: the quickest one that passes the checks at load.
+"""The form in which a model's texts and trees are held: the fastest one that passes the checks at load.
 
-`ReferenceLogits`: does a tree over this model say what the model says? A small branched tree against plain forwards,
-once at load. Catches models whose attention ignores the mask, the positions or the columns it is given. Knows trees
-only by feeding, committing and reading them.
-
-`batch_agrees`: do texts that share a forward get the logits each gets alone? A ragged few against plain forwards, once
-at load. Catches models whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
-way.
-
-`drafts_agree`: does a tree of drafts that a target verifies get the logits of each of its branches? Once, at load.
-Forked at the text and further down, alone, then with other requests behind a branch that was not the first. Catches
-models whose attention ignores the mask or the positions that it is given.
-
-`fault`: ways of computing with a model, tried at load: what a way that fails has put into the model is taken out
-again.
-
-`open_kv_cache`: the way in which a model's texts are held: together, and with trees, where self-checks show that all
-stays right.
-
-A token tree for any model: `open_tree` chooses the columns that reproduce the model's logits, or refuses.
+`open_kv_cache` opens a target's KV cache: texts share forwards (`batch_agrees`) and verify trees of drafts
+(`drafts_agree`) where logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
+reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. The checks compare with plain forwards
+(`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or the columns it is given, whose
+attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check and
+removes what a failed form has put into the model.
 """
 
 from __future__ import annotations
@@ -63,7 +50,7 @@ _ROUNDED = 0.3  # the same, root mean square, where activations are rounded to 8
 
 
 def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
-    """True if the tree's logits are the model's own, up to rounding: before a commit and after it.
+    """True if the tree's logits are the model's own, up to rounding, before a commit and after it.
 
     `prompt`: how many tokens it is opened with.
     """
@@ -93,21 +80,21 @@ def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float
 
 
 class ReferenceLogits:
-    """The model's own logits, of each text once: several ways of holding texts are tried with the same ones."""
+    """The model's own logits, computed once for each text, because several forms are tried with the same texts."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._cpu = model.model, model.cpu
         self._known: dict[tuple[int, ...], mx.array] = {}
 
     def distance(self, text: Sequence[int], found: mx.array) -> float:
-        """How far logits [V] lie from the model's own after `sequence`, in units of what rounding explains. Waits."""
+        """How far logits [V] are from the model's own after `text`, in units of what rounding explains. Waits."""
         key = tuple(text)
         if key not in self._known:
             self._known[key] = self._of(text)
         own = self._known[key]
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
-        said = own != -mx.inf  # a draft may be able to say fewer tokens than there are
-        own, found = mx.where(said, own.astype(mx.float32), 0.0), mx.where(said, found.astype(mx.float32), 0.0)
+        known = own != -mx.inf  # a draft may be able to say fewer tokens than there are
+        own, found = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, found.astype(mx.float32), 0.0)
         if self._cpu is not None and self._cpu.quantised:  # other sums, and roundings to 8 bits fall another way
             off = mx.sqrt(mx.mean((found - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
             return float(off.item()) / _ROUNDED  # type: ignore[arg-type]
@@ -115,7 +102,7 @@ class ReferenceLogits:
         return float(difference.item()) / allowed  # type: ignore[arg-type]
 
     def _of(self, text: Sequence[int]) -> mx.array:
-        if self._cpu is not None:  # which was held to the model itself when it was loaded
+        if self._cpu is not None:  # it was compared with the model itself when it was loaded
             return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
         own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
         return own
@@ -138,13 +125,13 @@ _BATCH_LENGTHS = (9, 3, 6)
 
 
 def batch_agrees(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
-    """True if a prompt's piece, ragged chains, a rollback and a place given back leave every text its logits."""
+    """True if every text keeps its logits through a prompt's piece, ragged chains, a rollback and a closed text."""
     kv_cache = FlatKVCache(model.model, cpu=cpu)
     tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_BATCH_LENGTHS[n] + 4)] for n in range(3)]
     places = [kv_cache.open() for _ in tokens]
 
     def feed(*parts: tuple[int, int, bool]) -> bool:
-        """Feeds text n up to `end`; whether all logits asked for are the model's own."""
+        """Feeds text n up to `end`; True if all wanted logits are the model's own."""
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
@@ -166,43 +153,46 @@ _LENGTHS = (9, 4)
 
 
 def drafts_agree(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
-    """True if every node's logits are the model's own behind its branch, before and after one was followed."""
+    """True if every node's logits are the model's own behind its branch, before and after a branch is accepted.
+
+    The tree forks at the text and further down. It is fed alone, then with another request.
+    """
     kv_cache = FlatKVCache(model.model, cpu=cpu)
-    tried = [_Tried.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
-    first = tried[0]
+    trials = [_TreeTrial.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
+    first = trials[0]
     found = _drafts_agree(own, kv_cache, [first])
     first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
     first.text += [first.nodes[node] for node in _PATH]
-    found = found and _drafts_agree(own, kv_cache, tried)
-    for one in tried:
+    found = found and _drafts_agree(own, kv_cache, trials)
+    for one in trials:
         kv_cache.close(one.place)
     return found
 
 
 @dataclass(slots=True)
-class _Tried:
-    """A text that was fed all of `sequence`, and the tokens of a tree behind it."""
+class _TreeTrial:
+    """A text whose tokens have all been fed, and the tokens of a tree behind it."""
 
     place: Any
     text: list[int]
     nodes: tuple[int, ...] = field(default=())
 
     @classmethod
-    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _Tried:
+    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _TreeTrial:
         def made_up(count: int, step: int) -> list[int]:
             return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
 
-        tried = cls(kv_cache.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
-        kv_cache.forward([Feed(tried.place, tried.text, 0, True)])
+        trial = cls(kv_cache.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
+        kv_cache.forward([Feed(trial.place, trial.text, 0, True)])
         mx.eval(kv_cache.state())
-        return tried
+        return trial
 
 
-def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, tried: list[_Tried]) -> bool:
-    """Feeds each its tree; whether all logits are the model's own. Its columns stay, for a path to be followed."""
+def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, trials: list[_TreeTrial]) -> bool:
+    """Feeds each text its tree; True if all logits are the model's own. The columns stay."""
     count = len(_PARENTS)
-    logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in tried])
-    branches = [[*one.text, *down] for one in tried for down in lines(one.nodes, _PARENTS)]
+    logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in trials])
+    branches = [[*one.text, *down] for one in trials for down in lines(one.nodes, _PARENTS)]
     return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
 
 
@@ -210,7 +200,7 @@ log = logging.getLogger(__name__)
 
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
-    """Why `what`, tried by `agrees`, is not for this model; empty: it is, and what it installed stays."""
+    """Why `what`, which `agrees` tries, does not work for this model; empty: it works, and what it installed stays."""
     with _restored(model.model) as keep:
         try:
             with named_errors(what, logging.INFO):
@@ -226,10 +216,7 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Puts the parts of a model, and the names of the modules of Python that they come from, back as they were.
-
-    Not where the block has called what it is given.
-    """
+    """Restores a model's parts, and the names in their Python modules, unless the block calls what it is given."""
     parts = [(part, dict(part)) for part in model.modules()]
     names = [vars(sys.modules[name]) for name in {type(part).__module__ for part, _ in parts} if name in sys.modules]
     functions = [(known, dict(known)) for known in names]
@@ -253,8 +240,8 @@ _LONGER = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """What a model's texts may be. `together`: they share forwards; else `own_caches` says whose caches they have."""
+class _CacheForm:
+    """The form of a KV cache. `together`: texts share forwards; otherwise `own_caches` as in `engine.abilities`."""
 
     together: bool = False
     trees: bool = False
@@ -262,20 +249,20 @@ class _Way:
     own_caches: bool = False
 
 
-_known: WeakKeyDictionary[LoadedModel, _Way] = WeakKeyDictionary()
+_cache_forms: WeakKeyDictionary[LoadedModel, _CacheForm] = WeakKeyDictionary()
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
-    """No texts yet, for a target that serves several. Their way is found the first time, then remembered."""
-    if model not in _known:
-        _known[model] = _find_texts(model)
-    way = _known[model]
-    if way.together:
-        return FlatKVCache(model.model, way.trees, way.cpu)
-    return SeparateKVCache(model.model, way.own_caches)
+    """An empty KV cache. Its form is found the first time and then remembered."""
+    if model not in _cache_forms:
+        _cache_forms[model] = _find_cache_form(model)
+    form = _cache_forms[model]
+    if form.together:
+        return FlatKVCache(model.model, form.trees, form.cpu)
+    return SeparateKVCache(model.model, form.own_caches)
 
 
-def _find_texts(model: LoadedModel) -> _Way:
+def _find_cache_form(model: LoadedModel) -> _CacheForm:
     if model.cpu is not None:
         return _on_cpu(model, OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0])))
     able = abilities(model)
@@ -283,22 +270,22 @@ def _find_texts(model: LoadedModel) -> _Way:
     if not plain or not all(
         isinstance(cache, MlxKVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)
     ):
-        return _Way(own_caches=able.own_caches)
+        return _CacheForm(own_caches=able.own_caches)
     own = ReferenceLogits(model)
     if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
-        return _Way()
-    return _Way(True, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
+        return _CacheForm()
+    return _CacheForm(True, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
 
 
-def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _Way:
-    """Its check at load has fed texts together already; where logits are rounded no side branch is a chain's equal."""
+def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _CacheForm:
+    """Texts together were checked at load (`engine.ort`). Where logits are rounded, branches differ from chains."""
     own = ReferenceLogits(model)
     trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
-    return _Way(True, trees, cpu)
+    return _CacheForm(True, trees, cpu)
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:
-    """What a text takes in memory. State that can't be cut may grow with the text, too: that is tried."""
+    """The memory that a text takes. State that can't be cut may grow with the text, too, which is tried."""
     sequence = kv_cache.open()
     kv_cache.forward([Feed(sequence, [0], 0, True)])
     short = kv_cache.save(sequence, 1)
@@ -313,7 +300,7 @@ def sequence_cost(kv_cache: KVCache) -> KvCost:
 
 Form = type[OrtKVRows] | type[JointKVRows] | type[DenseKVRows] | type[RecurrentKVRows]
 
-_columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+_tree_forms: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
 
 
 def open_tree(
@@ -331,8 +318,8 @@ def open_tree(
     Args:
         progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
         draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
-        reader: reads prompts in the model's place where it says so.
-        cache: what it has of the tokens is not read, and what the tree has read goes there in the end.
+        reader: reads prompts in the model's place where that is faster.
+        cache: tokens that it has are not read; what the tree has read goes there when the tree is closed.
         constraint: what the text's grammar allows, if it has one.
 
     Raises:
@@ -347,17 +334,17 @@ def open_tree(
 
 
 def tree_form(model: LoadedModel) -> Form:
-    """The columns that carry trees of this model; found by a self-check the first time it is asked, then remembered.
+    """The form of KV rows for trees of this model, found the first time and then remembered.
 
     Raises:
         CannotDraft: no form reproduces this model's logits.
     """
-    if model not in _columns_of:
+    if model not in _tree_forms:
         forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
         if model.cpu is not None:
             forms.insert(0, OrtKVRows)
-        _columns_of[model] = _first_that_agrees(model, forms)
-    return _columns_of[model]
+        _tree_forms[model] = _first_that_agrees(model, forms)
+    return _tree_forms[model]
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
@@ -366,12 +353,12 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
-    """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
+    """Empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
     return _kv_rows(model, tree_form(model), reader)
 
 
 def tree_cost(model: LoadedModel) -> KvCost:
-    """What a tree of this model takes in memory. Raises ModelError as `tree_form` does."""
+    """The memory that a tree of this model takes. Raises ModelError as `tree_form` does."""
     kv_rows = open_kv_rows(model)
     kv_rows.prefill([0], None, 1)
     return kv_rows.save(1).cost

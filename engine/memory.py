@@ -1,8 +1,7 @@
-"""How much memory this process may wire and keep cached. Only Metal has such limits; elsewhere this does nothing.
+"""How much memory this process may wire and keep cached on Metal, how much it has held, and when it is given back.
 
-MLX-LM would wire three quarters of the machine in each process; two workers must share it, so each asks for what it
-needs. Nobody checks the sum; `outrider doctor` shows what may be wired. And how much it did hold, anywhere, and when
-what it freed goes back to the system.
+MLX-LM would wire three quarters of the machine in each process. Two workers share it, so each asks for what it needs.
+The sum is not checked; `outrider doctor` shows what may be wired.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 _KV_BUDGET = 2 * 2**30
 _MARGIN = 2**29
 _CACHE = 2**30
-# What is free goes back after so many texts that have ended, once none runs; after so many in any case.
+# Free memory is given back after so many texts have ended and none runs, and after so many in any case.
 _WHERE_IDLE, _AT_THE_LATEST = 16, 64
 
 

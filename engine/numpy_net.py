@@ -96,9 +96,9 @@ def host(array: mx.array) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class NumpySegment:
-    """One text in one layer: its `rows` of the forward become these columns, its `place`, of `keys` and `values`.
+    """One text in one layer: its `rows` of the forward become the columns `place` of `keys` and `values`.
 
-    It has `end` columns then. `hidden`: what is added to the scores, [R, end]: 0 or very negative.
+    It has `end` columns then. `hidden` is added to the scores, [R, end]: 0 or very negative.
     """
 
     rows: slice
@@ -110,7 +110,7 @@ class NumpySegment:
 
 
 def hidden(seen: Bools) -> Floats | None:
-    """What is added to scores so that only what is `seen` counts, [R, end]; None: all is."""
+    """What to add to scores so that only columns that are `seen` count, [R, end]; None: all are seen."""
     return None if seen.all() else np.where(seen, np.float32(0), _MASKED)
 
 
@@ -145,7 +145,7 @@ class NumpyLayer:
         return self.behind(x, self.before(x), angles, spans)
 
     def behind(self, x: Floats, seen: Floats, angles: Floats, spans: Sequence[NumpySegment]) -> Floats:
-        """The same where attention reads what is `seen` [R, any], and not the normed x."""
+        """The same, except that attention reads `seen` [R, any] instead of the normed x."""
         rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
         read = self._in(seen).reshape(rows, heads + 2 * kv_heads, width)
         asking = read[:, : heads + kv_heads]
@@ -158,7 +158,7 @@ class NumpyLayer:
         return x
 
     def _attend(self, turned: Floats, fresh: Floats, span: NumpySegment) -> Floats:
-        """What one text's queries find, [R, heads x D]; its keys and values are remembered first.
+        """Attention of one text's queries, [R, heads x D]; writes its keys and values first.
 
         Args:
             turned: queries, then keys, [R, heads + kv heads, D].
@@ -191,7 +191,7 @@ def rope_of(block: nn.Module) -> RopeTable:
 
 
 class Ends:
-    """What a model has before and behind its layers: its embedding [V, H] and its output layer."""
+    """A model's embedding [V, H] and its output layer."""
 
     def __init__(self, model: nn.Module) -> None:
         self.embedding = host(unwrapped(model.model.embed_tokens).weight)
@@ -200,10 +200,10 @@ class Ends:
 
 
 def ends_of(model: LoadedModel) -> Ends:
-    """Of a model that may still lie in its files: its layers are not read.
+    """The ends of a model that may still be in its files; its layers are not read.
 
     Raises:
-        ModelError: it is not served.
+        ModelError: numpy does not serve this model.
     """
     _check(model)
     try:
@@ -213,7 +213,7 @@ def ends_of(model: LoadedModel) -> Ends:
 
 
 def _check(model: LoadedModel) -> None:
-    """Raises ModelError: it is not served."""
+    """Raises ModelError: numpy does not serve this model."""
     if mx.default_device().type != mx.cpu:
         raise ModelError("numpy would leave the GPU idle")
     if model.model_type not in FAMILIES or 4 * model.parameters > _MOST_BYTES:
@@ -249,7 +249,7 @@ MOST_ROWS = 256  # beyond, MLX is as quick
 def spans(
     layers: Sequence[NumpyLayer], segments: Sequence[Segment], caches: Sequence[FlatCache]
 ) -> Iterator[list[NumpySegment]]:
-    """Where each layer's attention finds its texts."""
+    """The segments of each layer's attention."""
     ends = np.cumsum([segment.count for segment in segments]).tolist()
     reach = max(segment.row for segment in segments) + 1, max(segment.end for segment in segments)
     masks = [hidden(segment.seen(segment.end, None)) for segment in segments]
@@ -270,5 +270,5 @@ def spans(
 
 @cache
 def _like(kv_heads: int, width: int) -> mx.array:
-    """Keys of one column, for what buffers are to be like."""
+    """Keys of one column."""
     return mx.zeros((1, kv_heads, 1, width))

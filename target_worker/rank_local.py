@@ -1,6 +1,6 @@
-"""The further ranks of a target on this machine, as processes that rank 0 starts and that end with it.
+"""The further ranks of a target on this machine: processes that rank 0 starts and that end with it.
 
-By MLX's ring over loopback: each finds the others in a file of addresses. Knows processes; nothing of what they do.
+They form MLX's ring over loopback, and find each other by a file of addresses. Knows processes; nothing of their work.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class LocalRanks:
-    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0 of them.
+    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0.
 
-    Each holds the read end of a pipe of rank 0's as its parent's: however that one goes, it ends.
+    Each ends when rank 0's end of a pipe closes, however rank 0 ends.
     """
 
     def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
-        """`inherited`: further descriptors that they need. Raises WorkerError when one can't be started."""
+        """`inherited`: further descriptors that they need. Raises WorkerError: a rank can't be started."""
         self._ending = False
         theirs, self._lifeline = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
@@ -58,11 +58,11 @@ class LocalRanks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 
     def met(self) -> None:
-        """All have found each other; nobody reads the addresses any more."""
+        """All ranks have found each other, so the file of addresses is removed."""
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """Ends them at once, those that are stopped, too."""
+        """Ends them at once, also those that are stopped."""
         for process in self._processes:
             process.kill()
         self._folder.cleanup()
@@ -72,7 +72,7 @@ class LocalRanks:
         self._ending = True
 
     def close(self) -> None:
-        """Waits for them, who have been told to end; ends who does not."""
+        """Waits for the ranks to end, and kills those that don't."""
         for process in self._processes:
             try:
                 process.wait(END_SECONDS)
@@ -81,7 +81,7 @@ class LocalRanks:
         self.kill()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """One that ends early ends all: the others may wait for it in a collective, and would for ever."""
+        """Ends all ranks when one ends early, because others may wait for it in a collective forever."""
         code = process.wait()
         if not self._ending:
             log.error("rank %d ended with code %d; all ranks end", rank, code)
@@ -90,7 +90,7 @@ class LocalRanks:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many that nobody listens at by now."""
+    """So many free ports."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in held]
     for one in held:

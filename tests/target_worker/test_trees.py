@@ -164,7 +164,7 @@ def test_of_a_drafters_tree_a_target_of_chains_takes_the_first_branch(
     opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     worker = TargetWorker(link, target, own=InProcessDrafters({"own": InProcessHead(own)}))  # type: ignore[arg-type]
-    worker._texts.trees = False  # type: ignore[misc]
+    worker._kv_cache.trees = False  # type: ignore[misc]
     found = answered(worker, link, ())
     go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, (), autonomous=True, draft=3, max_tokens=LENGTH)
     outcomes = [*found, *answered(worker, link, [go])]
