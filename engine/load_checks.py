@@ -56,16 +56,16 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     """
     tokens = [(7919 * i + 13) % model.vocab_size for i in range(prompt + 4 * _BRANCHES * _DEPTH)]
     text, rest = tokens[:prompt], tokens[prompt:]
-    tree = open_tree(text)
+    tree, own = open_tree(text), ReferenceLogits(model)
     texts = {tree.root: text}
-    worst = _check(model, tree, texts)
+    worst = _distance(own, tree, texts)
     for _ in range(2):
         tips = [tree.root] * _BRANCHES
         for _ in range(_DEPTH):
             fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
             above, tips = tips, tree.feed(tips, fed)
             texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
-        worst = max(worst, _check(model, tree, texts))
+        worst = max(worst, _distance(own, tree, texts))
         path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
         tree.commit(path)
         texts = {tree.root: texts[tips[1]]}
@@ -73,9 +73,8 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     return worst <= 1.0
 
 
-def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float:
+def _distance(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> float:
     """The largest difference between the tree's and the model's logits, in units of what is allowed."""
-    own = ReferenceLogits(model)
     return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
 
 
@@ -114,9 +113,9 @@ def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree
     trees = [open_tree(text) for text in texts]
     fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
     nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
-    worst = 0.0
-    for tree, text, new, own in zip(trees, texts, fed, nodes, strict=True):
-        worst = max(worst, _check(model, tree, {node: [*text, t] for node, t in zip(own, new, strict=True)}))
+    worst, own = 0.0, ReferenceLogits(model)
+    for tree, text, new, grown in zip(trees, texts, fed, nodes, strict=True):
+        worst = max(worst, _distance(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)}))
         tree.close()
     return worst <= 1.0
 
@@ -239,49 +238,31 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 _LONGER = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _CacheForm:
-    """The form of a KV cache. `together`: texts share forwards; otherwise `own_caches` as in `engine.abilities`."""
-
-    together: bool = False
-    trees: bool = False
-    cpu: OrtFlat | None = None
-    own_caches: bool = False
-
-
-_cache_forms: WeakKeyDictionary[LoadedModel, _CacheForm] = WeakKeyDictionary()
+_cache_forms: WeakKeyDictionary[LoadedModel, Callable[[], KVCache]] = WeakKeyDictionary()
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
     """An empty KV cache. Its form is found the first time and then remembered."""
     if model not in _cache_forms:
         _cache_forms[model] = _find_cache_form(model)
-    form = _cache_forms[model]
-    if form.together:
-        return FlatKVCache(model.model, form.trees, form.cpu)
-    return SeparateKVCache(model.model, form.own_caches)
+    return _cache_forms[model]()
 
 
-def _find_cache_form(model: LoadedModel) -> _CacheForm:
+def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
+    own = ReferenceLogits(model)
     if model.cpu is not None:
-        return _on_cpu(model, OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0])))
+        # Texts together were checked at load (`engine.ort`). Where logits are rounded, branches differ from chains.
+        cpu = OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0]))
+        trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
+        return partial(FlatKVCache, model.model, trees, cpu)
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
-    if not plain or not all(
-        isinstance(cache, MlxKVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)
-    ):
-        return _CacheForm(own_caches=able.own_caches)
-    own = ReferenceLogits(model)
+    kinds = MlxKVCache | RotatingKVCache
+    if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
+        return partial(SeparateKVCache, model.model, able.own_caches)
     if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
-        return _CacheForm()
-    return _CacheForm(True, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
-
-
-def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _CacheForm:
-    """Texts together were checked at load (`engine.ort`). Where logits are rounded, branches differ from chains."""
-    own = ReferenceLogits(model)
-    trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
-    return _CacheForm(True, trees, cpu)
+        return partial(SeparateKVCache, model.model)
+    return partial(FlatKVCache, model.model, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:
@@ -330,7 +311,8 @@ def open_tree(
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open_columns(model, tree_form(model), params, progress, tokens, draws, reader, cache, constraint)
+    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
+    return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
 def tree_form(model: LoadedModel) -> Form:
@@ -349,12 +331,16 @@ def tree_form(model: LoadedModel) -> Form:
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
     """A greedy tree of this form, whether or not it is the model's own."""
-    return _open_columns(model, form, SamplingParams(), None, tokens)
+    sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
+    return Tree(form(model), sampler, model.context_length, tokens)
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
-    return _kv_rows(model, tree_form(model), reader)
+    kv_rows: KVRows = tree_form(model)(model)
+    if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
+        kv_rows.reader = reader
+    return kv_rows
 
 
 def tree_cost(model: LoadedModel) -> KvCost:
@@ -376,25 +362,3 @@ def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
 
 def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
     return tree_agrees(model, opened) and agrees_batched(model, opened)
-
-
-def _open_columns(
-    model: LoadedModel,
-    form: Form,
-    params: SamplingParams,
-    progress: Callable[[int, int], None] | None,
-    tokens: Sequence[int],
-    draws: Draws | None = None,
-    reader: PromptReader | None = None,
-    cache: PromptCache | None = None,
-    constraint: Constraint | None = None,
-) -> Tree:
-    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
-    return Tree(_kv_rows(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
-
-
-def _kv_rows(model: LoadedModel, form: Form, reader: PromptReader | None) -> KVRows:
-    kv_rows = form(model)
-    if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
-        kv_rows.reader = reader
-    return kv_rows
