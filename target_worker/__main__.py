@@ -22,7 +22,7 @@ from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
 from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
-from outrider.target_worker.rank_local import RANK, LocalRanks
+from outrider.target_worker.rank_link import RANK, LocalRanks
 
 if TYPE_CHECKING:
     from outrider.target_worker.ranks import RankZero

@@ -26,8 +26,7 @@ from outrider.protocol.digest import digest
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Hello, KvMemory, Ping, Pong, RankHello, Shutdown, TextChange, TextForward
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.target_worker.rank_link import RankLeader, RankMember
-from outrider.target_worker.rank_local import LocalRanks
+from outrider.target_worker.rank_link import LocalRanks, RankLeader, RankMember
 
 log = logging.getLogger(__name__)
 
