@@ -125,7 +125,7 @@ class KVState:
     """All layers' caches of one text. `length` tokens have been fed."""
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: use the model's own caches only (see `engine.abilities`)."""
+        """`own_caches`: use the model's own caches only (see `engine.load_checks.abilities`)."""
         made = make_prompt_cache(model)
         self.caches = made if own_caches else [stand_in(cache, _suitable) for cache in made]
         self.length = 0

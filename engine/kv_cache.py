@@ -18,7 +18,6 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.engine import hidden_states
-from outrider.engine.abilities import abilities
 from outrider.engine.cache import KVState
 from outrider.engine.flat import FlatRows, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, Takes
@@ -202,7 +201,7 @@ class SeparateKVCache:
     is_lazy = True
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: see `engine.abilities`."""
+        """`own_caches`: see `engine.load_checks.abilities`."""
         self._model, self._own_caches = model, own_caches
         self._sequences: list[KVState] = []
         self._hidden_states: HiddenStates | None = None
@@ -336,26 +335,3 @@ class CacheSlot:
     def close(self) -> None:
         """Frees its place."""
         self.kv_cache.close(self.sequence)
-
-
-def open_slots(
-    model: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    progress: Callable[[int, int], None] | None = None,
-    kv_cache: KVCache | None = None,
-) -> list[CacheSlot]:
-    """Opens a slot for each prompt and feeds all of the prompt but its last token, in chunks.
-
-    Args:
-        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
-        kv_cache: where the texts are held; None: each has forwards of its own.
-
-    Raises:
-        InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
-    """
-    held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
-    slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
-    for slot in slots:
-        slot.feed_all_but(1, progress)
-    return slots

@@ -1,11 +1,16 @@
-"""The form in which a model's texts and trees are held: the fastest one that passes the checks at load.
+"""What a model can do, tried at load, and the fastest form of its texts and trees that passes the checks.
+
+`abilities` tries a model as a target, against its own caches fed one token at a time. The simplest caches whose logits
+are right are taken: those that roll back at once, else the model's own, copied before each chain, else the model's own
+without chains. Where layers see a window of the text all is tried past the window, too, behind keys and values that are
+made up, because computing so many would take minutes.
 
 `open_kv_cache` opens a target's KV cache: texts share forwards (`batch_agrees`) and verify trees of drafts
 (`drafts_agree`) where logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
-reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. The checks compare with plain forwards
+reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. These checks compare with plain forwards
 (`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or the columns it is given, whose
 attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check and
-removes what a failed form has put into the model.
+removes what a failed form has put into the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -22,12 +27,12 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from outrider.engine.abilities import abilities
+from outrider.engine.cache import KVState, leaves_of
 from outrider.engine.hidden_states import backbone_of, final_norm
-from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
 from outrider.engine.kv_transfer import FillableKVRows, PromptReader
 from outrider.engine.loading import LoadedModel
@@ -39,10 +44,179 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError, first_line, named_errors
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.errors import (
+    CannotDraft,
+    InvalidRequest,
+    ModelError,
+    ModelFault,
+    OutriderError,
+    first_line,
+    named_errors,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import lines
+
+log = logging.getLogger(__name__)
+
+_TEXT, _STEPS, _WRONG = 9, 6, 3
+_TRUE, _ROUGH = 1e-3, 0.3  # root mean square, of the logits' deviation or of 1 if that is more: float32, and less
+_WINDOWS = ("max_size", "chunk_size", "window_size")  # the name in mlx-lm's caches
+_PAST = 64  # tokens that no window reaches
+_LARGEST = 4096  # past larger windows nothing is tried: the made-up text would take gigabytes
+_LARGEST_READ = 512  # nor past this one where a cache can't be filled, and the text has to be read
+_EDGE, _LOUD = 16, 30.0  # values up to so far into the window are so much larger: an error of one token shows
+
+_abilities_of: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
+
+
+def abilities(model: LoadedModel) -> Abilities:
+    """What this model can do, tried the first time and then remembered.
+
+    Raises:
+        ModelError: it can't even decode: its forward fails, or its logits are not numbers.
+    """
+    if model.cpu is not None:
+        return Abilities()  # chains and rollbacks are part of its check at load
+    if model not in _abilities_of:
+        _abilities_of[model] = _find(model)
+        mx.clear_cache()
+    return _abilities_of[model]
+
+
+def _find(model: LoadedModel) -> Abilities:
+    with named_errors(f"a forward of this {model.model_type} model"):
+        trials = _trials(model)
+    faults = []
+    for own_caches in (False, True):
+        fault = _first_fault([partial(trial.run, own_caches) for trial in trials])
+        if fault is None:
+            return Abilities(own_caches=own_caches)
+        log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, fault)
+        faults.append(fault)
+    why = f"a {model.model_type} model can't verify several tokens at once ({faults[-1]}), so it decodes token by token"
+    return Abilities(chains=False, own_caches=True, why=why)
+
+
+def _first_fault(attempts: list[Callable[[], None]]) -> str | None:
+    for attempt in attempts:
+        try:
+            with named_errors("trying it", logging.INFO):
+                attempt()
+        except OutriderError as error:
+            return str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A text's last `_STEPS` tokens and the logits that the model itself gives them, [_STEPS, V].
+
+    `before` stands between the text's `_TEXT` first tokens and these: keys and values of each cache, or tokens.
+    """
+
+    model: LoadedModel
+    before: list[tuple[mx.array, mx.array] | None] | list[int]
+    truth: mx.array
+
+    @classmethod
+    def of(cls, model: LoadedModel, before: list[tuple[mx.array, mx.array] | None] | list[int]) -> _Trial:
+        kv = _begun(model, before, own_caches=True)
+        truth = mx.concatenate([_feed(model, kv, [token]) for token in _last(model)])
+        if mx.isnan(truth).any().item():
+            raise ModelFault(f"the logits of this {model.model_type} model are NaN or infinite; check its weights")
+        return cls(model, before, truth)
+
+    def run(self, own_caches: bool) -> None:
+        """Token by token, then with a chain of which one token holds. Raises ModelFault where the logits differ."""
+        model, last = self.model, _last(self.model)
+        if not own_caches:
+            kv = _begun(model, self.before, own_caches)
+            self._compare(0, mx.concatenate([_feed(model, kv, [token]) for token in last]), "one token at a time")
+        kv = _begun(model, self.before, own_caches)
+        base = kv.length
+        kv.mark()
+        wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
+        self._compare(0, _feed(model, kv, [last[0], *wrong])[:1], "several tokens at once")
+        kv.roll_back(base + 1)
+        done = kv.length - base
+        self._compare(done, _feed(model, kv, last[done:]), "what follows a chain that did not hold")
+
+    def _compare(self, start: int, logits: mx.array, what: str) -> None:
+        truth = self.truth[start : start + logits.shape[0]].astype(mx.float32)
+        allowed = _TRUE if logits.dtype == mx.float32 else _ROUGH
+        finite = mx.isfinite(truth)  # some models rule tokens out
+        truth = mx.where(finite, truth, 0)
+        difference = mx.where(finite, logits.astype(mx.float32), 0) - truth
+        deviation = mx.maximum(mx.std(truth, axis=-1), 1.0)
+        worst = float((mx.sqrt(mx.mean(difference**2, axis=-1)) / deviation).max().item())  # type: ignore[arg-type]
+        if not worst <= allowed:
+            past = " past its window" if self.before else ""
+            raise ModelFault(f"the logits of {what}{past} are not its own, by {worst:.1g} of their deviation")
+
+
+def _trials(model: LoadedModel) -> list[_Trial]:
+    """At a text's start, and past its windows if it has any."""
+    trials = [_Trial.of(model, [])]
+    kv = KVState(model.model, own_caches=True)
+    leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
+    window = max((getattr(leaf, name, 0) for leaf in leaves for name in _WINDOWS), default=0)
+    if not window:
+        return trials
+    fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in leaves)
+    if window > (_LARGEST if fillable else _LARGEST_READ):
+        log.info("a window of %d tokens is too long to test", window)
+        return trials
+    if not fillable:
+        return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]
+    _feed(model, kv, _tokens(model, _TEXT))
+    made_up = [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(leaves)]
+    return [*trials, _Trial.of(model, made_up)]
+
+
+def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
+    """Keys and values like those that the cache holds, for more tokens than a window takes."""
+    columns = window + _PAST
+    parts = []
+    for i, held in enumerate((leaf.keys, leaf.values)):
+        drawn = mx.random.normal((*held.shape[:2], columns, held.shape[3]), key=mx.random.key(2 * seed + i))
+        drawn *= mx.std(held[:, :, :_TEXT].astype(mx.float32))
+        if i == 1:
+            drawn *= mx.where(mx.arange(columns) < _PAST + _EDGE, _LOUD, 1.0)[:, None]
+        parts.append(drawn.astype(held.dtype))
+    return parts[0], parts[1]
+
+
+def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
+    kv = KVState(model.model, own_caches)
+    read = before if before and isinstance(before[0], int) else []
+    _feed(model, kv, _tokens(model, _TEXT) + read)
+    if before and not read:
+        leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
+        for leaf, made_up in zip(leaves, before, strict=True):
+            if made_up is not None:
+                leaf.update_and_fetch(*made_up)
+        kv.length += next(made_up[0].shape[2] for made_up in before if made_up is not None)
+    return kv
+
+
+def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
+    """The logits [N, V], evaluated."""
+    logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
+    kv.length += len(tokens)
+    mx.eval(logits, kv.state)
+    return logits
+
+
+def _tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
+    """Text number `number`, of no meaning."""
+    return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
+
+
+def _last(model: LoadedModel) -> list[int]:
+    return [(6007 * i + 5) % model.vocab_size for i in range(_STEPS)]
+
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
 _EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
@@ -54,7 +228,7 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
 
     `prompt`: how many tokens it is opened with.
     """
-    tokens = [(7919 * i + 13) % model.vocab_size for i in range(prompt + 4 * _BRANCHES * _DEPTH)]
+    tokens = _tokens(model, prompt + 4 * _BRANCHES * _DEPTH)
     text, rest = tokens[:prompt], tokens[prompt:]
     tree, own = open_tree(text), ReferenceLogits(model)
     texts = {tree.root: text}
@@ -109,7 +283,7 @@ class ReferenceLogits:
 
 def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
     """True if trees of unlike lengths that share a forward have the model's own logits, up to rounding."""
-    texts = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_PROMPT + 5 * n)] for n in range(2)]
+    texts = [_tokens(model, _PROMPT + 5 * n, n) for n in range(2)]
     trees = [open_tree(text) for text in texts]
     fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
     nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
@@ -126,7 +300,7 @@ _BATCH_LENGTHS = (9, 3, 6)
 def batch_agrees(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
     """True if every text keeps its logits through a prompt's piece, ragged chains, a rollback and a closed text."""
     kv_cache = FlatKVCache(model.model, cpu=cpu)
-    tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_BATCH_LENGTHS[n] + 4)] for n in range(3)]
+    tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
     def feed(*parts: tuple[int, int, bool]) -> bool:
@@ -178,10 +352,8 @@ class _TreeTrial:
 
     @classmethod
     def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _TreeTrial:
-        def made_up(count: int, step: int) -> list[int]:
-            return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
-
-        trial = cls(kv_cache.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
+        text, nodes = _tokens(model, _LENGTHS[number], number), _tokens(model, len(_PARENTS), number, 6007)
+        trial = cls(kv_cache.open(), text, tuple(nodes))
         kv_cache.forward([Feed(trial.place, trial.text, 0, True)])
         mx.eval(kv_cache.state())
         return trial
@@ -193,9 +365,6 @@ def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, trials: list[_Tre
     logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in trials])
     branches = [[*one.text, *down] for one in trials for down in lines(one.nodes, _PARENTS)]
     return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
-
-
-log = logging.getLogger(__name__)
 
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
@@ -263,6 +432,29 @@ def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
+
+
+def open_slots(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    progress: Callable[[int, int], None] | None = None,
+    kv_cache: KVCache | None = None,
+) -> list[CacheSlot]:
+    """Opens a slot for each prompt and feeds all of the prompt but its last token, in chunks.
+
+    Args:
+        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
+        kv_cache: where the texts are held; None: each has forwards of its own.
+
+    Raises:
+        InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
+    """
+    held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
+    slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
+    for slot in slots:
+        slot.feed_all_but(1, progress)
+    return slots
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:

@@ -76,7 +76,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     from outrider.drafters.heads import load as heads
     from outrider.drafters.heads.pairing import step_cost
     from outrider.engine import memory
-    from outrider.engine.abilities import abilities
+    from outrider.engine.load_checks import abilities
     from outrider.engine.loading import load
     from outrider.engine.pace import Pace
     from outrider.target_worker import in_process_drafters

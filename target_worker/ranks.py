@@ -17,9 +17,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from outrider.engine import memory
-from outrider.engine.abilities import abilities
 from outrider.engine.kv_cache import KVCache
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.load_checks import abilities, open_kv_cache
 from outrider.engine.loading import LoadedModel, find, load
 from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.digest import digest

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.abilities import abilities
+from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler

@@ -19,7 +19,7 @@ from outrider.drafters.heads.ahead import AheadHead
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.abilities import abilities
+from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.request import RoundSettings
