@@ -294,7 +294,7 @@ class DraftWorker:
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:
             return None
-        return self._compiler.asked(message.sampling, message.eos, message.prompt_len)
+        return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _let_others_work(self, request: str) -> None:
         """Grows the trees of other requests between two pieces of this one's prompt.

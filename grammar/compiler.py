@@ -43,7 +43,7 @@ class Compiler:
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: dict[tuple[Grammar, tuple[int, ...]], LLMatcher] = {}
 
-    def asked(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
+    def constraint_for(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
         """What a request allows from a text's token number `start` on; one of `ends` ends the text. None: everything.
 
         Raises:

@@ -126,7 +126,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         raise InvalidRequest(
             "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
         )
-    constraint = Compiler(model.folder).asked(claim.sampling, claim.ends, len(claim.tokens))
+    constraint = Compiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
     kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the kernels that chose
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):

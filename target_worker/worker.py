@@ -238,7 +238,7 @@ class TargetWorker:
                 self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
-        return self._compiler.asked(message.sampling, message.eos, message.prompt_len)
+        return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _take_over(self, message: PromptKv) -> None:
         running = self._running.get(message.request)
