@@ -34,7 +34,26 @@ class RollbackError(OutriderError):
     """The model's state can't be rolled back to this length."""
 
 
-class LengthCache:
+class LayerCache:
+    """Keys and values [rows, H, columns, D] of one attention layer, in buffers that grow."""
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
+        """Copies of a row's columns from `start` to `length`, lazy."""
+        return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+
+class LengthCache(LayerCache):
     """Keys and values [1, H, capacity, D] of which the first `offset` columns count. Stands in for mlx-lm's `KVCache`.
 
     Sliding-window layers use it too, at full length: the window is in the mask, so that a rollback may cross it.
@@ -43,9 +62,8 @@ class LengthCache:
     """
 
     def __init__(self, window: int | None = None) -> None:
+        super().__init__()
         self._window = window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -66,22 +84,11 @@ class LengthCache:
         window = narrowed(window_size or self._window, self.offset + n)
         return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window)
 
-    def saved(self, length: int) -> tuple[mx.array, mx.array]:
-        """Copies of the first columns, lazy."""
-        return first_rows(self.keys, length), first_rows(self.values, length)
-
     def adopt(self, keys: mx.array, values: mx.array) -> None:
         """Fills the first columns of a cache that is empty."""
         self.offset = keys.shape[2]
         self.keys, self.values = (with_room(None, 1, self.offset, part) for part in (keys, values))
         self.keys[..., : self.offset, :], self.values[..., : self.offset, :] = keys, values
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
-
-    def empty(self) -> bool:
-        return self.keys is None
 
 
 def first_rows(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:

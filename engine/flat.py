@@ -24,7 +24,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import EARLY, first_rows, narrowed, window_of, with_room
+from outrider.engine.cache import EARLY, LayerCache, narrowed, window_of, with_room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
@@ -211,14 +211,13 @@ class FlatAttentionMetadata:
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
 
-class FlatCache:
+class FlatCache(LayerCache):
     """One attention layer's buffer [rows, H, columns, D], written in place, standing in for a `KVCache`."""
 
     def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
         """`window`: how many columns the layer sees if it asks for no window itself. `early`: see `with_room`."""
+        super().__init__()
         self._frame, self._window, self._early = frame, window, early
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
         self._host: tuple[Floats, Floats] | None = None  # views of both, until MLX writes: it would have to copy then
 
     @property
@@ -296,10 +295,6 @@ class FlatCache:
                 kept = mx.take(buffer[row : row + 1], source, axis=2)
                 buffer[row : row + 1, :, start : start + len(columns)] = kept
 
-    def saved(self, row: int, length: int, start: int = 0) -> tuple[mx.array, mx.array]:
-        """Copies of a row's columns from `start` to `length`, lazy."""
-        return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
-
     def adopt(self, row: int, keys: mx.array, values: mx.array, start: int = 0) -> None:
         """Writes a row's columns from `start` on."""
         self._host = None
@@ -311,13 +306,6 @@ class FlatCache:
     def clear(self) -> None:
         """Frees the buffers."""
         self.keys = self.values = self._host = None
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
-
-    def empty(self) -> bool:
-        return self.keys is None
 
 
 def install(model: nn.Module) -> None:
@@ -400,7 +388,7 @@ class FlatRows:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        saved = SavedPrefix(length, tuple(cache.saved(sequence.row, length) for cache in self._caches))
+        saved = SavedPrefix(length, tuple(cache.saved(length, sequence.row) for cache in self._caches))
         mx.eval(saved.layers)
         return saved
 
@@ -416,7 +404,7 @@ class FlatRows:
 
     def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
         """Copies of a text's keys and values from `start` to `end`, as `extend` takes them; evaluated."""
-        layers = tuple(cache.saved(sequence.row, end, start) for cache in self._caches)
+        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._caches)
         mx.eval(layers)
         return layers
 

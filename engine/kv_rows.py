@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import first_rows, leaves_of, narrowed, stand_in, window_of, with_room
+from outrider.engine.cache import LayerCache, leaves_of, narrowed, stand_in, window_of, with_room
 from outrider.engine.flat import Bools, Floats, Ints, NodeSegment, Segment, WindowMask, install
 from outrider.engine.kv_transfer import FillableKVRows, KeysValues
 from outrider.engine.loading import LoadedModel
@@ -132,16 +132,15 @@ class TreeAttentionMetadata:
         return self._masks[window]
 
 
-class KVRowCache:
+class KVRowCache(LayerCache):
     """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`.
 
     `window`: how many columns the layer sees if it asks for no window itself.
     """
 
     def __init__(self, frame: TreeAttentionMetadata, window: int | None = None) -> None:
+        super().__init__()
         self.frame, self.window = frame, window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
 
     @property
     def offset(self) -> int | mx.array:
@@ -164,22 +163,11 @@ class KVRowCache:
         end = self.frame.end
         return self.keys[..., :end, :], self.values[..., :end, :]
 
-    def saved(self, count: int) -> tuple[mx.array, mx.array]:
-        """Copies of the first columns, lazy."""
-        return first_rows(self.keys, count), first_rows(self.values, count)
-
     def move(self, start: int, columns: mx.array) -> None:
         if self.keys is not None and self.values is not None:
             end = start + columns.shape[0]
             self.keys[..., start:end, :] = mx.take(self.keys, columns, axis=2)
             self.values[..., start:end, :] = mx.take(self.values, columns, axis=2)
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
-
-    def empty(self) -> bool:
-        return self.keys is None
 
 
 class DenseKVRows(FillableKVRows):

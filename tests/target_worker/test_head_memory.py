@@ -101,7 +101,7 @@ def assert_as_fresh(talk: Talk, running: TargetRequest) -> None:
     texts.read(again.catch_up(tokens))
     mine: Any = talk.own.kv_cache
     for ours, theirs in zip(mine._caches, texts._caches, strict=True):
-        for a, b in zip(ours.saved(heard.text.row, known), theirs.saved(0, known), strict=True):
+        for a, b in zip(ours.saved(known, heard.text.row), theirs.saved(known), strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
 
 
