@@ -133,6 +133,8 @@ class FillableKVRows(ABC):
     ) -> None:
         done = start
         wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
+        if self.reader is not None:
+            log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
         try:
             for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
                 self.adopt(done, piece)
