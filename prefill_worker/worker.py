@@ -23,7 +23,7 @@ MAX_PIECE = 2**22
 """Bytes handed over at a time: the orchestrator passes each on between two rounds of others."""
 
 Tell = Callable[[str], None]
-"""Is told how far a start has come."""
+"""Is called with the progress of a start."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -88,7 +88,7 @@ class PrefillJob:
 
 
 class PrefillWorker:
-    """Reads prompts from `link` with `reader` until told to shut down."""
+    """Reads prompts from `link` with `reader` until SHUTDOWN."""
 
     def __init__(self, link: WorkerLink, reader: PrefillReader) -> None:
         self._link = link

@@ -202,7 +202,7 @@ class InProcessHead:
         self.drafter = drafter
 
     def session_of(self, follower: FeatureFollower, slot: CacheSlot, sampling: SamplingParams) -> HeadDraftSession:
-        """A request's session; `follower` is told its features from the first token on."""
+        """A request's session; `follower` gets features from the first token on."""
         session = HeadDraftSession(self.drafter, follower, slot)
         most = min(len(slot.tokens) + sampling.max_tokens, self.drafter.head.context_length)
         self.drafter.prompt_cache.enter(session, most)
@@ -274,7 +274,7 @@ class InProcessDrafters:
         constraint: Callable[[], Constraint | None],
         other: Listener | None = None,
     ) -> dict[str, Callable[[], DraftSession]]:
-        """Opens each drafter's session of a request. Heads are told features from the first token on, opened or not.
+        """Opens each drafter's session of a request. Heads get features from the first token on, opened or not.
 
         `constraint` makes one for each drafter, which moves with its drafter through the text. `other` is told what the
         other reader reads.
@@ -320,7 +320,7 @@ class InProcessDrafters:
 
 def _begins_at(slot: CacheSlot, followers: Sequence[FeatureFollower], length: int) -> int:
     """From which token on the target reads, `length` of which it remembers, so that no head lacks a feature."""
-    for _ in range(2):  # the first is told, too, what the others have made of the length
+    for _ in range(2):  # so that the first follower gets the length that the others have shortened, too
         for follower in followers:
             length = follower.begin(slot.tokens, length, slot.sequence.exact)
     return length
