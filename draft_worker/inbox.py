@@ -1,10 +1,9 @@
-"""What was said to this drafter, over its link or a slower one: one message after the other, and a look ahead.
+"""The drafter's messages, one after the other with a look ahead, over its link or a slower one.
 
-`Inbox`: what was said to this drafter: one message after the other, and a look ahead while a long prompt is read. What
-is looked at and not handled yet is kept, in its order. Knows whose a message is; does nothing about it.
-
-`SlowLink`: a link to a drafter that is farther away than it is: every message takes the profile's time each way. One
-thread, like the link it wraps: messages that are due go out whenever the worker sends, receives or naps.
+`Inbox` lets a long prompt's reading look ahead; messages that are not handled yet are kept in order. It knows which
+request a message belongs to and does nothing about it. `SlowLink` simulates a drafter that is farther away: every
+message takes the profile's time each way. It works in one thread, like the link it wraps: messages that are due go out
+whenever the worker sends, receives or naps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from outrider.protocol.worker_link import WorkerLink
 
 
 class DraftLink(Protocol):
-    """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
+    """What the worker needs of a link: `protocol.worker_link.WorkerLink`, or one that stands for it."""
 
     @property
     def name(self) -> str: ...
@@ -29,12 +28,12 @@ class DraftLink(Protocol):
     def receive(self, wait: bool) -> Message | None: ...
 
     def expect(self, milliseconds: float) -> None:
-        """What is done next should take so long at most; 0: nobody knows."""
+        """What is done next should take so long at most; 0: not known."""
         ...
 
 
 class ReadCancelled(Exception):
-    """Nobody waits any more for what is being read."""
+    """The prompt that is being read is not needed any more."""
 
 
 class Inbox:
@@ -45,18 +44,19 @@ class Inbox:
         self._kept: deque[Message] = deque()
 
     def next(self, wait: bool) -> Message | None:
-        """The oldest one; None: there is none yet, and nobody is to `wait`."""
+        """The oldest message; without one it waits if `wait`, else returns None."""
         return self._kept.popleft() if self._kept else self._link.receive(wait=wait)
 
     def clear(self) -> None:
-        """Forgets what was looked at."""
+        """Drops the messages that are kept."""
         self._kept.clear()
 
     def look(self, request: str) -> None:
-        """Looks at what came while a prompt of `request` was read.
+        """Takes in messages that came while a prompt of `request` was read.
 
         Raises:
-            Unwanted: the request was closed or opened anew; what was said of it before that is forgotten.
+            ReadCancelled: the worker shuts down, or the request was closed or opened anew; earlier messages about it
+                are dropped.
         """
         while (message := self._link.receive(wait=False)) is not None:
             self._kept.append(message)
@@ -70,7 +70,7 @@ class Inbox:
                 raise ReadCancelled
 
     def of_others(self, request: str) -> list[Commit | Close]:
-        """Takes out what was said of other requests that are open; what waits for an OPEN waits on."""
+        """Takes out messages about other requests that are open; what has to wait for an OPEN stays."""
         waiting, taken, news = {request}, list[Commit | Close](), list(self._kept)
         self._kept.clear()
         for message in news:
@@ -83,13 +83,14 @@ class Inbox:
         return taken
 
 
-# How long a message may lie unseen, which adds to its way, while this thread sleeps.
+# How long a message may lie unseen while this thread sleeps.
 SLICE_SECONDS = 0.0003
 
 
 class SlowLink:
-    """Delays what `link` brings and what it takes by `link_ms`. `heard`: when the message last handed out arrived, in
-    seconds of `time.perf_counter`.
+    """Delays messages of `link` by `link_ms` each way.
+
+    `heard`: when the message that `receive` returned last arrived, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, link: WorkerLink, link_ms: float) -> None:
@@ -124,7 +125,7 @@ class SlowLink:
         self._link.expect(milliseconds)
 
     def nap(self, seconds: float) -> None:
-        """Sleeps, while messages travel on."""
+        """Sleeps while messages travel on."""
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             self._pass_on()

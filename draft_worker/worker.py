@@ -1,13 +1,8 @@
 """The draft worker's loop: OPEN and COMMIT in, BRANCHES and DRAFTED out, one forward at a time.
 
-Between two forwards it looks for news, so an outcome that arrives early redirects the work at once. Owns one token
-tree a request; acts only on the newest commit; says RESYNC when it missed one. Knows nothing of models.
-
-`OpLatency`: how long a drafter's operations take of late, so that whoever watches it knows how long the next should
-take.
-
-`DraftRequest`: a request on this drafter: its work ahead, the commit that this belongs to, and how what came of it is
-told.
+It handles messages between two forwards, so an outcome that arrives early redirects the work at once. Owns a
+`DraftRequest` with one token tree for each request; acts only on the newest commit; sends RESYNC when it missed one.
+`OpLatency` measures its operations, so that it can announce how long the next should take. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from outrider.draft_worker.inbox import DraftLink, Inbox, ReadCancelled
 from outrider.drafters.continuation import Continuation
@@ -26,6 +20,7 @@ from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
 from outrider.drafters.growth import BranchTask, ReadyBranches
 from outrider.drafters.work_ahead import WorkAhead, begin, check_known
+from outrider.engine.memory import PeakMemory
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -53,7 +48,7 @@ FADE = 0.95
 
 
 class Operation(Enum):
-    """What a drafter does without a look at its link."""
+    """What a drafter does without looking at its link."""
 
     READ = "a piece of a prompt"
     GROW = "a forward of its trees"
@@ -61,7 +56,7 @@ class Operation(Enum):
 
 
 class OpLatency:
-    """The longest of each, fading."""
+    """The longest time of each operation; old ones fade."""
 
     def __init__(self) -> None:
         self._ms: dict[Operation, float] = {}
@@ -70,14 +65,14 @@ class OpLatency:
         self._ms[operation] = max(milliseconds, FADE * self._ms.get(operation, 0.0))
 
     def expected_ms(self, *operations: Operation) -> float:
-        """These, one after the other; 0: one of them was never made."""
+        """The time of these, one after the other; 0: one of them was never measured."""
         known = [self._ms.get(operation, 0.0) for operation in operations]
         return sum(known) if all(known) else 0.0
 
 
 @dataclass(slots=True)
 class DraftRequest:
-    """`newest` is the word that its work belongs to, come at `committed_ns`; `owed`: it awaits DRAFTED."""
+    """`newest` is the message that its work belongs to, received at `committed_ns`; `owed`: DRAFTED is expected."""
 
     work: WorkAhead
     newest: Open | Commit
@@ -86,7 +81,7 @@ class DraftRequest:
 
     @classmethod
     def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> DraftRequest:
-        """It has read its text, and begins with the chain under verification."""
+        """A request whose text has been read; it begins with the chain under verification."""
         work.commit((), _wanted(message))
         return cls(work, message, now_ns)
 
@@ -95,15 +90,15 @@ class DraftRequest:
         return self.newest.epoch
 
     def is_beyond(self, message: Open | Commit) -> bool:
-        """Whether it works for a later round than this was said in."""
+        """Whether it works for a later round than this message's."""
         return (message.epoch, message.round) < (self.epoch, self.newest.round)
 
     def gap(self, message: Commit) -> int:
-        """How many tokens before those that it brings were missed; below 0: they are known already."""
+        """How many tokens before the message's were missed; below 0: they are known already."""
         return message.base_len - len(message.tokens) - self.work.committed_len
 
     def is_next(self, message: Commit) -> bool:
-        """Whether its round follows on the newest commit's, with chains under verification in both."""
+        """Whether its round follows the newest commit's, with chains under verification in both."""
         both = message.verifying is not None and bool(self.newest.verifying)
         return both and message.round == self.newest.round + 1
 
@@ -148,32 +143,22 @@ def _wanted(message: Open | Commit) -> BranchTask:
 
 log = logging.getLogger(__name__)
 
-_FORWARDS_BETWEEN = 8  # for others, at most, between two pieces of a prompt
-
-
-class PeakMemoryMeter(Protocol):
-    """The most bytes held since `restart`; it hears of texts that have `ended` (see `engine.memory.PeakMemory`)."""
-
-    def restart(self) -> None: ...
-
-    def bytes(self) -> int: ...
-
-    def ended(self, idle: bool) -> None: ...
+_FORWARDS_BETWEEN = 8  # for other requests, at most, between two pieces of a prompt
 
 
 class DraftWorker:
-    """Serves requests from `link` with `drafter` until told to shut down."""
+    """Serves requests from `link` with `drafter` until SHUTDOWN."""
 
     def __init__(
         self,
         link: DraftLink,
         drafter: Drafter,
         fan_out: FanOut,
-        memory: PeakMemoryMeter | None = None,
+        memory: PeakMemory | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        """`memory`: where the drafter's is, if it can be measured. `compiler`: of its model's tokens; without one it
-        may draft what a grammar rules out."""
+        """`memory` measures the drafter's, if possible. `compiler`: for grammars over its tokens; without one it may
+        draft what a grammar rules out."""
         self._link = link
         self._drafter = drafter
         self._fan_out = fan_out
@@ -193,7 +178,7 @@ class DraftWorker:
             pass
 
     def forget(self) -> None:
-        """Nobody wants any of its requests any more; what was read of them stays in the prompt cache."""
+        """Closes all requests; what was read of them stays in the prompt cache."""
         for request in list(self._running):
             self._drop(request)
         self._inbox.clear()
@@ -221,7 +206,7 @@ class DraftWorker:
             self._fault(message.request if isinstance(message, Open | Commit | Features | Close) else None, error)
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
-        """A drafter that fails loses that request, never the worker."""
+        """Ends that request, never the worker."""
         running = self._running.get(request or "")
         about = {"request": request, "round": running.newest.round if running is not None else None}
         log.warning("request %s failed: %s", request, error, extra=about)
@@ -300,7 +285,7 @@ class DraftWorker:
         log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
 
     def _forget_silent(self) -> None:
-        """Closes what nobody has spoken of for long: that it is over may have been lost. If not, COMMIT finds a gap."""
+        """Closes requests without a message for long: CLOSE may have been lost. If not, COMMIT finds a gap."""
         since_ns = clock.now() - FORGET_NS
         for request, running in list(self._running.items()):
             if running.committed_ns < since_ns:
@@ -309,13 +294,13 @@ class DraftWorker:
     def _constraint(self, message: Open) -> Constraint | None:
         if self._compiler is None:
             return None
-        return self._compiler.asked(message.sampling, message.eos, message.prompt_len)
+        return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _let_others_work(self, request: str) -> None:
-        """Between two pieces of this request's prompt: the trees of others grow until they are done.
+        """Grows the trees of other requests between two pieces of this one's prompt.
 
         Raises:
-            Unwanted: nobody waits for it any more.
+            ReadCancelled: this request is not needed any more.
         """
         for _ in range(_FORWARDS_BETWEEN):
             self._inbox.look(request)
@@ -351,7 +336,7 @@ class DraftWorker:
             running.work.add_features(message.position, message.rows)
 
     def _forward(self, working: Sequence[DraftRequest]) -> None:
-        """Drafts what is waited for, then grows all trees by one forward; of long texts one is read on by a piece."""
+        """Drafts what is waited for, then grows all trees by one forward; reads a piece of one long text."""
         reading = [running for running in working if running.work.far_behind]
         owed = [running for running in working if running.owed and not running.work.far_behind]
         growing = [running for running in working if not running.owed and not running.work.far_behind]
@@ -401,7 +386,7 @@ class DraftWorker:
                 self._memory.ended(idle=not self._running)
 
     def _report(self) -> None:
-        """Says how the prompt cache is used, if that has changed."""
+        """Reports the use of the prompt cache, if it has changed."""
         use = self._drafter.prompt_cache.use
         if use != self._reported_use:
             self._reported_use = use

@@ -1,10 +1,8 @@
-"""What a target remembers of a text, with a rollback that either works or raises; and buffers that grow seldom.
+"""The caches of one text with forwards of its own, with a rollback that works or raises; and growing buffers.
 
 `LengthCache` holds keys and values of one attention layer and forgets by shortening itself, in O(1). State that can't
 be shortened (a recurrent layer's) is kept by reference at marked lengths and put back; any other cache is copied
-there. Knows nothing of tokens.
-
-`with_room`: buffers of keys and values [rows, H, columns, D] that grow by more than is asked, so that it is seldom.
+there. `with_room` grows buffers by more than is needed, so that they grow seldom. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -29,32 +27,49 @@ from mlx_lm.models.cache import (
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import OutriderError
 
-_STEP = 256
 _MARKS_KEPT = 3
 
 
 class RollbackError(OutriderError):
-    """What came after a token can't be forgotten."""
+    """The model's state can't be rolled back to this length."""
 
 
-class LengthCache:
+class LayerCache:
+    """Keys and values [rows, H, columns, D] of one attention layer, in buffers that grow."""
+
+    def __init__(self) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
+        """Copies of a row's columns from `start` to `length`, lazy."""
+        return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for a in (self.keys, self.values) if a is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+
+class LengthCache(LayerCache):
     """Keys and values [1, H, capacity, D] of which the first `offset` columns count. Stands in for mlx-lm's `KVCache`.
 
     Sliding-window layers use it too, at full length: the window is in the mask, so that a rollback may cross it.
-    `window`: how much a layer sees that asks for no window itself, as one with a rotating cache may; None: everything.
-    No one else may hold a reference to `keys` or `values`: the next write would copy the whole buffer.
+    `window`: how many columns the layer sees if it asks for no window itself, as one with a rotating cache; None: all.
+    Keep no other reference to `keys` or `values`: the next write would then copy the whole buffer.
     """
 
     def __init__(self, window: int | None = None) -> None:
+        super().__init__()
         self._window = window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         start, self.offset = self.offset, self.offset + keys.shape[2]
-        self.keys = _with_room(self.keys, keys, start)
-        self.values = _with_room(self.values, values, start)
+        self.keys = with_room(self.keys, 1, self.offset, keys)
+        self.values = with_room(self.values, 1, self.offset, values)
         self.keys[..., start : self.offset, :] = keys
         self.values[..., start : self.offset, :] = values
         return self.keys_and_values()
@@ -69,34 +84,25 @@ class LengthCache:
         window = narrowed(window_size or self._window, self.offset + n)
         return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window)
 
-    def saved(self, length: int) -> tuple[mx.array, mx.array]:
-        """Copies of the first columns, lazy."""
-        return first_rows(self.keys, length), first_rows(self.values, length)
-
     def adopt(self, keys: mx.array, values: mx.array) -> None:
-        """These become its first columns; it holds none yet."""
-        self.keys, self.values = _with_room(None, keys, 0), _with_room(None, values, 0)
+        """Fills the first columns of a cache that is empty."""
         self.offset = keys.shape[2]
+        self.keys, self.values = (with_room(None, 1, self.offset, part) for part in (keys, values))
         self.keys[..., : self.offset, :], self.values[..., : self.offset, :] = keys, values
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
-
-    def empty(self) -> bool:
-        return self.keys is None
 
 
 def first_rows(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:
-    """A copy of a row's columns [1, H, length - start, D] from `start` to `length`, lazy; it does not hold on to the
-    buffer once evaluated."""
+    """A copy of a row's columns from `start` to `length`, [1, H, length - start, D]. Lazy.
+
+    Once evaluated it does not keep the buffer alive.
+    """
     if buffer is None:
         raise RollbackError("nothing has been fed yet, so there is nothing to copy")
     return mx.contiguous(buffer[row : row + 1, :, start:length])
 
 
 def is_attention(cache: Any) -> bool:
-    """Keys and values and nothing else: what `LengthCache` can stand in for (a rotating one: the window is a mask)."""
+    """Whether this holds keys and values only, so that `LengthCache` can replace it (a window becomes a mask)."""
     return type(cache) in (KVCache, ConcatenateKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)
 
 
@@ -106,18 +112,8 @@ def window_of(cache: Any) -> int | None:
 
 
 def narrowed(window: int | None, length: int) -> int | None:
-    """The window, None where a text of this length lies within."""
+    """The window, or None for a text that is no longer than it."""
     return window if window is not None and length > window else None
-
-
-def _with_room(buffer: mx.array | None, new: mx.array, used: int) -> mx.array:
-    """`buffer` itself, or a copy of its used columns in one half as large again."""
-    wanted = used + new.shape[2]
-    if buffer is not None and wanted <= buffer.shape[2]:
-        return buffer
-    columns = -(-(wanted + used // 2) // _STEP) * _STEP
-    grown = mx.zeros((*new.shape[:2], columns - used, new.shape[3]), new.dtype)
-    return grown if buffer is None else mx.concatenate([buffer[..., :used, :], grown], axis=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ class KVState:
     """All layers' caches of one text. `length` tokens have been fed."""
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: the model's own stay where they could be stood in for (see `engine.abilities`)."""
+        """`own_caches`: use the model's own caches only (see `engine.load_checks.abilities`)."""
         made = make_prompt_cache(model)
         self.caches = made if own_caches else [stand_in(cache, _suitable) for cache in made]
         self.length = 0
@@ -158,11 +154,11 @@ class KVState:
 
     @property
     def state(self) -> list[Any]:
-        """Everything to evaluate so that what was fed is remembered."""
+        """Everything to evaluate after a forward."""
         return [cache.state for cache in self.caches]
 
     def mark(self) -> None:
-        """Makes the present length one that a rollback can return to. The last few marks are kept."""
+        """Makes the present length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
         states = tuple(tuple(cache.cache) for cache in self._recurrent)
@@ -200,7 +196,7 @@ class KVState:
         return saved
 
     def adopt(self, start: CachedPrefix) -> None:
-        """Begins with what another text has left; nothing was fed yet."""
+        """Begins a text that is still empty with a saved prefix."""
         for cache, (keys, values) in zip(self._by_length, start.saved.columns(start.length), strict=True):
             cache.adopt(keys, values)
         self.length = start.length
@@ -233,7 +229,7 @@ class KVState:
 
 
 def stand_in(cache: Any, make: Callable[[Any], Any]) -> Any:
-    """What `make` makes of this cache, or in a list of caches of each in its place."""
+    """Replaces this cache, or each cache in a list of caches, by what `make` returns for it."""
     if type(cache) is CacheList:
         return CacheList(*(stand_in(inner, make) for inner in cache.caches))
     return make(cache)
@@ -244,7 +240,7 @@ def _suitable(cache: Any) -> Any:
 
 
 def leaves_of(cache: Any) -> list[Any]:
-    """The caches in a list of caches; one that is none is its own."""
+    """The caches in a list of caches, or this one cache."""
     return [leaf for inner in cache.caches for leaf in leaves_of(inner)] if type(cache) is CacheList else [cache]
 
 
@@ -253,9 +249,9 @@ EARLY = 128  # columns over which the layers' buffers grow one after the other
 
 
 def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
-    """`buffer` itself, or a copy of it with place for so many rows and columns.
+    """`buffer` itself, or a copy of it with room for so many rows and columns.
 
-    It grows so many columns `early`: where each layer has another number, no forward copies them all.
+    It grows `early` columns before it must. With another number for each layer no forward copies all layers.
     """
     had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
     columns += early if buffer is not None else 0

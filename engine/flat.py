@@ -1,17 +1,14 @@
-"""Several texts in one forward: one flat row of all their tokens, attention text by text.
+"""Several texts in one forward: one flat row of all their tokens, with attention text by text.
 
-Dense layers see the tokens of all texts as one row, so that nothing is padded there and weights are read once. Each
-attention layer keeps one buffer with a row a text; `attend` lays a forward's queries out by text and lets each see its
-own columns only. mlx-lm models run unmodified: their cache objects supply positions and masks, and the attention
-function of their modules is asked here (`install`). Knows rows and columns; nothing of tokens' meaning or requests.
+Dense layers see the tokens of all texts as one row, so nothing is padded there and weights are read once. Each
+attention layer has one buffer with a row for each text (`FlatCache`). mlx-lm models run unmodified: their cache objects
+supply positions and masks, and the attention function of their modules asks the cache (`install`).
 
-`FlatRows`: the rows of flat buffers, one a text: opened, closed, copied; what is fed into them is another's. Those in
-use stand in front, so that a forward sees a block of rows. Knows rows and lengths; nothing of tokens.
-
-`Segment`: a text's part of a flat row: how many tokens, in which columns, at which positions, and what each of them
-sees. Ordinary text stands in columns one behind the other, each token at its column's position and seeing all before
-it. The nodes of a tree of drafts have a column each, too, but the position of their depth, and see their ancestors
-only. Pure numpy; knows nothing of tokens' meaning.
+A `Segment` is one text's part of a flat row: how many tokens, in which columns, at which positions, and what each sees.
+Ordinary tokens stand one behind the other and see all before them. The nodes of a tree of drafts have a column each,
+too, but the position of their depth, and see only their ancestors. `FlatRows` opens, closes and copies the rows of the
+buffers; rows in use come first, so that a forward sees a block of rows. Knows rows, columns and lengths; nothing of
+what tokens mean, or of requests.
 """
 
 from __future__ import annotations
@@ -27,21 +24,21 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.blocks import Floats
-from outrider.engine.cache import EARLY, first_rows, narrowed, window_of, with_room
+from outrider.engine.cache import EARLY, LayerCache, narrowed, window_of, with_room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The next `count` tokens of the text in `row`, whose first `start` are remembered.
+    """The next `count` tokens of the text in `row`, of which `start` are in the buffers.
 
-    `long`: part of a prompt. `whole`: they see each other, those ahead, too. With `parents` the last of them are nodes
-    of a tree (`protocol.trees`), behind the last token that is none.
+    `long`: a piece of a prompt. `whole`: each token sees all of them, later ones too. With `parents` the last tokens
+    are the nodes of a tree (`protocol.trees`), behind the last token that is no node.
     """
 
     row: int
@@ -56,20 +53,25 @@ class Segment:
         return self.start + self.count
 
     @property
+    def is_apart(self) -> bool:
+        """Whether its tokens see anything but the columns up to their own, or stand elsewhere."""
+        return self.whole or bool(self.parents)
+
+    @property
     def trunk(self) -> int:
-        """The first column of the tree's."""
+        """The first column of the tree."""
         return self.end - len(self.parents)
 
     @property
     def positions(self) -> Ints:
-        """Each token's, [count]."""
+        """The position of each token, [count]."""
         places = np.arange(self.start, self.end, dtype=np.int32)
         if self.parents:
             places[-len(self.parents) :] = np.array(depths(self.parents)) + self.trunk
         return places
 
     def seen(self, end: int, window: int | None) -> Bools:
-        """Which of its row's first `end` columns each token sees, [count, end]; within `window` positions, if any."""
+        """Which of the row's first `end` columns each token sees, within `window` positions if any: [count, end]."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
         if self.whole:
             seen[:, : self.end] = True
@@ -80,6 +82,31 @@ class Segment:
             places[self.start : self.end] = self.positions
             seen &= places > self.positions[:, None] - window
         return seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSegment(Segment):
+    """Nodes of a token tree, in the order in which they were fed.
+
+    `places`: the absolute position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
+    """
+
+    places: Ints
+    visible: Bools
+
+    @property
+    def is_apart(self) -> bool:
+        return True
+
+    @property
+    def positions(self) -> Ints:
+        return self.places[self.start :]
+
+    def seen(self, end: int, window: int | None) -> Bools:
+        """As `Segment.seen`, for its own `end` only."""
+        if window is None:
+            return self.visible
+        return self.visible & (self.places > self.positions[:, None] - window)
 
 
 def _ancestry(parents: tuple[int, ...]) -> Bools:
@@ -95,18 +122,14 @@ _PATCHED = "scaled_dot_product_attention"
 
 
 class WindowMask:
-    """Stands for the mask of layers with this window (None: all columns) until attention makes it by text."""
+    """A placeholder for the mask of layers with this window (None: all columns). Attention makes it text by text."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
 
 
 class SegmentGroup:
-    """Texts whose queries attend in one operation: rows `first`.. of the buffers, `width` queries each, padded.
-
-    `fed` are the places of its tokens in the forward's flat row, `padded` where each of rows x width queries is found
-    there, `spread` where each fed token's answer stands among them.
-    """
+    """Texts whose queries attend in one operation: rows `first`.. of the buffers, `width` queries each, padded."""
 
     def __init__(self, segments: Sequence[Segment], begins: Sequence[int]) -> None:
         self.first, self.stop = min(p.row for p in segments), max(p.row for p in segments) + 1
@@ -122,19 +145,19 @@ class SegmentGroup:
             padded[row] = np.minimum(begin + np.arange(self.width), begin + segment.count - 1)
             spread.append(row * self.width + np.arange(segment.count))
         self._starts = starts
-        self._apart = [segment for segment in segments if segment.parents or segment.whole]
+        self._apart = [segment for segment in segments if segment.is_apart]
         self._padded, self._spread = mx.array(padded.reshape(-1)), mx.array(np.concatenate(spread))
         self._masks: dict[int | None, mx.array | None] = {}
 
     def queries(self, flat: mx.array) -> mx.array:
-        """[1, H, T, D] by text: [rows, H, width, D]."""
+        """Queries [1, H, T, D] laid out by text: [rows, H, width, D]."""
         heads, width = flat.shape[1], flat.shape[-1]
         together = slice(self.begin, self.begin + self.count)
         own = flat[0, :, together] if self.even else mx.take(flat[0], self._padded, axis=1)
         return own.reshape(heads, -1, self.width, width).swapaxes(0, 1)
 
     def answers(self, found: mx.array) -> mx.array:
-        """[rows, H, width, D] as its part of the flat row again: [H, count, D]."""
+        """Attention's output [rows, H, width, D] back in the order of the flat row: [H, count, D]."""
         flat = found.swapaxes(0, 1).reshape(found.shape[1], -1, found.shape[-1])
         return flat if self.even else mx.take(flat, self._spread, axis=1)
 
@@ -152,7 +175,7 @@ class SegmentGroup:
 
 
 class FlatAttentionMetadata:
-    """What all layers' caches tell the model in one forward."""
+    """Where the tokens of one forward stand, for all layers' caches."""
 
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
@@ -164,11 +187,11 @@ class FlatAttentionMetadata:
 
     @property
     def alone(self) -> Segment | None:
-        """The only piece of the forward, if there is one: then it is ordinary text."""
+        """The only segment of the forward, or None. It attends by mlx-lm's own function."""
         return self.segments[0] if len(self.segments) == 1 else None
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """The next forward feeds these, in this order."""
+        """The next forward feeds these segments, in this order."""
         self.segments = tuple(segments)
         self.reach = max(p.row for p in segments) + 1, max(p.end for p in segments)
         if len(segments) == 1:
@@ -188,14 +211,14 @@ class FlatAttentionMetadata:
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
 
 
-class FlatCache:
+class FlatCache(LayerCache):
     """One attention layer's buffer [rows, H, columns, D], written in place, standing in for a `KVCache`."""
 
     def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
-        """`window`: how much the layer sees where it asks for no window itself. `early`: see `with_room`."""
+        """`window`: how many columns the layer sees if it asks for no window itself. `early`: see `with_room`."""
+        super().__init__()
         self._frame, self._window, self._early = frame, window, early
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._host: tuple[Floats, Floats] | None = None  # views of both, until MLX writes: it would have to copy then
 
     @property
     def offset(self) -> int | mx.array:
@@ -205,15 +228,17 @@ class FlatCache:
         alone, window = self._frame.alone, window_size or self._window
         if alone is None:
             return WindowMask(window)
-        if alone.whole or alone.parents:
+        if alone.is_apart:
             return SegmentGroup([alone], [0]).mask(window)
         window = narrowed(window, alone.end)
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Remembers the forward's keys and values [1, H, T, D]. Those of one text alone are returned as a `KVCache`
-        would, those of several `attend` finds by itself.
+        """Writes the forward's keys and values [1, H, T, D].
+
+        Returns those of a text that is alone, as a `KVCache` would. With several texts `attend` reads the buffers.
         """
+        self._host = None
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
         alone = self._frame.alone
         if alone is None:
@@ -234,11 +259,15 @@ class FlatCache:
         return flat[None]
 
     def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[Floats, Floats]:
-        """The buffers themselves, with room for so much: what is written there is remembered. `like`: one such row."""
-        self.keys = with_room(self.keys, rows, columns, like, self._early)
-        self.values = with_room(self.values, rows, columns, like, self._early)
-        mx.eval(self.keys, self.values)
-        return np.array(self.keys, copy=False), np.array(self.values, copy=False)
+        """The buffers themselves, writable, with room for so many rows and columns. `like`: keys of one column."""
+        host = self._host
+        if host is None or rows > host[0].shape[0] or columns + self._early > host[0].shape[2]:
+            self._host = host = None
+            self.keys = with_room(self.keys, rows, columns, like, self._early)
+            self.values = with_room(self.values, rows, columns, like, self._early)
+            mx.eval(self.keys, self.values)
+            self._host = host = np.array(self.keys, copy=False), np.array(self.values, copy=False)
+        return host
 
     def _written(self, buffer: mx.array | None, new: mx.array) -> mx.array:
         frame = self._frame
@@ -252,43 +281,35 @@ class FlatCache:
 
     def move(self, source: int, target: int, columns: int) -> None:
         """Copies the first columns of a row over another's."""
+        self._host = None
         for buffer in (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
 
     def gather(self, row: int, start: int, columns: Ints) -> None:
         """Column `columns[i]` (ascending) of a row becomes its column `start` + i."""
+        self._host = None
         source = mx.array(columns)
         for buffer in (self.keys, self.values):
             if buffer is not None:
                 kept = mx.take(buffer[row : row + 1], source, axis=2)
                 buffer[row : row + 1, :, start : start + len(columns)] = kept
 
-    def saved(self, row: int, length: int, start: int = 0) -> tuple[mx.array, mx.array]:
-        """Copies of a row's columns from `start` to `length`, lazy."""
-        return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
-
     def adopt(self, row: int, keys: mx.array, values: mx.array, start: int = 0) -> None:
-        """These become a row's columns from `start` on."""
+        """Writes a row's columns from `start` on."""
+        self._host = None
         end = start + keys.shape[2]
         self.keys = with_room(self.keys, row + 1, end, keys)
         self.values = with_room(self.values, row + 1, end, values)
         self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
 
     def clear(self) -> None:
-        """Gives the buffers back."""
-        self.keys = self.values = None
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
-
-    def empty(self) -> bool:
-        return self.keys is None
+        """Frees the buffers."""
+        self.keys = self.values = self._host = None
 
 
 def install(model: nn.Module) -> None:
-    """Lets the attention of `model` ask a cache that gave a `WindowMask`; with any other it is mlx-lm's own."""
+    """Makes the attention of `model` call `FlatCache.attend` where the mask is a `WindowMask`."""
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules.get(name)
         if getattr(namespace, _PATCHED, None) is scaled_dot_product_attention:
@@ -298,7 +319,7 @@ def install(model: nn.Module) -> None:
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
-    """mlx-lm's function of this name; a cache that gave a `WindowMask` of ours answers itself."""
+    """mlx-lm's function of this name, except that with a `WindowMask` the cache computes attention."""
     found: mx.array
     if isinstance(mask, WindowMask):
         found = cache.attend(queries, scale, mask.window, sinks)
@@ -320,25 +341,25 @@ class FlatSequence:
 
     @property
     def marks_freely(self) -> bool:
-        """Not where a step that is begun is made at once, as by numpy."""
+        """False where a forward is computed at once, as by ONNX Runtime."""
         return self._rows.is_lazy
 
     def mark(self) -> None:
         """Any length can be returned to."""
 
     def roll_back(self, length: int) -> None:
-        """What lies behind is overwritten by the next forward."""
+        """The next forward overwrites the columns behind."""
         self.length = min(length, self.length)
 
     def keep(self, length: int, columns: Sequence[int]) -> None:
-        """Behind the first `length` tokens these columns (ascending) stay, and nothing else."""
+        """Keeps only these columns (ascending) behind the first `length` tokens."""
         for cache in self._caches:
             cache.gather(self.row, length, np.array(columns, np.int32))
         self.length = length + len(columns)
 
 
 class FlatRows:
-    """One buffer a layer of `model`, for all its texts. `is_lazy`: forwards are made when they are waited for."""
+    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when waited for."""
 
     def __init__(self, model: nn.Module) -> None:
         install(model)
@@ -355,7 +376,7 @@ class FlatRows:
         return self._sequences[-1]
 
     def close(self, sequence: FlatSequence) -> None:
-        """The last row moves into the gap; buffers that nobody uses are given back."""
+        """Frees a text's row: the last row moves there. Without texts the buffers are freed."""
         last = self._sequences.pop()
         if last is not sequence:
             for cache in self._caches:
@@ -367,7 +388,7 @@ class FlatRows:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        saved = SavedPrefix(length, tuple(cache.saved(sequence.row, length) for cache in self._caches))
+        saved = SavedPrefix(length, tuple(cache.saved(length, sequence.row) for cache in self._caches))
         mx.eval(saved.layers)
         return saved
 
@@ -375,15 +396,15 @@ class FlatRows:
         self.extend(sequence, tuple(start.saved.columns(start.length)), start.length)
 
     def extend(self, sequence: FlatSequence, layers: Layers, count: int) -> None:
-        """A text goes on with what another has read of it: keys and values [1, H, count, D] of each layer."""
+        """Appends keys and values of `count` tokens to a text: [1, H, count, D] of each layer."""
         for cache, (keys, values) in zip(self._caches, layers, strict=True):
             cache.adopt(sequence.row, keys, values, sequence.length)
         sequence.length += count
         mx.eval(self.state())
 
     def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
-        """Copies of what is remembered of a text's tokens from `start` to `end`, as `extend` takes them; evaluated."""
-        layers = tuple(cache.saved(sequence.row, end, start) for cache in self._caches)
+        """Copies of a text's keys and values from `start` to `end`, as `extend` takes them; evaluated."""
+        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._caches)
         mx.eval(layers)
         return layers
 

@@ -1,27 +1,11 @@
-"""Parts of unmodified mlx-lm models: their layers and what these put out, forwards that end early, logits only where
-they are read.
+"""Parts of unmodified mlx-lm models: where they are, what passes through them, and logits only where they are read.
 
-`HiddenStates`: hidden rows off an unmodified mlx-lm model: what chosen layers put out, and what goes into and comes out
-of its norm. Layers are counted from 0 and meant by their output. `HiddenStates` lets the chosen layers and the final
-norm of a model tell what passes them; they tell nobody unless a forward asks, and nothing is kept behind one. Knows
-rows of tokens; nothing of texts, chains or who reads them.
-
-`listen`: modules of an unmodified model that tell what goes in and what comes out. They stay what they were in all
-else.
-
-`FirstLayers`: the first layers of an unmodified mlx-lm model alone: its own forward runs as far as a layer, and ends
-there. So embedding, positions and masks are the model's own, and of the caches those of the layers before are written.
-Knows layers; nothing of texts, or of what is made of their rows.
-
-`HiddenStateReaders`: several readers of one model's hidden rows: what they read is tapped once, and each gets its own
-of it. Knows rows of tokens; nothing of what readers make of them.
-
-`backbone_of`: where in an unmodified mlx-lm model its layers, its final norm, its embedding and its output layer are.
-
-`LMHead`: logits only where somebody reads them: a prompt's tokens pass the model's last, widest layer by; and an output
-layer that makes those of a draft's own vocabulary alone. Wraps the output layer of a model (`lm_head`, or the
-embedding where both are one). It acts on the rows that were named for the forward under way; with none named every row
-gets its logits, as in mlx-lm. Knows one layer, nothing of texts.
+`HiddenStates` records the outputs of chosen layers, and what goes into and comes out of the final norm, during forwards
+that ask for them. Layers are counted from 0. `HiddenStateReaders` lets several readers share one recording.
+`FirstLayers` runs the model's own forward as far as a layer and ends it there. `backbone_of` and the functions behind
+it find a model's layers, final norm, embedding and output layer. `LMHead` wraps the output layer, so that it computes
+logits only of the rows that are wanted (`LogitsIndices`); by default of all. Knows rows of tokens; nothing of texts,
+chains or who reads them.
 """
 
 from __future__ import annotations
@@ -35,36 +19,39 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.engine.blocks import Floats
+from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
 
 Tell = Callable[[Any, Any], None]
 
 
 def listen(module: nn.Module, who: object, tell: Tell) -> None:
-    """`tell` hears of each call of `module` from now on, in place of what `who` had hear before."""
+    """Calls `tell(input, output)` after each call of `module` from now on, in place of `who`'s callback before.
+
+    The module stays what it was in all else.
+    """
     kind = type(module)
     if not issubclass(kind, _Observed):
         module.__class__ = type(kind.__name__, (_Observed, kind), {"__module__": kind.__module__})
-        module._ears = _Listeners()
-    module._ears.by[who] = tell
+        module._callbacks = _Callbacks()
+    module._callbacks.by[who] = tell
 
 
-class _Listeners:
-    """Who hears of a module. (A plain dict would become part of the module.)"""
+class _Callbacks:
+    """The callbacks of a module. (A plain dict would become part of the module.)"""
 
     def __init__(self) -> None:
         self.by: dict[object, Tell] = {}
 
 
 class _Observed:
-    """Put before a module's own class."""
+    """Stands before a module's own class in the order of methods."""
 
-    _ears: _Listeners
+    _callbacks: _Callbacks
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         out = super().__call__(*args, **others)  # type: ignore[misc]
-        for tell in self._ears.by.values():
+        for tell in self._callbacks.by.values():
             tell(next(iter((*args, *others.values()))), out)
         return out
 
@@ -74,7 +61,7 @@ _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embe
 
 
 def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """The module that holds the model's layers, and all of them, wherever it is nested."""
+    """The module that holds the model's layers, wherever it is nested, and the layers."""
     first = next(iter(getattr(model, "layers", ())), None)
     for module in model.modules():
         for value in module.values():
@@ -92,10 +79,10 @@ def embedding(backbone: nn.Module) -> nn.Module:
 
 
 def output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
-    """What makes logits of rows behind the final norm, in a model that does nothing else to them."""
+    """Computes logits of rows behind the final norm, in a model that does nothing else to them."""
     own = model.get("lm_head")
     if isinstance(own, nn.Module):
-        return lambda rows: own(rows)  # a module would become a part of whoever keeps it
+        return lambda rows: own(rows)  # a module would become part of the module that keeps it
     return lambda rows: embedding(backbone).as_linear(rows)
 
 
@@ -108,12 +95,12 @@ def _child(backbone: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
 
 BEFORE_NORM, AFTER_NORM = "before", "after"
 Takes = Callable[[mx.array], None]
-"""Is given the hidden rows of a part's tokens, [N, W], lazy."""
+"""Is called with the hidden states of a part's tokens, [N, W], lazy."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatePoints:
-    """Where rows are tapped; they stand side by side in this order: layers' outputs, before the norm, after it."""
+    """Which rows are recorded, side by side in this order: layers' outputs, the final norm's input, its output."""
 
     layers: tuple[int, ...] = ()
     before_norm: bool = False
@@ -125,12 +112,12 @@ class HiddenStatePoints:
 
     @property
     def keys(self) -> tuple[object, ...]:
-        """What tells them apart, in the order in which their rows stand."""
+        """A key for each of them, in their order."""
         return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
 
 
 class HiddenStates:
-    """The taps of one model. `fuse` makes what readers get, [N, W], of the tapped rows [N, points * D]."""
+    """Records rows of one model. `fuse` makes what readers get, [N, W], of recorded rows [N, points * D]."""
 
     def __init__(
         self, model: nn.Module, points: HiddenStatePoints, fuse: Callable[[mx.array], mx.array] | None = None
@@ -148,7 +135,7 @@ class HiddenStates:
         self._try(model)
 
     def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
-        """`call`'s forward over one row of parts of so many tokens each; who takes a part's hidden rows gets them."""
+        """Runs `call`, a forward over parts of so many tokens each; each `Takes` gets its part's hidden states."""
         if not any(takes for _, takes in parts):
             return call()
         with self._open() as seen:
@@ -165,20 +152,25 @@ class HiddenStates:
 
     @contextmanager
     def _open(self) -> Iterator[dict[object, mx.array]]:
-        """What passes meanwhile; the model's own references are gone afterwards, so that buffers can be used again."""
+        """Records meanwhile. Afterwards no reference is kept, so that buffers can be used again."""
         seen = self._seen = {}
         try:
             yield seen
         finally:
             self._seen = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the forward under way is to record anything."""
+        return self._seen is not None
+
     def wants(self, key: object) -> bool:
-        """Whether a forward that is not the model's own is to tell what passes there."""
-        return self._seen is not None and key in self._points.keys
+        """Whether a forward that is not the model's own is to record what passes there."""
+        return key in self._points.keys
 
     def on_hidden_states(self, key: object, rows: Floats) -> None:
-        """Such a forward tells rows [T, D] of its tokens."""
-        if self._seen is not None and key in self._points.keys:
+        """Records rows [T, D] of such a forward's tokens."""
+        if self._seen is not None and self.wants(key):
             self._seen[key] = mx.array(rows)[None]
 
     def _record(self, key: object, out: Any) -> None:
@@ -193,7 +185,7 @@ class HiddenStates:
         self._record(AFTER_NORM, out)
 
     def _try(self, model: nn.Module) -> None:
-        """Builds a forward and evaluates none of it: only the shapes are looked at."""
+        """Builds a forward without evaluating it and checks the shapes."""
         with self._open() as seen:
             model(mx.array([[0, 0]]))
         shapes = {key: seen[key].shape if key in seen else None for key in self._points.keys}
@@ -203,7 +195,7 @@ class HiddenStates:
 
 
 def _wanted(parts: Sequence[tuple[int, Takes | None]]) -> list[int]:
-    """The places in the flat row of the parts that somebody takes."""
+    """The places in the flat row of the parts that are taken."""
     rows: list[int] = []
     begin = 0
     for count, takes in parts:
@@ -216,7 +208,7 @@ class FirstLayers:
     """The first `count` layers of `model`."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        """Raises ModelError: the model has no so many."""
+        """Raises ModelError: the model has fewer layers."""
         _, layers = backbone_of(model)
         if not 0 < count <= len(layers):
             raise ModelError(f"the model has {len(layers)} layers, so none can be left after {count}")
@@ -224,7 +216,10 @@ class FirstLayers:
         listen(layers[count - 1], self, self._end)
 
     def rows(self, call: Callable[[], Any]) -> mx.array:
-        """What they make of what `call` feeds to the model, [1, T, D]. Lazy."""
+        """The output of the last of them for what `call` feeds to the model, [1, T, D]. Lazy.
+
+        Of the caches only those of these layers are written.
+        """
         self._ends = True
         try:
             call()
@@ -247,17 +242,17 @@ class _End(Exception):  # no error: the layer has been reached
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateReader:
-    """`fuse` makes what it reads, [N, W], of the rows that are tapped for it, [N, points * D]."""
+    """`fuse` makes what it reads, [N, W], of the rows that are recorded for it, [N, points * D]."""
 
     points: HiddenStatePoints
     fuse: Callable[[mx.array], mx.array]
 
 
 class HiddenStateReaders:
-    """`points` and `fuse` are for the `HiddenStates` of them all; `apart` tells whose is what."""
+    """Readers of one `HiddenStates`, whose `points` and `fuse` are these; `apart` gives each reader its own again."""
 
     def __init__(self, readers: Sequence[HiddenStateReader]) -> None:
-        """At least one."""
+        """One reader at least."""
         self._readers = tuple(readers)
         self._parts: list[tuple[int, mx.Dtype]] = []
         points = [reader.points for reader in readers]
@@ -268,7 +263,7 @@ class HiddenStateReaders:
         )
 
     def fuse(self, rows: mx.array) -> mx.array:
-        """What each reads, side by side."""
+        """What all of them read, side by side."""
         columns = dict(zip(self.points.keys, mx.split(rows, self.points.count, axis=-1), strict=True))
         own = [
             reader.fuse(mx.concatenate([columns[key] for key in reader.points.keys], axis=-1))
@@ -278,7 +273,7 @@ class HiddenStateReaders:
         return own[0] if len(own) == 1 else mx.concatenate(own, axis=-1)
 
     def apart(self, features: mx.array) -> list[mx.array]:
-        """Of what `fuse` made each reader's own, in their order and number formats."""
+        """Splits what `fuse` made: each reader's part, in order and in its own number format."""
         if len(self._parts) == 1:
             return [features]
         found, begin = [], 0
@@ -289,14 +284,14 @@ class HiddenStateReaders:
 
 
 class LogitsIndices:
-    """The rows of the next forward that need logits, int [R]; None: all. `passed` tells whether a head has seen it."""
+    """The rows of the next forward that need logits, int [R]; None: all. `passed`: a head has used them."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.passed = False
 
     def of(self, hidden: mx.array) -> mx.array:
-        """Hidden rows [1, T, D] without those that nobody reads."""
+        """The wanted ones of hidden rows [1, T, D]."""
         if self.rows is None:
             return hidden
         self.passed = True
@@ -306,7 +301,7 @@ class LogitsIndices:
 class ReducedLMHead(nn.Module):  # type: ignore[misc]
     """An output layer for some of the vocabulary's tokens, as FR-Spec's and EAGLE-3's: the others' logits are -inf.
 
-    `rows` is the layer, [hidden] -> [tokens it can say]; `tokens` are their ids, ascending.
+    `rows` is the layer, [hidden] -> [its tokens]; `tokens` are their ids, ascending.
     """
 
     def __init__(self, hidden: int, count: int, vocab_size: int) -> None:
@@ -327,12 +322,12 @@ class ReducedLMHead(nn.Module):  # type: ignore[misc]
 
 
 class LMHead(nn.Module):  # type: ignore[misc]
-    """An output layer that leaves out what is not wanted."""
+    """An output layer that computes only the wanted logits."""
 
     def __init__(self, inner: nn.Module, wanted: LogitsIndices) -> None:
         super().__init__()
         self.inner = inner
-        self._wanted = _Held(wanted)
+        self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
         """Models may read their layer's own attributes, such as its weights."""
@@ -352,26 +347,19 @@ class LMHead(nn.Module):  # type: ignore[misc]
         return found
 
 
-class _Held:
-    """Keeps a plain object in a module without making it one of its parameters."""
-
-    def __init__(self, wanted: LogitsIndices) -> None:
-        self.of = wanted.of
-
-
 def unwrapped(layer: nn.Module) -> nn.Module:
     """The model's own layer, whether it was wrapped or not."""
     return layer.inner if isinstance(layer, LMHead) else layer
 
 
 def install(model: nn.Module) -> LogitsIndices:
-    """Wraps the output layer of `model`, once; what it returns tells the layer which rows are wanted."""
+    """Wraps the output layer of `model`, once. The result says which rows it computes."""
     wanted = LogitsIndices()
     for parent in model.modules():
         for name in ("lm_head", "embed_tokens", "wte", "tok_embeddings"):
             inner = parent.get(name) if isinstance(parent, dict) else None
             if isinstance(inner, LMHead):
-                inner._wanted = _Held(wanted)
+                inner._wanted = wanted
             elif isinstance(
                 inner, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding | ReducedLMHead
             ):

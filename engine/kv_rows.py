@@ -1,12 +1,11 @@
-"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind
-it.
+"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind it.
 
-mlx-lm models run unmodified: their cache objects hand them the columns, the mask that lets a node see its ancestors
-only, and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
+mlx-lm models run unmodified. Their cache objects supply the columns, the mask that lets a node see its ancestors only,
+and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
 
-`JointKVRows`: several trees of an MLX model in one forward: one flat row of all their tokens, attention tree by tree.
-As `engine.flat` for the target's texts: dense layers read the weights once, mlx-lm's common attention function asks the
-cache objects. Each tree keeps columns of its own, so that it may fork, gather and end whatever the others do.
+`KVRows` has a form for each kind of model: `OrtKVRows` where ONNX Runtime computes, else `JointKVRows`, whose trees
+share a forward as the target's texts do (`engine.flat`), else `DenseKVRows`, one tree a forward, and `RecurrentKVRows`
+(`engine.recurrent_rows`) for recurrent layers. `engine.load_checks` chooses.
 """
 
 from __future__ import annotations
@@ -15,38 +14,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import first_rows, leaves_of, narrowed, stand_in, window_of, with_room
-from outrider.engine.flat import WindowMask, install
+from outrider.engine.cache import LayerCache, leaves_of, narrowed, stand_in, window_of, with_room
+from outrider.engine.flat import Bools, Floats, Ints, NodeSegment, Segment, WindowMask, install
+from outrider.engine.kv_transfer import FillableKVRows, KeysValues
 from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.forward import OrtForward, room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-Ints = np.ndarray[Any, np.dtype[np.int32]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
+from outrider.protocol.errors import ModelError
 
 _PREFILL = 512
 
 
 @dataclass(frozen=True, slots=True)
-class KeysValues:
-    """What each layer remembers of n tokens in a row: float32 [layers, kv_heads, n, head_dim], keys after rotation."""
-
-    keys: Floats
-    values: Floats
-
-    @property
-    def count(self) -> int:
-        return int(self.keys.shape[2])
-
-
-@dataclass(frozen=True, slots=True)
 class NewRows:
-    """Tokens [R] to be fed to one text.
+    """Tokens [R] to feed to one tree.
 
     `start`: the first token's column; the others follow. `positions`: absolute position of each of all columns, [start
     + R]. `seen`: which columns each token attends to, itself included, [R, start + R]. `parents`: the column of the
@@ -64,12 +51,12 @@ class NewRows:
         return len(self.positions)
 
     def lazy_tokens(self) -> mx.array:
-        """The tokens as MLX has them, int32 [R]."""
+        """The tokens as an MLX array, int32 [R]."""
         return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
 
 
 class KVRows(Protocol):
-    """A model and its columns. A forward writes the columns `start`.. and, when `lazy`, never waits."""
+    """A tree's columns. A forward writes the columns from `start` on and, when `lazy`, never waits."""
 
     @property
     def lazy(self) -> bool: ...
@@ -85,9 +72,9 @@ class KVRows(Protocol):
 
     @staticmethod
     def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
-        """Feeds each of `texts`, columns of this kind and one model, its tokens. Lazy.
+        """Feeds each of `texts`, rows of this form and one model, its tokens. Lazy.
 
-        In one forward where the kind can. One that fails may have written behind every text's columns, nowhere else.
+        In one forward where the form can. One that fails may have written behind every text's columns, nowhere else.
 
         Returns:
             Logits [all R, V], text after text.
@@ -100,20 +87,20 @@ class KVRows(Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether there is a state besides the columns, so that only all of them can be saved."""
+        """Whether there is state besides the columns, so that only all of them can be saved."""
         ...
 
     def save(self, count: int) -> SavedPrefix:
-        """A copy of the first `count` columns, evaluated; with `whole` of all that are committed."""
+        """A copy of the first `count` columns, evaluated; with `whole`, of all that are committed."""
         ...
 
     def restore(self, start: CachedPrefix) -> None:
-        """Columns that are still empty begin with these."""
+        """Fills the first columns, which are still empty."""
         ...
 
 
 class TreeAttentionMetadata:
-    """What all layers' caches tell the model in one forward."""
+    """Where the tokens of one forward stand, for all layers' caches of a tree."""
 
     def __init__(self) -> None:
         self.start, self.end = 0, 0
@@ -123,11 +110,11 @@ class TreeAttentionMetadata:
         self._masks: dict[int | None, mx.array | None] = {}
 
     def plain(self, start: int, count: int) -> None:
-        """The next forward is ordinary causal text."""
+        """The next forward feeds ordinary text."""
         self.start, self.end, self.offset, self._seen = start, start + count, start, None
 
     def tree(self, start: int, positions: Ints, seen: Bools, *, rows: bool = False) -> None:
-        """The next forward is of a tree; with `rows` its tokens are a batch of rows of one token each."""
+        """The next forward feeds nodes; with `rows` they are a batch of rows of one token each."""
         self.start, self.end, self.offset = start, len(positions), mx.array(positions[start:])
         self._positions, self._seen, self._masks = positions, seen[:, None, None, :] if rows else seen, {}
 
@@ -145,16 +132,15 @@ class TreeAttentionMetadata:
         return self._masks[window]
 
 
-class KVRowCache:
+class KVRowCache(LayerCache):
     """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`.
 
-    `window`: how much a layer sees that asks for no window itself.
+    `window`: how many columns the layer sees if it asks for no window itself.
     """
 
     def __init__(self, frame: TreeAttentionMetadata, window: int | None = None) -> None:
+        super().__init__()
         self.frame, self.window = frame, window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
 
     @property
     def offset(self) -> int | mx.array:
@@ -177,26 +163,15 @@ class KVRowCache:
         end = self.frame.end
         return self.keys[..., :end, :], self.values[..., :end, :]
 
-    def saved(self, count: int) -> tuple[mx.array, mx.array]:
-        """Copies of the first columns, lazy."""
-        return first_rows(self.keys, count), first_rows(self.values, count)
-
     def move(self, start: int, columns: mx.array) -> None:
         if self.keys is not None and self.values is not None:
             end = start + columns.shape[0]
             self.keys[..., start:end, :] = mx.take(self.keys, columns, axis=2)
             self.values[..., start:end, :] = mx.take(self.values, columns, axis=2)
 
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for a in (self.keys, self.values) if a is not None]
 
-    def empty(self) -> bool:
-        return self.keys is None
-
-
-class DenseKVRows:
-    """`KVRows` of a model whose only memory is attention: every token of a forward stands in the same row."""
+class DenseKVRows(FillableKVRows):
+    """`KVRows` of a model with attention layers only, one tree a forward."""
 
     lazy = True
     whole = False
@@ -209,13 +184,12 @@ class DenseKVRows:
         self.leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
         self._dtype: mx.Dtype | None = None  # of the model's own keys
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
         prefill(self.model, self.frame, self.caches, tokens, progress, total, start)
 
     def adopt(self, start: int, read: KeysValues) -> None:
-        """See `engine.kv_transfer.FillableKVRows`."""
         if self._dtype is None:
             self._dtype = _dtype_of_keys(self.model)
         self.frame.plain(start, read.count)
@@ -298,7 +272,7 @@ def restore(frame: TreeAttentionMetadata, caches: Sequence[Any], start: CachedPr
 
 
 class JointKVRows(DenseKVRows):
-    """`KVRows` of a model whose attention is mlx-lm's common one (`engine.load_checks.agrees_batched` tells)."""
+    """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__(model)
@@ -326,7 +300,7 @@ class JointKVRows(DenseKVRows):
 
 
 class JointKVRowCache:
-    """One attention layer's columns of several trees, for one forward; `spans`: where each one's tokens are in it."""
+    """One attention layer's columns of several trees in one forward; `spans`: where each tree's tokens are in it."""
 
     def __init__(self, caches: Sequence[KVRowCache], spans: Sequence[slice], places: mx.array) -> None:
         self._caches, self._spans = caches, spans
@@ -336,7 +310,7 @@ class JointKVRowCache:
         return WindowMask(window_size or self._caches[0].window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Remembers keys and values [1, H, T, D], each tree its own; what is returned nobody reads."""
+        """Writes keys and values [1, H, T, D], each tree's into its own columns. What it returns is not used."""
         for cache, span in zip(self._caches, self._spans, strict=True):
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
         return keys, values
@@ -350,3 +324,112 @@ class JointKVRowCache:
             own = queries[:, :, span]
             found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
         return mx.concatenate(found, axis=2)
+
+
+_STEP = 256  # columns buffers grow by
+_ORT_PREFILL = 128  # as quick a token as 512, and others wait less
+
+
+class _Store:
+    """The rows of all trees of a model; free rows are used again."""
+
+    def __init__(self, forward: OrtForward) -> None:
+        self.forward = forward
+        self.layers: list[tuple[Floats, Floats]] = []
+        self._free: list[int] = []
+        self._rows = self._columns = 0
+
+    def open(self) -> int:
+        if not self._free:
+            self._free.append(self._rows)
+            self._rows += 1
+        self._free.sort(reverse=True)  # rows in use stand in front
+        return self._free.pop()
+
+    def close(self, row: int) -> None:
+        self._free.append(row)
+
+    def make_room(self, columns: int) -> None:
+        """Grows every row to so many columns and keeps what is there. Memory that is never written takes no space."""
+        had = self.layers[0][0].shape if self.layers else (0, 0, 0, 0)
+        if self._rows <= had[0] and columns <= had[2]:
+            return
+        rows = max(self._rows, had[0] if self._rows <= had[0] else 2 * had[0])
+        columns = had[2] if columns <= had[2] else -(-(columns + columns // 2) // _STEP) * _STEP
+        old, self.layers = self.layers, []
+        for number, shape in enumerate(self.forward.shapes):
+            grown = [np.zeros((rows, shape.kv_heads, columns, shape.width), np.float32) for _ in "kv"]
+            for new, buffer in zip(grown, old[number] if old else (), strict=False):
+                new[: had[0], :, : had[2]] = buffer
+            self.layers.append((grown[0], grown[1]))
+
+
+_stores: WeakKeyDictionary[OrtForward, _Store] = WeakKeyDictionary()
+
+
+class OrtKVRows(FillableKVRows):
+    """`KVRows` by ONNX Runtime: all trees of a model share one buffer a layer, a row each, and their forwards.
+
+    Not lazy: a forward returns when it is done.
+    """
+
+    lazy = False
+    whole = False
+
+    def __init__(self, model: LoadedModel) -> None:
+        """
+        Raises:
+            ModelError: ONNX Runtime does not make this model's forwards.
+        """
+        if model.cpu is None or not model.cpu.masked:
+            raise ModelError("ONNX Runtime does not make this model's forwards")
+        store = self._store = _stores.setdefault(model.cpu, _Store(model.cpu))
+        self._row = store.open()
+        finalize(self, store.close, self._row)
+
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
+    ) -> None:
+        for first in range(start, len(tokens), _ORT_PREFILL):
+            chunk = np.array(tokens[first : first + _ORT_PREFILL], np.int32)
+            part = Segment(self._row, first, len(chunk), long=True)
+            self._store.make_room(room([part])[1])
+            self._store.forward(chunk, [part], self._store.layers, np.zeros(0, np.int64))
+            if progress is not None and len(tokens) > _ORT_PREFILL:
+                progress(min(first + _ORT_PREFILL, len(tokens)), total)
+
+    def adopt(self, start: int, read: KeysValues) -> None:
+        self._write(start, zip(read.keys, read.values, strict=True), read.count)
+
+    @staticmethod
+    def forward(texts: Sequence[OrtKVRows], new: Sequence[NewRows]) -> mx.array:
+        store = texts[0]._store
+        tokens = np.concatenate([np.array(one.tokens, np.int32) for one in new])
+        parts = [text._part(one) for text, one in zip(texts, new, strict=True)]
+        store.make_room(room(parts)[1])
+        found = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
+        return mx.array(found["logits"])
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        end = prefix + len(columns)
+        for pair in self._store.layers:
+            for buffer in pair:
+                buffer[self._row, :, prefix:end] = buffer[self._row][:, columns]
+
+    def save(self, count: int) -> SavedPrefix:
+        row = slice(self._row, self._row + 1)
+        return SavedPrefix(
+            count, tuple((k[row, :, :count].copy(), v[row, :, :count].copy()) for k, v in self._store.layers)
+        )
+
+    def restore(self, start: CachedPrefix) -> None:
+        self._write(0, start.saved.columns(start.length), start.length)
+
+    def _write(self, start: int, layers: Any, count: int) -> None:
+        self._store.make_room(start + count)
+        for pair, found in zip(self._store.layers, layers, strict=True):
+            for buffer, new in zip(pair, found, strict=True):
+                buffer[self._row, :, start : start + count] = new
+
+    def _part(self, new: NewRows) -> NodeSegment:
+        return NodeSegment(self._row, new.start, len(new.parents), places=new.positions, visible=new.seen)

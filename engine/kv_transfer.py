@@ -1,16 +1,16 @@
-"""Prompts that something else has read: keys and values as bytes, and as a tree's columns.
+"""Keys and values that something else than the model has made: as bytes between processes, and of prompts.
 
-`KVTensor`: what a model remembers of a piece of a text, as bytes from which another process with the same model goes
-on. Nothing is rounded: the bytes are in the model's own number format. Knows arrays; nothing of messages or requests.
+`KVLayout` packs what a model remembers of a piece of a text into bytes, from which another process with the same model
+continues. Nothing is rounded: the bytes are in the model's own number format.
 
-`ReadingFault`: a prompt read by something else than the model: its keys and values become columns, the model reads
-what is left. Whoever reads must be of the same weights; how it reads is its own affair. One that fails costs the time
-it took, no more: the model reads on from there.
+`FillableKVRows` lets a `PromptReader` with the same weights read a prompt in the model's place. A reader that fails
+costs only time: the model reads on from there. Knows arrays; nothing of messages or requests.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,10 +20,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.engine.flat import Layers
-from outrider.engine.kv_rows import Ints, KeysValues, KVRows, NewRows
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.engine.flat import Floats, Layers
 from outrider.protocol.errors import OutriderError, ProtocolError
+
+log = logging.getLogger(__name__)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -94,7 +94,16 @@ def _raw(array: mx.array) -> Bytes:
     return np.array(mx.contiguous(array).view(mx.uint8), copy=False).reshape(-1)
 
 
-log = logging.getLogger(__name__)
+@dataclass(frozen=True, slots=True)
+class KeysValues:
+    """What each layer remembers of n tokens in a row: float32 [layers, kv_heads, n, head_dim], keys after rotation."""
+
+    keys: Floats
+    values: Floats
+
+    @property
+    def count(self) -> int:
+        return int(self.keys.shape[2])
 
 
 class ReadingFault(OutriderError):
@@ -105,7 +114,7 @@ class PromptReader(Protocol):
     """Reads prompts in a model's place."""
 
     def readable(self, count: int) -> int:
-        """How many tokens of a prompt of `count` it would read, from the first on; 0: the model is better off alone."""
+        """How many of a prompt's `count` tokens it reads, from the first on; 0: the model is faster alone."""
         ...
 
     def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
@@ -113,55 +122,36 @@ class PromptReader(Protocol):
         ...
 
 
-class FillableKVRows(KVRows, Protocol):
-    """Columns that take keys and values from elsewhere."""
+class FillableKVRows(ABC):
+    """`engine.kv_rows.KVRows` that take keys and values from a `reader`, which has `read` so many of the tokens."""
 
-    def adopt(self, start: int, read: KeysValues) -> None:
-        """Fills the columns from `start` on."""
-        ...
-
-
-class PrefilledKVRows:
-    """`KVRows` whose prompts `reader` reads where it is worth it."""
-
-    def __init__(self, columns: FillableKVRows, reader: PromptReader) -> None:
-        self._kv_rows, self._reader = columns, reader
-        self.read = 0  # of the prompt, by the reader
-
-    @property
-    def lazy(self) -> bool:
-        return self._kv_rows.lazy
+    reader: PromptReader | None = None
+    read = 0
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        done, wanted = start, self._reader.readable(len(tokens)) if start == 0 else 0
-        log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
+        done = start
+        wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
+        if self.reader is not None:
+            log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
         try:
-            for piece in self._reader.read(tokens[:wanted]) if wanted else ():
-                self._kv_rows.adopt(done, piece)
+            for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
+                self.adopt(done, piece)
                 done += piece.count
                 if progress is not None and done < len(tokens):
                     progress(done, total)
         except ReadingFault as error:
             log.warning("%s; the model reads the prompt from token %d on", error, done)
         self.read += done - start
-        self._kv_rows.prefill(tokens, progress, total, done)
+        self._prefill(tokens, progress, total, done)
 
-    @staticmethod
-    def forward(texts: Sequence[PrefilledKVRows], new: Sequence[NewRows]) -> mx.array:
-        inner = [text._kv_rows for text in texts]
-        return type(inner[0]).forward(inner, new)
+    @abstractmethod
+    def adopt(self, start: int, read: KeysValues) -> None:
+        """Fills the columns from `start` on."""
 
-    def keep(self, prefix: int, columns: Ints) -> None:
-        self._kv_rows.keep(prefix, columns)
-
-    @property
-    def whole(self) -> bool:
-        return self._kv_rows.whole
-
-    def save(self, count: int) -> SavedPrefix:
-        return self._kv_rows.save(count)
-
-    def restore(self, start: CachedPrefix) -> None:
-        self._kv_rows.restore(start)
+    @abstractmethod
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
+    ) -> None:
+        """`prefill` by the model alone."""

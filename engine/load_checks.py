@@ -1,24 +1,16 @@
-"""The form in which a model's texts and trees are held: the quickest one that passes the checks at load.
+"""What a model can do, tried at load, and the fastest form of its texts and trees that passes the checks.
 
-`ReferenceLogits`: does a tree over this model say what the model says? A small branched tree against plain forwards,
-once at load. Catches models whose attention ignores the mask, the positions or the columns it is given. Knows trees
-only by feeding, committing and reading them.
+`abilities` tries a model as a target, against its own caches fed one token at a time. The simplest caches whose logits
+are right are taken: those that roll back at once, else the model's own, copied before each chain, else the model's own
+without chains. Where layers see a window of the text all is tried past the window, too, behind keys and values that are
+made up, because computing so many would take minutes.
 
-`batch_agrees`: do texts that share a forward get the logits each gets alone? A ragged few against plain forwards, once
-at load. Catches models whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
-way.
-
-`drafts_agree`: does a tree of drafts that a target verifies get the logits of each of its branches? Once, at load.
-Forked at the text and further down, alone, then with other requests behind a branch that was not the first. Catches
-models whose attention ignores the mask or the positions that it is given.
-
-`fault`: ways of computing with a model, tried at load: what a way that fails has put into the model is taken out
-again.
-
-`open_kv_cache`: the way in which a model's texts are held: together, and with trees, where self-checks show that all
-stays right.
-
-A token tree for any model: `open_tree` chooses the columns that reproduce the model's logits, or refuses.
+`open_kv_cache` opens a target's KV cache: texts share forwards (`batch_agrees`) and verify trees of drafts
+(`drafts_agree`) where logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
+reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. These checks compare with plain forwards
+(`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or the columns it is given, whose
+attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check and
+removes what a failed form has put into the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -35,17 +27,16 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from outrider.engine.abilities import abilities
+from outrider.engine.cache import KVState, leaves_of
 from outrider.engine.hidden_states import backbone_of, final_norm
-from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows
-from outrider.engine.kv_transfer import PrefilledKVRows, PromptReader
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
+from outrider.engine.kv_transfer import FillableKVRows, PromptReader
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtFlat, OrtKVRows
-from outrider.engine.ort.forward import alone
+from outrider.engine.ort.forward import OrtFlat, alone
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
@@ -53,10 +44,179 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, InvalidRequest, ModelError, first_line, named_errors
+from outrider.protocol.abilities import Abilities
+from outrider.protocol.errors import (
+    CannotDraft,
+    InvalidRequest,
+    ModelError,
+    ModelFault,
+    OutriderError,
+    first_line,
+    named_errors,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import lines
+
+log = logging.getLogger(__name__)
+
+_TEXT, _STEPS, _WRONG = 9, 6, 3
+_TRUE, _ROUGH = 1e-3, 0.3  # root mean square, of the logits' deviation or of 1 if that is more: float32, and less
+_WINDOWS = ("max_size", "chunk_size", "window_size")  # the name in mlx-lm's caches
+_PAST = 64  # tokens that no window reaches
+_LARGEST = 4096  # past larger windows nothing is tried: the made-up text would take gigabytes
+_LARGEST_READ = 512  # nor past this one where a cache can't be filled, and the text has to be read
+_EDGE, _LOUD = 16, 30.0  # values up to so far into the window are so much larger: an error of one token shows
+
+_abilities_of: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
+
+
+def abilities(model: LoadedModel) -> Abilities:
+    """What this model can do, tried the first time and then remembered.
+
+    Raises:
+        ModelError: it can't even decode: its forward fails, or its logits are not numbers.
+    """
+    if model.cpu is not None:
+        return Abilities()  # chains and rollbacks are part of its check at load
+    if model not in _abilities_of:
+        _abilities_of[model] = _find(model)
+        mx.clear_cache()
+    return _abilities_of[model]
+
+
+def _find(model: LoadedModel) -> Abilities:
+    with named_errors(f"a forward of this {model.model_type} model"):
+        trials = _trials(model)
+    faults = []
+    for own_caches in (False, True):
+        fault = _first_fault([partial(trial.run, own_caches) for trial in trials])
+        if fault is None:
+            return Abilities(own_caches=own_caches)
+        log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, fault)
+        faults.append(fault)
+    why = f"a {model.model_type} model can't verify several tokens at once ({faults[-1]}), so it decodes token by token"
+    return Abilities(chains=False, own_caches=True, why=why)
+
+
+def _first_fault(attempts: list[Callable[[], None]]) -> str | None:
+    for attempt in attempts:
+        try:
+            with named_errors("trying it", logging.INFO):
+                attempt()
+        except OutriderError as error:
+            return str(error)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A text's last `_STEPS` tokens and the logits that the model itself gives them, [_STEPS, V].
+
+    `before` stands between the text's `_TEXT` first tokens and these: keys and values of each cache, or tokens.
+    """
+
+    model: LoadedModel
+    before: list[tuple[mx.array, mx.array] | None] | list[int]
+    truth: mx.array
+
+    @classmethod
+    def of(cls, model: LoadedModel, before: list[tuple[mx.array, mx.array] | None] | list[int]) -> _Trial:
+        kv = _begun(model, before, own_caches=True)
+        truth = mx.concatenate([_feed(model, kv, [token]) for token in _last(model)])
+        if mx.isnan(truth).any().item():
+            raise ModelFault(f"the logits of this {model.model_type} model are NaN or infinite; check its weights")
+        return cls(model, before, truth)
+
+    def run(self, own_caches: bool) -> None:
+        """Token by token, then with a chain of which one token holds. Raises ModelFault where the logits differ."""
+        model, last = self.model, _last(self.model)
+        if not own_caches:
+            kv = _begun(model, self.before, own_caches)
+            self._compare(0, mx.concatenate([_feed(model, kv, [token]) for token in last]), "one token at a time")
+        kv = _begun(model, self.before, own_caches)
+        base = kv.length
+        kv.mark()
+        wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
+        self._compare(0, _feed(model, kv, [last[0], *wrong])[:1], "several tokens at once")
+        kv.roll_back(base + 1)
+        done = kv.length - base
+        self._compare(done, _feed(model, kv, last[done:]), "what follows a chain that did not hold")
+
+    def _compare(self, start: int, logits: mx.array, what: str) -> None:
+        truth = self.truth[start : start + logits.shape[0]].astype(mx.float32)
+        allowed = _TRUE if logits.dtype == mx.float32 else _ROUGH
+        finite = mx.isfinite(truth)  # some models rule tokens out
+        truth = mx.where(finite, truth, 0)
+        difference = mx.where(finite, logits.astype(mx.float32), 0) - truth
+        deviation = mx.maximum(mx.std(truth, axis=-1), 1.0)
+        worst = float((mx.sqrt(mx.mean(difference**2, axis=-1)) / deviation).max().item())  # type: ignore[arg-type]
+        if not worst <= allowed:
+            past = " past its window" if self.before else ""
+            raise ModelFault(f"the logits of {what}{past} are not its own, by {worst:.1g} of their deviation")
+
+
+def _trials(model: LoadedModel) -> list[_Trial]:
+    """At a text's start, and past its windows if it has any."""
+    trials = [_Trial.of(model, [])]
+    kv = KVState(model.model, own_caches=True)
+    leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
+    window = max((getattr(leaf, name, 0) for leaf in leaves for name in _WINDOWS), default=0)
+    if not window:
+        return trials
+    fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in leaves)
+    if window > (_LARGEST if fillable else _LARGEST_READ):
+        log.info("a window of %d tokens is too long to test", window)
+        return trials
+    if not fillable:
+        return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]
+    _feed(model, kv, _tokens(model, _TEXT))
+    made_up = [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(leaves)]
+    return [*trials, _Trial.of(model, made_up)]
+
+
+def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
+    """Keys and values like those that the cache holds, for more tokens than a window takes."""
+    columns = window + _PAST
+    parts = []
+    for i, held in enumerate((leaf.keys, leaf.values)):
+        drawn = mx.random.normal((*held.shape[:2], columns, held.shape[3]), key=mx.random.key(2 * seed + i))
+        drawn *= mx.std(held[:, :, :_TEXT].astype(mx.float32))
+        if i == 1:
+            drawn *= mx.where(mx.arange(columns) < _PAST + _EDGE, _LOUD, 1.0)[:, None]
+        parts.append(drawn.astype(held.dtype))
+    return parts[0], parts[1]
+
+
+def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
+    kv = KVState(model.model, own_caches)
+    read = before if before and isinstance(before[0], int) else []
+    _feed(model, kv, _tokens(model, _TEXT) + read)
+    if before and not read:
+        leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
+        for leaf, made_up in zip(leaves, before, strict=True):
+            if made_up is not None:
+                leaf.update_and_fetch(*made_up)
+        kv.length += next(made_up[0].shape[2] for made_up in before if made_up is not None)
+    return kv
+
+
+def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
+    """The logits [N, V], evaluated."""
+    logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
+    kv.length += len(tokens)
+    mx.eval(logits, kv.state)
+    return logits
+
+
+def _tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
+    """Text number `number`, of no meaning."""
+    return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
+
+
+def _last(model: LoadedModel) -> list[int]:
+    return [(6007 * i + 5) % model.vocab_size for i in range(_STEPS)]
+
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
 _EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
@@ -64,22 +224,22 @@ _ROUNDED = 0.3  # the same, root mean square, where activations are rounded to 8
 
 
 def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
-    """True if the tree's logits are the model's own, up to rounding: before a commit and after it.
+    """True if the tree's logits are the model's own, up to rounding, before a commit and after it.
 
     `prompt`: how many tokens it is opened with.
     """
-    tokens = [(7919 * i + 13) % model.vocab_size for i in range(prompt + 4 * _BRANCHES * _DEPTH)]
+    tokens = _tokens(model, prompt + 4 * _BRANCHES * _DEPTH)
     text, rest = tokens[:prompt], tokens[prompt:]
-    tree = open_tree(text)
+    tree, own = open_tree(text), ReferenceLogits(model)
     texts = {tree.root: text}
-    worst = _check(model, tree, texts)
+    worst = _distance(own, tree, texts)
     for _ in range(2):
         tips = [tree.root] * _BRANCHES
         for _ in range(_DEPTH):
             fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
             above, tips = tips, tree.feed(tips, fed)
             texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
-        worst = max(worst, _check(model, tree, texts))
+        worst = max(worst, _distance(own, tree, texts))
         path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
         tree.commit(path)
         texts = {tree.root: texts[tips[1]]}
@@ -87,28 +247,27 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     return worst <= 1.0
 
 
-def _check(model: LoadedModel, tree: Tree, texts: dict[int, list[int]]) -> float:
+def _distance(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> float:
     """The largest difference between the tree's and the model's logits, in units of what is allowed."""
-    own = ReferenceLogits(model)
     return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
 
 
 class ReferenceLogits:
-    """The model's own logits, of each text once: several ways of holding texts are tried with the same ones."""
+    """The model's own logits, computed once for each text, because several forms are tried with the same texts."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._cpu = model.model, model.cpu
         self._known: dict[tuple[int, ...], mx.array] = {}
 
     def distance(self, text: Sequence[int], found: mx.array) -> float:
-        """How far logits [V] lie from the model's own after `sequence`, in units of what rounding explains. Waits."""
+        """How far logits [V] are from the model's own after `text`, in units of what rounding explains. Waits."""
         key = tuple(text)
         if key not in self._known:
             self._known[key] = self._of(text)
         own = self._known[key]
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
-        said = own != -mx.inf  # a draft may be able to say fewer tokens than there are
-        own, found = mx.where(said, own.astype(mx.float32), 0.0), mx.where(said, found.astype(mx.float32), 0.0)
+        known = own != -mx.inf  # a draft may be able to say fewer tokens than there are
+        own, found = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, found.astype(mx.float32), 0.0)
         if self._cpu is not None and self._cpu.quantised:  # other sums, and roundings to 8 bits fall another way
             off = mx.sqrt(mx.mean((found - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
             return float(off.item()) / _ROUNDED  # type: ignore[arg-type]
@@ -116,7 +275,7 @@ class ReferenceLogits:
         return float(difference.item()) / allowed  # type: ignore[arg-type]
 
     def _of(self, text: Sequence[int]) -> mx.array:
-        if self._cpu is not None:  # which was held to the model itself when it was loaded
+        if self._cpu is not None:  # it was compared with the model itself when it was loaded
             return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
         own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
         return own
@@ -124,13 +283,13 @@ class ReferenceLogits:
 
 def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
     """True if trees of unlike lengths that share a forward have the model's own logits, up to rounding."""
-    texts = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_PROMPT + 5 * n)] for n in range(2)]
+    texts = [_tokens(model, _PROMPT + 5 * n, n) for n in range(2)]
     trees = [open_tree(text) for text in texts]
     fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
     nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
-    worst = 0.0
-    for tree, text, new, own in zip(trees, texts, fed, nodes, strict=True):
-        worst = max(worst, _check(model, tree, {node: [*text, t] for node, t in zip(own, new, strict=True)}))
+    worst, own = 0.0, ReferenceLogits(model)
+    for tree, text, new, grown in zip(trees, texts, fed, nodes, strict=True):
+        worst = max(worst, _distance(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)}))
         tree.close()
     return worst <= 1.0
 
@@ -139,13 +298,13 @@ _BATCH_LENGTHS = (9, 3, 6)
 
 
 def batch_agrees(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
-    """True if a prompt's piece, ragged chains, a rollback and a place given back leave every text its logits."""
+    """True if every text keeps its logits through a prompt's piece, ragged chains, a rollback and a closed text."""
     kv_cache = FlatKVCache(model.model, cpu=cpu)
-    tokens = [[(7919 * i + 104729 * n + 13) % model.vocab_size for i in range(_BATCH_LENGTHS[n] + 4)] for n in range(3)]
+    tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
     def feed(*parts: tuple[int, int, bool]) -> bool:
-        """Feeds text n up to `end`; whether all logits asked for are the model's own."""
+        """Feeds text n up to `end`; True if all wanted logits are the model's own."""
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
@@ -167,51 +326,49 @@ _LENGTHS = (9, 4)
 
 
 def drafts_agree(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
-    """True if every node's logits are the model's own behind its branch, before and after one was followed."""
+    """True if every node's logits are the model's own behind its branch, before and after a branch is accepted.
+
+    The tree forks at the text and further down. It is fed alone, then with another request.
+    """
     kv_cache = FlatKVCache(model.model, cpu=cpu)
-    tried = [_Tried.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
-    first = tried[0]
+    trials = [_TreeTrial.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
+    first = trials[0]
     found = _drafts_agree(own, kv_cache, [first])
     first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
     first.text += [first.nodes[node] for node in _PATH]
-    found = found and _drafts_agree(own, kv_cache, tried)
-    for one in tried:
+    found = found and _drafts_agree(own, kv_cache, trials)
+    for one in trials:
         kv_cache.close(one.place)
     return found
 
 
 @dataclass(slots=True)
-class _Tried:
-    """A text that was fed all of `sequence`, and the tokens of a tree behind it."""
+class _TreeTrial:
+    """A text whose tokens have all been fed, and the tokens of a tree behind it."""
 
     place: Any
     text: list[int]
     nodes: tuple[int, ...] = field(default=())
 
     @classmethod
-    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _Tried:
-        def made_up(count: int, step: int) -> list[int]:
-            return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
-
-        tried = cls(kv_cache.open(), made_up(_LENGTHS[number], 7919), tuple(made_up(len(_PARENTS), 6007)))
-        kv_cache.forward([Feed(tried.place, tried.text, 0, True)])
+    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _TreeTrial:
+        text, nodes = _tokens(model, _LENGTHS[number], number), _tokens(model, len(_PARENTS), number, 6007)
+        trial = cls(kv_cache.open(), text, tuple(nodes))
+        kv_cache.forward([Feed(trial.place, trial.text, 0, True)])
         mx.eval(kv_cache.state())
-        return tried
+        return trial
 
 
-def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, tried: list[_Tried]) -> bool:
-    """Feeds each its tree; whether all logits are the model's own. Its columns stay, for a path to be followed."""
+def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, trials: list[_TreeTrial]) -> bool:
+    """Feeds each text its tree; True if all logits are the model's own. The columns stay."""
     count = len(_PARENTS)
-    logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in tried])
-    branches = [[*one.text, *down] for one in tried for down in lines(one.nodes, _PARENTS)]
+    logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in trials])
+    branches = [[*one.text, *down] for one in trials for down in lines(one.nodes, _PARENTS)]
     return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
 
 
-log = logging.getLogger(__name__)
-
-
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
-    """Why `what`, tried by `agrees`, is not for this model; empty: it is, and what it installed stays."""
+    """Why `what`, which `agrees` tries, does not work for this model; empty: it works, and what it installed stays."""
     with _restored(model.model) as keep:
         try:
             with named_errors(what, logging.INFO):
@@ -227,10 +384,7 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Puts the parts of a model, and the names of the modules of Python that they come from, back as they were.
-
-    Not where the block has called what it is given.
-    """
+    """Restores a model's parts, and the names in their Python modules, unless the block calls what it is given."""
     parts = [(part, dict(part)) for part in model.modules()]
     names = [vars(sys.modules[name]) for name in {type(part).__module__ for part, _ in parts} if name in sys.modules]
     functions = [(known, dict(known)) for known in names]
@@ -253,53 +407,58 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 _LONGER = 256
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """What a model's texts may be. `together`: they share forwards; else `own_caches` says whose caches they have."""
-
-    together: bool = False
-    trees: bool = False
-    cpu: OrtFlat | None = None
-    own_caches: bool = False
-
-
-_known: WeakKeyDictionary[LoadedModel, _Way] = WeakKeyDictionary()
+_cache_forms: WeakKeyDictionary[LoadedModel, Callable[[], KVCache]] = WeakKeyDictionary()
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
-    """No texts yet, for a target that serves several. Their way is found the first time, then remembered."""
-    if model not in _known:
-        _known[model] = _find_texts(model)
-    way = _known[model]
-    if way.together:
-        return FlatKVCache(model.model, way.trees, way.cpu)
-    return SeparateKVCache(model.model, way.own_caches)
+    """An empty KV cache. Its form is found the first time and then remembered."""
+    if model not in _cache_forms:
+        _cache_forms[model] = _find_cache_form(model)
+    return _cache_forms[model]()
 
 
-def _find_texts(model: LoadedModel) -> _Way:
+def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
+    own = ReferenceLogits(model)
     if model.cpu is not None:
-        return _on_cpu(model, OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0])))
+        # Texts together were checked at load (`engine.ort`). Where logits are rounded, branches differ from chains.
+        cpu = OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0]))
+        trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
+        return partial(FlatKVCache, model.model, trees, cpu)
     able = abilities(model)
     plain = model.attention_only and able.chains and not able.own_caches
-    if not plain or not all(
-        isinstance(cache, MlxKVCache | RotatingKVCache) for cache in make_prompt_cache(model.model)
-    ):
-        return _Way(own_caches=able.own_caches)
-    own = ReferenceLogits(model)
+    kinds = MlxKVCache | RotatingKVCache
+    if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
+        return partial(SeparateKVCache, model.model, able.own_caches)
     if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
-        return _Way()
-    return _Way(True, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
+        return partial(SeparateKVCache, model.model)
+    return partial(FlatKVCache, model.model, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
 
 
-def _on_cpu(model: LoadedModel, cpu: OrtFlat) -> _Way:
-    """Its check at load has fed texts together already; where logits are rounded no side branch is a chain's equal."""
-    own = ReferenceLogits(model)
-    trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
-    return _Way(True, trees, cpu)
+def open_slots(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    progress: Callable[[int, int], None] | None = None,
+    kv_cache: KVCache | None = None,
+) -> list[CacheSlot]:
+    """Opens a slot for each prompt and feeds all of the prompt but its last token, in chunks.
+
+    Args:
+        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
+        kv_cache: where the texts are held; None: each has forwards of its own.
+
+    Raises:
+        InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
+    """
+    held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
+    slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
+    for slot in slots:
+        slot.feed_all_but(1, progress)
+    return slots
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:
-    """What a text takes in memory. State that can't be cut may grow with the text, too: that is tried."""
+    """The memory that a text takes. State that can't be cut may grow with the text, too, which is tried."""
     sequence = kv_cache.open()
     kv_cache.forward([Feed(sequence, [0], 0, True)])
     short = kv_cache.save(sequence, 1)
@@ -314,7 +473,7 @@ def sequence_cost(kv_cache: KVCache) -> KvCost:
 
 Form = type[OrtKVRows] | type[JointKVRows] | type[DenseKVRows] | type[RecurrentKVRows]
 
-_columns_of: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+_tree_forms: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
 
 
 def open_tree(
@@ -332,8 +491,8 @@ def open_tree(
     Args:
         progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
         draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
-        reader: reads prompts in the model's place where it says so.
-        cache: what it has of the tokens is not read, and what the tree has read goes there in the end.
+        reader: reads prompts in the model's place where that is faster.
+        cache: tokens that it has are not read; what the tree has read goes there when the tree is closed.
         constraint: what the text's grammar allows, if it has one.
 
     Raises:
@@ -344,35 +503,40 @@ def open_tree(
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
-    return _open_columns(model, tree_form(model), params, progress, tokens, draws, reader, cache, constraint)
+    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
+    return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
 def tree_form(model: LoadedModel) -> Form:
-    """The columns that carry trees of this model; found by a self-check the first time it is asked, then remembered.
+    """The form of KV rows for trees of this model, found the first time and then remembered.
 
     Raises:
         CannotDraft: no form reproduces this model's logits.
     """
-    if model not in _columns_of:
+    if model not in _tree_forms:
         forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
         if model.cpu is not None:
             forms.insert(0, OrtKVRows)
-        _columns_of[model] = _first_that_agrees(model, forms)
-    return _columns_of[model]
+        _tree_forms[model] = _first_that_agrees(model, forms)
+    return _tree_forms[model]
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
     """A greedy tree of this form, whether or not it is the model's own."""
-    return _open_columns(model, form, SamplingParams(), None, tokens)
+    sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
+    return Tree(form(model), sampler, model.context_length, tokens)
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
-    """Empty columns for one text; `reader` reads its prompt where it says so. Raises ModelError as `tree_form` does."""
-    return _kv_rows(model, tree_form(model), reader)
+    """Empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
+    kv_rows: KVRows = tree_form(model)(model)
+    if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
+        kv_rows.reader = reader
+    return kv_rows
 
 
 def tree_cost(model: LoadedModel) -> KvCost:
-    """What a tree of this model takes in memory. Raises ModelError as `tree_form` does."""
+    """The memory that a tree of this model takes. Raises ModelError as `tree_form` does."""
     kv_rows = open_kv_rows(model)
     kv_rows.prefill([0], None, 1)
     return kv_rows.save(1).cost
@@ -390,25 +554,3 @@ def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
 
 def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
     return tree_agrees(model, opened) and agrees_batched(model, opened)
-
-
-def _open_columns(
-    model: LoadedModel,
-    form: Form,
-    params: SamplingParams,
-    progress: Callable[[int, int], None] | None,
-    tokens: Sequence[int],
-    draws: Draws | None = None,
-    reader: PromptReader | None = None,
-    cache: PromptCache | None = None,
-    constraint: Constraint | None = None,
-) -> Tree:
-    sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
-    return Tree(_kv_rows(model, form, reader), sampler, model.context_length, tokens, progress, draws, cache)
-
-
-def _kv_rows(model: LoadedModel, form: Form, reader: PromptReader | None) -> KVRows:
-    kv_rows = form(model)
-    if reader is None or isinstance(kv_rows, RecurrentKVRows):  # a recurrent state comes from the model alone
-        return kv_rows
-    return PrefilledKVRows(kv_rows, reader)

@@ -1,25 +1,25 @@
 """From a path or a Hugging Face id to a model that is ready to compute, without its tokenizer.
 
-Owns the choice of number format: as stored on a GPU; on a CPU, where MLX computes in half precision or 4 bits 20 to 80
-times slower, float32, or what is stored and ONNX Runtime where that makes the forwards (`engine.ort`). Every failure
-is a `ModelError` in one sentence.
+Chooses the number format: as stored on a GPU; on a CPU, where MLX computes in half precision or 4 bits 20 to 80 times
+slower, float32, or what is stored where ONNX Runtime computes (`engine.ort`). Every failure is a `ModelError` in one
+sentence.
 
-`HeadEmbedding`: how dense weights lie in memory on a CPU: transposed where the BLAS in this process multiplies faster
-that way. Measured (docs/log.md): OpenBLAS gains a quarter on weights that fit the last-level cache and loses a
-twentieth on larger ones; the reference BLAS gains a third on all, and gives the same bits. Values never change, only
-strides.
+On a CPU dense weights are transposed in memory where the BLAS in this process multiplies faster that way (`lay_out`).
+OpenBLAS gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference
+BLAS gains a third on all, and gives the same bits (docs/log.md). Values never change, only strides.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,8 +33,10 @@ from outrider.engine.cache import is_attention, leaves_of
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ranks import Ranks
 from outrider.protocol.errors import ModelError, first_line, named_errors
+
+if TYPE_CHECKING:
+    from outrider.engine.ranks import Ranks
 
 _CACHE_BYTES = 24 * 2**20
 
@@ -52,7 +54,7 @@ class HeadEmbedding(nn.Embedding):  # type: ignore[misc]
 
 
 def lay_out(model: nn.Module, weight_bytes: int) -> bool:
-    """Transposes the weights of all dense linear layers in memory if that pays here; tells whether it did."""
+    """Transposes the weights of all dense linear layers in memory if that is faster here; returns whether it did."""
     if mx.default_device().type != mx.cpu or sys.platform != "linux":
         return False
     if _has_openblas() and weight_bytes > _CACHE_BYTES:
@@ -68,7 +70,7 @@ def lay_out(model: nn.Module, weight_bytes: int) -> bool:
 
 
 def _has_openblas() -> bool:
-    """True when an OpenBLAS was preloaded: its symbols then stand before the wheel's own BLAS."""
+    """True when an OpenBLAS was preloaded: its symbols then come before those of the wheel's own BLAS."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
@@ -83,8 +85,8 @@ _UNKNOWN_CONTEXT = 32768
 class LoadedModel:
     """A model in memory. `vocab_size` is the width of its logits, padding included; sizes are in bytes as held now.
 
-    `attention_only`: all it remembers of a text is keys and values, so any token can be rolled back or masked out.
-    `folder` is where it was read from; None: nowhere. `cpu` makes its forwards; None: MLX does.
+    `attention_only`: its only state is keys and values, so any token can be rolled back or masked out. `folder` is
+    where it was read from, if anywhere. `cpu` computes its forwards; None: MLX does.
     """
 
     model: nn.Module
@@ -100,9 +102,9 @@ class LoadedModel:
 
     @property
     def number_format(self) -> str:
-        """What it computes in, as mlx calls it: that of its first weight that is not quantised.
+        """What it computes in, as MLX calls it: the format of its first weight that is not quantised.
 
-        Where activations are rounded the CPU's kernels belong to it, for they decide on the bits.
+        Where activations are rounded it includes the CPU's kernels, because the bits depend on them.
         """
         if self.cpu is not None and self.cpu.quantised:
             return ort.kernels()
@@ -120,7 +122,7 @@ def load(
 ) -> LoadedModel:
     """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
 
-    `ranks` all load it, each its part: then `weight_bytes` is what this one holds. `trees`: it is to draft.
+    With `ranks` each loads its part, and `weight_bytes` is what this one holds. `trees`: the model drafts.
 
     Raises:
         ModelError: there is no such path or id, it holds no model, or mlx-lm has no such architecture.
@@ -132,7 +134,7 @@ def load(
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
-        forward = _served(path, model, config["model_type"], trees) if ranks is None else None
+        forward = _by_ort(path, model, config["model_type"], trees) if ranks is None else None
         if forward is None:
             tell("converting to float32")
             model = _to_float32(model, parameters)
@@ -164,7 +166,7 @@ def load(
 
 
 def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
-    """The model with its weights left in their files: those that somebody computes with are read then.
+    """The model with its weights left in their files until something computes with them.
 
     Raises ModelError as `load` does.
     """
@@ -247,17 +249,17 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """A Llama that can say only some tokens: `draft_vocab_size` of them, their ids told by `d2t` as in EAGLE-3's heads.
+    """A Llama for `draft_vocab_size` of its tokens, whose ids `d2t` has as in EAGLE-3's heads.
 
-    Raises ValueError: the config asks for something else.
+    Raises ValueError: the config describes something else.
     """
     count: int = config["draft_vocab_size"]
     size: int = config.get("vocab_size", 0)
-    said = f"expected a llama with draft_vocab_size from 1 to its vocab_size, {size}; not {count}"
+    expected = f"expected a llama with draft_vocab_size from 1 to its vocab_size, {size}; not {count}"
     if config["model_type"] != "llama" or not (isinstance(count, int) and isinstance(size, int)):
-        raise ValueError(said)
+        raise ValueError(expected)
     if not 0 < count <= size:
-        raise ValueError(said)
+        raise ValueError(expected)
 
     class Reduced(llama.Model):  # type: ignore[misc]
         def __init__(self, args: llama.ModelArgs) -> None:
@@ -278,8 +280,8 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return Reduced, llama.ModelArgs
 
 
-def _served(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtForward | None:
-    """What makes its forwards in MLX's place. Its weights then stay in their files until MLX is asked for them."""
+def _by_ort(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtForward | None:
+    """What computes its forwards in MLX's place, if anything. MLX's weights then stay in their files until needed."""
     model.set_dtype(mx.float32)
     quantised = any(hasattr(module, "scales") for module in model.modules())
     forward = ort.serve(model, model_type, trees or not quantised)
@@ -287,7 +289,8 @@ def _served(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtFo
         again, _ = _read(path)
         again.set_dtype(mx.float32)
         model.update(again.parameters())
-        ort.give_back()
+        gc.collect()
+        memory.give_back()  # what only building the session needed
     return forward
 
 
@@ -310,10 +313,9 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
 
 
 def _warm_up(model: nn.Module) -> None:
-    """The first forward of each shape compiles kernels, which may take seconds, once a machine: a token and a pair.
+    """Runs a forward of one token and one of two: the first of each shape compiles kernels, which may take seconds.
 
-    MLX on a CPU compiles with g++ where there is one and does without where there is none; one that fails would raise
-    in the middle of a request.
+    On a CPU MLX compiles with g++ if there is one. A g++ that fails would otherwise raise in the middle of a request.
     """
     try:
         _forward_once(model)

@@ -1,8 +1,7 @@
-"""How much memory this process may wire and keep cached. Only Metal has such limits; elsewhere this does nothing.
+"""How much memory this process may wire and keep cached on Metal, how much it has held, and when it is given back.
 
-MLX-LM would wire three quarters of the machine in each process; two workers must share it, so each asks for what it
-needs. Nobody checks the sum; `outrider doctor` shows what may be wired. And how much it did hold, anywhere, and when
-what it freed goes back to the system.
+MLX-LM would wire three quarters of the machine in each process. Two workers share it, so each asks for what it needs.
+The sum is not checked; `outrider doctor` shows what may be wired.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ log = logging.getLogger(__name__)
 _KV_BUDGET = 2 * 2**30
 _MARGIN = 2**29
 _CACHE = 2**30
-# What is free goes back after so many texts that have ended, once none runs; after so many in any case.
+# Free memory is given back after so many texts have ended and none runs, and after so many in any case.
 _WHERE_IDLE, _AT_THE_LATEST = 16, 64
 
 
 def give_back() -> None:
-    """Gives the system what is free: glibc, which by itself keeps all but the heap's end, a hole between any two texts
-    that were remembered; and MLX. It takes a millisecond or two."""
+    """Returns free memory to the system: MLX's cache, and glibc's holes between texts that were remembered.
+
+    It takes a millisecond or two.
+    """
     mx.clear_cache()
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

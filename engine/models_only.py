@@ -1,7 +1,7 @@
-"""mlx-lm's models without what it has for text and downloads, for a process that computes and does nothing else.
+"""Imports mlx-lm's models without its tokenizers and downloads, for a process that only computes.
 
-`import mlx_lm` brings transformers and huggingface_hub along, two thirds of what a worker's imports took. Whoever needs
-them can still import them.
+`import mlx_lm` also imports transformers and huggingface_hub, which took two thirds of a worker's imports. They can
+still be imported where they are needed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 
 LEFT_OUT = {"mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"), "huggingface_hub": ("snapshot_download",)}
-"""What `mlx_lm.utils` imports and a model on this disk doesn't need: modules, and the names that it takes of each."""
+"""Modules that `mlx_lm.utils` imports and a model on disk doesn't need, and the names it imports from each."""
 
 
 def models_only() -> None:
-    """Makes `mlx_lm` the folder of its modules, whose `utils` read local models alone. Later than its import: nothing.
+    """Makes `mlx_lm` the folder of its modules, whose `utils` read local models only. Does nothing after its import.
 
-    Of a mlx-lm that takes more of those modules all is imported.
+    If this mlx-lm imports more names from those modules, all of it is imported.
     """
     package = find_spec("mlx_lm")
     if "mlx_lm" in sys.modules or package is None:

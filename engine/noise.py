@@ -38,11 +38,11 @@ _LOG1P = (
 
 
 GREATEST = 17.4
-"""No noise is greater."""
+"""Noise is never greater."""
 
 
 class Purpose(IntEnum):
-    """What residual sampling draws for. No draw may know of another, so each has its own noise at a position."""
+    """What residual sampling draws for. No draw may depend on another, so each has its own noise at a position."""
 
     DRAFT = 1
     ACCEPT = 2

@@ -1,13 +1,9 @@
-"""How long forwards take: measured by their rows, or prescribed by a latency profile.
+"""How long forwards take: measured by their rows (`ForwardCost`), or prescribed by a latency profile (`Pace`).
 
-`Pace`: standing in for a machine that is not here: each forward takes as long as a latency profile says. A worker with
-a pace does its real work, then sleeps until the profile's time for that many rows has passed, so that a sleeping
-process stands for a remote accelerator. Work that is slower than the profile makes the times wrong, never a text: a
-hiccup of the system is borne, as the slower machine it then stands for, more than a thirtieth of the time is
-complained of.
-
-`ForwardCost`: what a forward takes by its rows: the straight line through what was measured, in milliseconds; old ones
-fade.
+A worker with a pace simulates another machine. It does its real work, then sleeps until the profile's time for that
+many rows has passed, so that a sleeping process stands for a remote accelerator. Work that takes longer than the
+profile says makes the times wrong, never a text. A short delay is tolerated; more than a thirtieth of the time is
+reported.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ log = logging.getLogger(__name__)
 # Forwards may end this much late altogether, and this share of the simulated time more.
 LATE_SECONDS = 0.020
 LATE_SHARE = 0.03
-# The system's sleep overshoots; the last stretch is waited for awake.
+# The system's sleep takes too long, so the last stretch is a busy wait.
 AWAKE_SECONDS = 0.0002
 
 
@@ -38,9 +34,11 @@ def sleep(seconds: float) -> None:
 
 
 class Pace:
-    """Holds one device to a latency. `begin` before a forward is built, `end` after it with its rows, `wait` when its
-    result has been read; `nap(seconds)` is how it waits, `clock` tells seconds, `complain` hears when the real work
-    takes longer than the profile's machine would.
+    """Makes forwards take a profile's `latency`.
+
+    Call `begin` before a forward is built, `end` with its rows after it, and `wait` when its result has been read.
+    `nap(seconds)` waits, `clock()` returns seconds, `complain` is called when the real work takes longer than the
+    profile.
     """
 
     def __init__(
@@ -60,9 +58,9 @@ class Pace:
         self._late = 0.0
 
     def begin(self, ready: float) -> None:
-        """The forward begins at `ready`, when its work was there, or when the forward before it ends.
+        """The forward begins at `ready`, when its input was there, or when the forward before it ends.
 
-        So what the host does between two forwards lies within the second, as it does in times measured step by step.
+        So the host's work between two forwards counts for the second, as in times that are measured step by step.
         """
         self._busy_until = max(self._busy_until, ready)
 
@@ -73,7 +71,7 @@ class Pace:
         self._pending = True
 
     def wait(self) -> None:
-        """Sleeps until all forwards since have ended."""
+        """Sleeps until all forwards have ended."""
         if not self._pending:
             return
         self._pending = False
@@ -93,7 +91,7 @@ class Pace:
 
 @contextmanager
 def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
-    """A forward of `rows`: as long as it takes, or as the machine that `pace` stands for would from `ready` on."""
+    """A forward of `rows`, which takes as long as `pace` says from `ready` on, if there is one."""
     if pace is None:
         yield
         return
@@ -109,7 +107,10 @@ LEAST_SHARE = 0.1
 
 
 class ForwardCost:
-    """Learned as forwards come; `seen` says how many still count."""
+    """Milliseconds of a forward by its rows: a straight line through measurements, of which old ones fade.
+
+    `seen`: how many measurements still count.
+    """
 
     def __init__(self) -> None:
         self.seen = 0.0
@@ -125,7 +126,7 @@ class ForwardCost:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Milliseconds of a forward, and of each of its rows. Something must have been seen."""
+        """Milliseconds of a forward and of each of its rows, once something was measured."""
         rows, ms = self._rows / self.seen, self._ms / self.seen
         spread = self._rows_rows / self.seen - rows * rows
         if spread < 0.01 * rows * rows:  # they were all alike
@@ -135,7 +136,7 @@ class ForwardCost:
         return ms - each * rows, each
 
     def __call__(self, rows: int) -> float:
-        """What so many rows take; 0: nothing was seen yet."""
+        """Milliseconds of a forward of so many rows; 0: nothing was measured yet."""
         if not self.seen:
             return 0.0
         fixed, each = self.line

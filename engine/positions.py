@@ -1,8 +1,8 @@
-"""A position for each token of one row, which mlx-lm's rope can't do by itself: it takes one offset a row.
+"""A position for each token of one row; mlx-lm's rope takes only one offset for each row.
 
-`install` wraps every attention's `rope`. A wrapper acts when a cache's `offset` is a vector with one entry per token of
-a single row, and on a CPU also for plain text where a table gives the same bits in a quarter of the time; every other
-call goes to the wrapped rope untouched. Plain decoding stays bit for bit mlx-lm's. Knows nothing of trees or caches.
+`install` wraps every attention's `rope`. The wrapper acts when a cache's `offset` is a vector with an entry for each
+token of a single row, and on a CPU for plain text where a table gives the same bits in a quarter of the time. Every
+other call goes to the wrapped rope. Plain decoding keeps mlx-lm's bits. Knows nothing of trees or caches.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class RopeTable:
         """`width` is the head's; dimension i < `half` turns together with i + `half`, those from 2 `half` on stay."""
         self._rope, self._width, self._half = rope, width, half
         self._angles = np.zeros((2, 0, width), dtype=np.float32)
-        # What the last forward's first layer looked up, for the layers after it.
+        # Looked up by the last forward's first layer, for the layers after it.
         self._by_token: tuple[mx.array, Angles] | None = None
         self._by_span: tuple[tuple[int, int], Angles] | None = None
         self.exact = False  # True when for plain text it gives the very bits of the rope
 
     @classmethod
     def of(cls, rope: nn.Module, width: int) -> RopeTable | None:
-        """None when this rope is not of the kind that turns halves by an angle proportional to the position."""
+        """None when this rope does not turn halves by an angle proportional to the position."""
         if "Dynamic" in type(rope).__name__:  # its angles depend on the length of the text as well
             return None
         turned = np.array(rope(mx.eye(width)[:, None, None, :], offset=_PROBE))[:, 0, 0, :]
@@ -114,14 +114,14 @@ class TokenRope(nn.Module):  # type: ignore[misc]
         self._tables = _Shared(tables, signature(inner))
 
     def __getattr__(self, name: str) -> Any:
-        """What models read off their rope, its base say."""
+        """Attributes that models read from their rope, such as its base."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> mx.array:
-        """`others`: what a rope of the model's own knows beyond mlx-lm's; such a call is that rope's alone."""
+        """`others`: arguments that mlx-lm's ropes do not have; such a call goes to the wrapped rope."""
         roped: mx.array
         if others:
             roped = self.inner(x, offset=offset, **others)

@@ -1,9 +1,9 @@
-"""What was remembered of texts, found again by the tokens that a new text begins with.
+"""Saved prefixes of texts, found again by the tokens that a new text begins with.
 
-Texts that have ended stay as entries, the least recently used of which goes when the room gets short; of a running text
-the first columns may be copied while it runs. A prefix of an entry serves as well as all of it, except where the model
-keeps a state that can't be cut. Looking through all entries costs a microsecond or two for each, so there is no trie.
-Knows tokens and bytes; nothing of requests or models.
+Texts that have ended become entries; the least recently used entry is dropped when memory runs short. The first columns
+of a running text may be copied while it runs. A part of an entry serves as well as all of it, unless the model keeps
+state that can't be cut. Comparing with an entry takes a microsecond or two, so there is no trie. Knows tokens and
+bytes; nothing of requests or models.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class SavedPrefix:
     """A copy of what a model remembers of a text's first `length` tokens.
 
-    `layers`: keys and values of each attention layer, [.., length, head_dim]. `states`: what else there is, each an
-    array or something that holds arrays; it belongs to exactly this length.
+    `layers`: keys and values of each attention layer, [.., length, head_dim]. `states`: all other state, arrays or
+    containers of arrays; it belongs to exactly this length.
     """
 
     length: int
@@ -56,7 +56,7 @@ class SavedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What a text need not read: its first `length` tokens, as `saved` has them."""
+    """The first `length` tokens of a text, which need not be read because `saved` has them."""
 
     saved: SavedPrefix
     length: int
@@ -66,11 +66,11 @@ class PrefixSource(Protocol):
     """A running text."""
 
     def lendable(self) -> Sequence[int]:
-        """Its first tokens, as far as what is remembered of them can be copied now."""
+        """Its first tokens, as far as their state can be copied now."""
         ...
 
     def save(self, length: int) -> SavedPrefix:
-        """A copy of what is remembered of the first `length` of these."""
+        """A copy of the state after the first `length` of these."""
         ...
 
 
@@ -81,54 +81,54 @@ class _Entry:
 
 
 class PromptCache:
-    """Entries and running texts of one model, together in `limit` bytes as far as entries can see to that."""
+    """Entries and running texts of one model. Entries are dropped to keep both within `limit` bytes."""
 
     def __init__(self, cost: KvCost, limit: int = 0) -> None:
-        """`cost`: what a text takes. With a limit of 0 nothing is kept or found, until `allow`."""
+        """`cost`: the memory of a text. With a limit of 0 nothing is kept or found, until `allow`."""
         self.cost = cost
         self._limit = limit
         self._entries: list[_Entry] = []  # the least recently used first
-        self._held = 0
+        self._bytes = 0
         self._running: WeakKeyDictionary[PrefixSource, int] = WeakKeyDictionary()
         self._lookups = self._hits = self._tokens_saved = 0
 
     @property
     def use(self) -> CacheUse:
-        return CacheUse(len(self._entries), self._held, self._lookups, self._hits, self._tokens_saved)
+        return CacheUse(len(self._entries), self._bytes, self._lookups, self._hits, self._tokens_saved)
 
     @property
     def is_on(self) -> bool:
         return self._limit > 0
 
     def allow(self, limit: int) -> None:
-        """So many bytes from now on."""
+        """Sets the limit, in bytes."""
         self._limit = limit
         self._make_room()
 
     def enter(self, source: PrefixSource, most: int) -> None:
-        """A text runs, which will grow to `most` tokens: entries make room for it."""
+        """A text runs that will grow to `most` tokens; entries make room for it."""
         self._running[source] = self.cost.of(most)
         self._make_room()
 
     def leave(self, source: PrefixSource) -> None:
-        """It has ended; its bytes are free."""
+        """The text has ended; its bytes are free."""
         self._running.pop(source, None)
 
     def find(self, tokens: Sequence[int]) -> CachedPrefix | None:
-        """The most that is remembered of the beginning of these tokens, the last of them left out: it is to be fed."""
+        """The longest saved prefix of these tokens without the last one, which has to be fed."""
         if not self._limit:
             return None
         wanted = np.array(tokens[:-1], np.int32)
         self._lookups += 1
         entry = max(self._entries, key=lambda e: e.saved.serves(common(e.tokens, wanted)), default=None)
         length = entry.saved.serves(common(entry.tokens, wanted)) if entry is not None else 0
-        lender, lent = self._lender(wanted)
+        source, lent = self._lender(wanted)
         if max(length, lent) < LEAST:
             return None
         self._hits += 1
         self._tokens_saved += max(length, lent)
-        if lender is not None and lent > length:
-            return CachedPrefix(lender.save(lent), lent)
+        if source is not None and lent > length:
+            return CachedPrefix(source.save(lent), lent)
         if entry is None:
             return None
         self._entries.remove(entry)
@@ -136,14 +136,14 @@ class PromptCache:
         return CachedPrefix(entry.saved, length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
-        """Whether an entry of a text with these tokens would be kept, so that it is worth a copy."""
+        """Whether `keep` would make an entry of a text with these tokens."""
         if not len(tokens) >= LEAST or not 0 < self.cost.of(len(tokens)) <= self._limit:
             return False
         known = np.array(tokens, np.int32)
         return all(entry.saved.serves(common(entry.tokens, known)) < len(known) for entry in self._entries)
 
     def keep(self, tokens: Sequence[int], saved: SavedPrefix) -> None:
-        """Makes an entry of a text that begins with these tokens, unless another has it all already."""
+        """Makes an entry of a text that begins with these tokens, unless another entry has all of it."""
         known = np.array(tokens[: saved.length], np.int32)
         if not self.wants(tokens[: saved.length]) or saved.nbytes > self._limit:
             return
@@ -151,7 +151,7 @@ class PromptCache:
             if not saved.states and common(entry.tokens, known) == entry.saved.length:
                 self._drop(entry)  # the new one has it all
         self._entries.append(_Entry(known, saved))
-        self._held += saved.nbytes
+        self._bytes += saved.nbytes
         self._make_room()
 
     def _lender(self, wanted: Ints) -> tuple[PrefixSource | None, int]:
@@ -161,12 +161,12 @@ class PromptCache:
 
     def _make_room(self) -> None:
         room = self._limit - sum(self._running.values())
-        while self._entries and self._held > room:
+        while self._entries and self._bytes > room:
             self._drop(self._entries[0])
 
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)
-        self._held -= entry.saved.nbytes
+        self._bytes -= entry.saved.nbytes
 
 
 def common(left: Ints, right: Ints) -> int:

@@ -1,19 +1,35 @@
-"""The processes that share one model out among themselves: MLX's collective, and what goes through it beside layers.
+"""The ranks of a sharded model: MLX's collective, and a KV cache that all of them share, each with its part.
 
-Tensor parallelism: each rank holds a part of every layer, and their sums make it whole, so all ranks have to make the
-same forwards in the same order. Knows arrays and models; nothing of sockets or texts.
+Tensor parallelism: each rank holds a part of every layer, and a layer's output is a sum over ranks. So all ranks make
+the same forwards in the same order over the same texts. Rank 0 chooses tokens and sends the others each forward and
+each change; a token that is not read yet reaches them through the collective. Each forward is started at once and as a
+whole: one that is computed later, or never, would leave the ranks out of step. Knows arrays, models and `KVCache`;
+nothing of sockets.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import finalize
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.protocol.errors import InvalidRequest, ModelError, WorkerError, first_line
+from outrider.engine.hidden_states import HiddenStates
+from outrider.engine.kv_cache import CachedSequence, Feed, KVCache
+from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, WorkerError, first_line, named_errors
+from outrider.protocol.messages import TextChange, TextFeed, TextForward
+from outrider.protocol.stats import KvCost
 
-_ROOM = 512  # bytes of what the first rank tells
+log = logging.getLogger(__name__)
+
+_ROOM = 512  # bytes of a broadcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +47,17 @@ class Ranks:
         return int(self.group.size())
 
     def from_first(self, array: mx.array) -> mx.array:
-        """What rank 0 has in an array of this shape; the others give zeros. Lazy."""
+        """Rank 0's array of this shape; the others give zeros. Lazy."""
         return mx.distributed.all_sum(array, group=self.group)
 
     def broadcast(self, words: bytes) -> bytes:
-        """What rank 0 tells through the collective; the others say nothing. Waits for all."""
+        """Rank 0's `words`, through the collective; the others' are ignored. Waits for all."""
         padded = mx.array(list(words.ljust(_ROOM, b"\0")), mx.int32)
-        heard = self.from_first(padded if self.rank == 0 else mx.zeros_like(padded))
-        return bytes(map(int, heard.tolist())).rstrip(b"\0")  # type: ignore[arg-type]
+        received = self.from_first(padded if self.rank == 0 else mx.zeros_like(padded))
+        return bytes(map(int, received.tolist())).rstrip(b"\0")  # type: ignore[arg-type]
 
     def share_out(self, model: nn.Module, model_type: str) -> None:
-        """Leaves this rank its part of the model, which may still be unread.
+        """Reduces the model, which may still be in its files, to this rank's part.
 
         Raises:
             ModelError: mlx-lm can't share such a model out, or not among so many.
@@ -71,3 +87,175 @@ def join() -> Ranks:
     if ranks.size == 1:
         raise InvalidRequest("this target was started alone; start two or more ranks with mlx.launch")
     return ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class SharedCopy(SavedPrefix):
+    """Rank 0's part of copy `number`, of which each rank has its own; `here` of them are on this machine."""
+
+    number: int = 0
+    here: int = 1
+
+    @property
+    def cost(self) -> KvCost:
+        """What it takes on this machine."""
+        own = SavedPrefix(self.length, self.layers, self.states).cost
+        return KvCost(self.here * own.per_text, self.here * own.per_token)
+
+
+class MirroredSequence:
+    """Rank 0's part of text `number`."""
+
+    def __init__(self, own: CachedSequence, number: int, send: Callable[[TextChange], None]) -> None:
+        self.own, self.number, self._send_change = own, number, send
+
+    @property
+    def length(self) -> int:
+        return self.own.length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._send_change(TextChange("set", self.number, length))
+        self.own.length = length
+
+    @property
+    def exact(self) -> bool:
+        return self.own.exact
+
+    @property
+    def marks_freely(self) -> bool:
+        return self.own.marks_freely
+
+    def mark(self) -> None:
+        if not self.exact:
+            self._send_change(TextChange("mark", self.number))
+        self.own.mark()
+
+    def roll_back(self, length: int) -> None:
+        if length < self.length:
+            self._send_change(TextChange("roll back", self.number, length))
+        self.own.roll_back(length)
+
+
+class MirroredKVCache:
+    """Rank 0's side: its own KV cache, and `send`, which reaches the other ranks. `here`: see `SharedCopy`.
+
+    Only forwards can't wait, so changes are sent together with the next one.
+    """
+
+    def __init__(self, own: KVCache, ranks: Ranks, send: Callable[..., None], here: int = 1) -> None:
+        self._own, self._ranks, self._send, self._here = own, ranks, send, here
+        self._numbers, self._copies = itertools.count(), itertools.count(1)
+        self._pending_changes: list[TextChange] = []
+        self._dropped: deque[int] = deque()  # a copy may be dropped at any moment, on any thread
+
+    @property
+    def together(self) -> bool:
+        return self._own.together
+
+    @property
+    def is_lazy(self) -> bool:
+        return self._own.is_lazy
+
+    @property
+    def trees(self) -> bool:
+        """Never: a path through a tree is no length, and only lengths are sent to the other ranks."""
+        return False
+
+    def open(self) -> MirroredSequence:
+        sequence = MirroredSequence(self._own.open(), next(self._numbers), self._pending_changes.append)
+        self._pending_changes.append(TextChange("open", sequence.number))
+        return sequence
+
+    def close(self, sequence: MirroredSequence) -> None:
+        self._pending_changes.append(TextChange("close", sequence.number))
+        self._own.close(sequence.own)
+
+    def save(self, sequence: MirroredSequence, length: int) -> SavedPrefix:
+        number = next(self._copies)
+        self._pending_changes.append(TextChange("save", sequence.number, length, number))
+        own = self._own.save(sequence.own, length)
+        copy = SharedCopy(own.length, own.layers, own.states, number, self._here)
+        finalize(copy, self._dropped.append, number).atexit = False
+        return copy
+
+    def adopt(self, sequence: MirroredSequence, start: CachedPrefix) -> None:
+        number = start.saved.number if isinstance(start.saved, SharedCopy) else 0
+        self._pending_changes.append(TextChange("adopt", sequence.number, start.length, number))
+        self._own.adopt(sequence.own, start)
+
+    def tap_hidden_states(self, hidden_states: HiddenStates) -> None:
+        """Hidden rows are the same on all ranks; only this one's are read."""
+        self._own.tap_hidden_states(hidden_states)
+
+    def forward(self, feeds: Sequence[Feed]) -> mx.array:
+        while self._dropped:
+            self._pending_changes.append(TextChange("drop", copy=self._dropped.popleft()))
+        self._send(*self._pending_changes, TextForward(tuple(map(_sent, feeds))))
+        self._pending_changes.clear()
+        return _begun(self._own, [replace(f, sequence=f.sequence.own, tokens=self._tokens(f)) for f in feeds])
+
+    def state(self) -> list[Any]:
+        return self._own.state()
+
+    def _tokens(self, feed: Feed) -> Sequence[int] | mx.array:
+        unread = isinstance(feed.tokens, mx.array)
+        return self._ranks.from_first(feed.tokens.astype(mx.int32)) if unread else feed.tokens  # type: ignore[union-attr]
+
+
+class RankFollower:
+    """Another rank's side: does with its own KV cache what rank 0 did."""
+
+    def __init__(self, own: KVCache, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self._sequences: dict[int, Any] = {}
+        self._copies: dict[int, SavedPrefix] = {}
+
+    def forward(self, message: TextForward) -> None:
+        """Starts the same forward. Where it fails it fails on rank 0, too."""
+        feeds = [Feed(self._sequences[f.text], self._tokens(f), f.wanted, f.prompt) for f in message.feeds]
+        try:
+            with named_errors("a rank's forward"):
+                _begun(self._own, feeds)
+        except OutriderError as error:
+            log.warning("%s; rank 0 tells whose request that was", error)
+
+    def change(self, change: TextChange) -> None:
+        """Does what rank 0 did. Where that fails it failed on rank 0, too."""
+        try:
+            self._do(change)
+        except OutriderError as error:
+            log.warning("%s; rank 0 tells whose request that was", error)
+
+    def _do(self, change: TextChange) -> None:
+        match change.deed:
+            case "open":
+                self._sequences[change.text] = self._own.open()
+            case "close":
+                self._own.close(self._sequences.pop(change.text))
+            case "mark":
+                self._sequences[change.text].mark()
+            case "roll back":
+                self._sequences[change.text].roll_back(change.length)
+            case "set":
+                self._sequences[change.text].length = change.length
+            case "save":
+                self._copies[change.copy] = self._own.save(self._sequences[change.text], change.length)
+            case "adopt":
+                self._own.adopt(self._sequences[change.text], CachedPrefix(self._copies[change.copy], change.length))
+            case "drop":
+                self._copies.pop(change.copy, None)
+
+    def _tokens(self, feed: TextFeed) -> Sequence[int] | mx.array:
+        return feed.tokens or self._ranks.from_first(mx.zeros(feed.count, mx.int32))
+
+
+def _sent(feed: Feed) -> TextFeed:
+    tokens = () if isinstance(feed.tokens, mx.array) else tuple(feed.tokens)
+    return TextFeed(feed.sequence.number, tokens, feed.count, feed.wanted, feed.prompt)
+
+
+def _begun(kv_cache: KVCache, feeds: Sequence[Feed]) -> mx.array:
+    logits = kv_cache.forward(feeds)
+    mx.async_eval(logits, kv_cache.state())  # type: ignore[no-untyped-call]
+    return logits

@@ -1,4 +1,4 @@
-"""Columns for models that keep a state per row (hybrids of attention and recurrence): each token is a row of its own.
+"""KV rows of models that keep a state for each row (hybrids of attention and recurrence): each token is a row.
 
 A recurrent state can't be masked out, so a forward over R tokens is a batch of R rows of one token, each given its
 parent's state; every column keeps the state after it, by reference. Attention layers still hold one shared row of
@@ -15,7 +15,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
-from outrider.engine.kv_rows import Ints, KVRowCache, NewRows, TreeAttentionMetadata, gather, prefill, restore, saved
+from outrider.engine.flat import Ints
+from outrider.engine.kv_rows import KVRowCache, NewRows, TreeAttentionMetadata, gather, prefill, restore, saved
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
@@ -44,7 +45,7 @@ class _BatchCache(KVRowCache):
 
 
 class RecurrentKVRows:
-    """`Columns` of a model with recurrent layers."""
+    """`KVRows` of a model with recurrent layers."""
 
     lazy = True
     whole = True
@@ -76,13 +77,13 @@ class RecurrentKVRows:
     ) -> None:
         if start == len(tokens):
             return
-        self._give([start - 1])
+        self._put_states([start - 1])
         prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
 
     @staticmethod
     def forward(texts: Sequence[RecurrentKVRows], new: Sequence[NewRows]) -> mx.array:
-        """One text after the other: each has a state of its own in the caches."""
+        """One tree after the other, because each has a state of its own in the caches."""
         found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
         return found[0] if len(found) == 1 else mx.concatenate(found)
 
@@ -95,7 +96,7 @@ class RecurrentKVRows:
             # Rows of a level must stand side by side in the columns they write.
             for first, last in _runs(columns):
                 rows = list(range(first - start, last - start + 1))
-                self._give([parents[row] for row in rows])
+                self._put_states([parents[row] for row in rows])
                 self._frame.tree(first, positions[: last + 1], seen[rows, : last + 1], rows=True)
                 batch = tokens[first - start : last - start + 1][:, None]
                 logits.append(self._model(batch, cache=self._caches)[:, 0])
@@ -123,8 +124,8 @@ class RecurrentKVRows:
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self._recurrent)
 
-    def _give(self, parents: Sequence[int]) -> None:
-        """Puts each row's parent's state into the caches; a text's first token starts from none."""
+    def _put_states(self, parents: Sequence[int]) -> None:
+        """Puts the state of each row's parent into the caches; a text's first token has none."""
         if parents[0] < 0:
             for cache in self._recurrent:
                 cache.cache = [None] * len(cache.cache)
@@ -153,7 +154,7 @@ def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
 
 
 def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
-    """Stretches of neighbours: (first, last), both included."""
+    """Stretches of adjacent columns: (first, last), both included."""
     runs: list[tuple[int, int]] = []
     for column in columns:
         if runs and runs[-1][1] == column - 1:

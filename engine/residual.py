@@ -1,21 +1,18 @@
 """Residual sampling: the draft's draws from a sparse q, and the target's test of them.
 
-The target's side of residual sampling: accept a drawn token with min(1, p/q), else draw from max(p - q, 0).
+The target's side (`ResidualSampler`) accepts a drawn token with min(1, p/q), else draws from max(p - q, 0): Leviathan,
+Kalman and Matias (arXiv 2211.17192), algorithm 1, for any q that a chain was drawn from. That is a sparse q which comes
+with the chain, or a certain one (one-hot: accept with p(x), else draw from p without x). Log space, float32. The
+randomness is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
 
-Leviathan, Kalman and Matias (arXiv 2211.17192), algorithm 1, for any q a chain was drawn from: a sparse one that comes
-with it, or a certain one (one-hot: accept with p(x), else draw from p without x). Log space, float32. The randomness
-is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
-
-`Draws`: the draft's side of residual sampling: each node's own continuation is a draw from a sparse q, and q is kept.
-
-q is the warped distribution of the draft cut to its `width` likeliest tokens, with Saguaro's factor on those that work
-ahead will prepare for (SSD paper, Definition 14), normalised. Whatever it is, a chain is verified with the very q it
-was drawn from.
+On the draft's side (`Draws`) each node's own continuation is a draw from a sparse q, and q is kept. q is the draft's
+warped distribution cut to its `width` likeliest tokens, with Saguaro's factor on those that work ahead will prepare for
+(SSD paper, Definition 14), normalised. A chain is verified with the very q it was drawn from.
 
 A draw is keyed by (seed, purpose, fork, position), independent of all that the target draws. The fork is where its
-chain begins: the position of the last token above it that was told, not drawn. So no chain is drawn by noise that an
-earlier round has seen. It matters: how a round shares its branches out depends on the whole chain under verification,
-with the part that comes to nothing.
+chain begins: the position of the last token above it that the drafter was given and did not draw. So no chain is drawn
+by noise that an earlier round has seen. It matters, because how a round shares out its branches depends on the whole
+chain under verification, with the part that is rejected.
 """
 
 from __future__ import annotations
@@ -30,14 +27,12 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.engine.noise import Purpose, exponential_numpy, gumbel_at, gumbel_numpy, stream
-from outrider.engine.sampling import History, Sampler
+from outrider.engine.sampling import Floats, History, Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ
-
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class ResidualSampler(Sampler):

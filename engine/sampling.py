@@ -6,15 +6,10 @@ tokens before the log-softmax. With a temperature all of it is in float32, whate
 steps are as large as the noise that decides. Greedy choices are made in the logits' own format and bit-identical with
 `mlx_lm.generate`. Knows nothing of models, caches or where a logit row comes from.
 
-`masked`: what a grammar allows, laid over logits: a bit a token becomes -inf where it is not set. Knows bits and
-logits; what is allowed is `grammar.constraint`'s to say.
-
-`RowLogprobs`: how likely the target finds the tokens of a forward's rows: log-softmax of what the sampler chooses
-from. Before temperature and filters, in float32. Knows logits; nothing of which tokens will hold.
-
-`filtered`: the filters of `engine.sampling.warp` in numpy, for reading a drafter's scores on a CPU. MLX sorts a whole
-vocabulary for top-p: 4 ms for 12 rows of 4,096 there, 0.2 ms here. The same tokens are kept, up to rounding at a
-border; a drafter may differ there, for only the target's choice counts.
+`filtered` applies the same filters by numpy, for a drafter's scores on a CPU: MLX sorts a whole vocabulary for top-p, 4
+ms for 12 rows of 4,096 there, 0.2 ms here. The kept tokens are the same up to rounding at a border, where a drafter may
+differ because only the target's choice counts. `RowLogprobs` are the log-probabilities that a request asks for, before
+temperature and filters.
 """
 
 from __future__ import annotations
@@ -122,7 +117,7 @@ class Sampler:
 
     @property
     def needs_history(self) -> bool:
-        """True when `scores` must be given histories; of known tokens, where there is a grammar."""
+        """True when `scores` needs histories, of known tokens if there is a grammar."""
         return self.params.has_penalties or self.constraint is not None
 
     @property
@@ -133,13 +128,13 @@ class Sampler:
 
     @property
     def reach(self) -> int:
-        """How many of the tokens before it a choice can depend on, other than through the model."""
+        """How many tokens before it a choice can depend on, apart from through the model."""
         return _reach(self.params) if self.constraint is None else sys.maxsize
 
     def scores(
         self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None = None
     ) -> mx.array:
-        """What the tokens at `positions` are the argmax of: [R, V] for logits [R, V]. Lazy.
+        """Scores whose argmax are the tokens at `positions`: [R, V] for logits [R, V]. Lazy.
 
         Args:
             logits: one row a token to choose.
@@ -156,7 +151,7 @@ class Sampler:
         return self.filtered(self.penalise(logits, histories, words))
 
     def filtered(self, logits: mx.array) -> mx.array:
-        """`warped` of what `penalise` has made. Lazy."""
+        """`warped` of logits from `penalise`. Lazy."""
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return _filter(logits, self.params)
@@ -166,7 +161,7 @@ class Sampler:
     ) -> mx.array:
         """`logits` after penalties, bias and grammar, the first step of `scores`; float32 if there is a temperature.
 
-        `words`: what grammars allow, where the rows are of several samplers (`joint_words`). Lazy, but for that.
+        `words`: what grammars allow, for rows of several samplers (`joint_words`). Lazy except for that.
         """
         penalised = _penalise(logits, histories, self.params)
         if words is None:
@@ -216,7 +211,7 @@ class Sampler:
 
     def _noise_at_all(self, positions: Sequence[int]) -> Any:
         """`noise` as it was made: a numpy array on the CPU."""
-        xp, (blocks, index) = self._xp, _places(positions)
+        xp, (blocks, index) = self._xp, _blocks_of(positions)
         rows = [self._block(block) for block in blocks]
         noise = rows[0] if len(rows) == 1 else xp.concatenate(rows)
         if len(index) == 1:
@@ -225,7 +220,7 @@ class Sampler:
 
     def add_noise(self, scores: np.ndarray[Any, np.dtype[np.float32]], positions: Sequence[int]) -> None:
         """Adds `noise` to scores [P, V] in place, by numpy: row by row, for rows that are gathered are copied first."""
-        blocks = {block: np.array(self._block(block), copy=False) for block in _places(positions)[0]}
+        blocks = {block: np.array(self._block(block), copy=False) for block in _blocks_of(positions)[0]}
         for row, position in zip(scores, positions, strict=True):
             row += blocks[position // _BLOCK][position % _BLOCK]
 
@@ -240,7 +235,7 @@ class Sampler:
 
 
 def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int] | None:
-    """The place of each row's best score; None where a second one is as good but for rounding."""
+    """The place of each row's best score; None where a second score is equal up to rounding."""
     near = best - (_ROUNDING + _ULPS * np.maximum(abs(best), largest))
     if (np.count_nonzero(scores >= near, axis=-1) > 1).any():
         return None
@@ -288,7 +283,7 @@ def best_tokens(scores: Floats, count: int) -> Ints:
 
 
 def joint_words(own: Sequence[tuple[Sampler, Sequence[History] | None]]) -> Words | None:
-    """What the grammars of samplers of one kind allow after their histories, one after the other; None for none."""
+    """What the grammars of samplers of one kind allow after their histories, row after row; None: no grammar."""
     found = []
     for sampler, histories in own:
         if sampler.constraint is not None:
@@ -305,8 +300,8 @@ def joint_noise(wanted: Sequence[tuple[Sampler, Sequence[int]]]) -> mx.array:
     return joint if isinstance(joint, mx.array) else mx.array(joint)
 
 
-def _places(positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The blocks that these positions lie in, and where in them each lies."""
+def _blocks_of(positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The blocks of these positions, and each position's place in the concatenated blocks."""
     blocks = sorted({position // _BLOCK for position in positions})
     return blocks, [blocks.index(position // _BLOCK) * _BLOCK + position % _BLOCK for position in positions]
 
@@ -386,7 +381,7 @@ def _uncompiled() -> Iterator[None]:
 
 
 class RowLogprobs:
-    """Those of some rows, on the device: each row's whole distribution and its likeliest tokens. Lazy."""
+    """Log-probabilities of some rows, on the device: the whole distribution and the likeliest tokens. Lazy."""
 
     def __init__(self, logits: mx.array, count: int) -> None:
         """`logits` [R, V] after penalties, bias and grammar; `count` likeliest tokens are wanted."""
@@ -401,7 +396,7 @@ class RowLogprobs:
         return [self._all] if self._top is None else [self._all, self._top]
 
     def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
-        """These rows' tokens and what else was likely there. Waits."""
+        """The log-probabilities of these rows' tokens, and the likeliest others. Waits."""
         every = np.array(self._all, copy=False)[rows]
         ids = np.asarray(tokens, np.int32)[:, None]
         if self._top is not None:
@@ -429,7 +424,7 @@ def _top_p(logits: Floats, top: Floats, p: float) -> Floats:
     """The lowest logit of each row's nucleus: the fewest best tokens whose mass reaches `p`."""
     mass = np.exp(logits - top[:, None])
     total = mass.sum(axis=-1)
-    # All tokens below this together weigh less than 1 - p: they can't belong to it.
+    # All tokens below this together weigh less than 1 - p, so they can't belong to the nucleus.
     hopeless = (1.0 - p) * total / logits.shape[1]
     lowest = np.empty_like(top)
     for row in range(len(logits)):

@@ -1,4 +1,4 @@
-"""What one forward of a token tree says about the tokens to come: scores, lazily, and what is read from them.
+"""The scores of one forward of a token tree, lazy, and the tokens that are chosen by them.
 
 On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an argmax takes 5 us there and 40 us in MLX.
 On a GPU everything stays on the device.

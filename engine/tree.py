@@ -1,12 +1,11 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
-Nodes and what is known of them are here; where their columns are is `engine.tree`'s matter, the model's side is
-`engine.kv_rows`', choices are `engine.steps`'. Satisfies `drafters.drafter.TokenTree`, whose docstrings are the
-contract.
+`Tree` knows the nodes and satisfies `drafters.drafter.TokenTree`, whose docstrings are the contract. Keys and values
+are in `engine.kv_rows`; `engine.steps` chooses tokens. `feed_together` feeds several trees at once.
 
-`TreeLayout`: which token stands in which column of a tree's row, where in the text it is, and what it may see. Pure
-numpy. Columns below `prefix` hold committed text, column i the token at position i, and every token sees them. Behind
-them is the window: tokens in feeding order, each seeing the prefix, its ancestors and itself.
+`TreeLayout` knows which token stands in which column of a tree's row, at which position, and what it sees. Columns
+below `prefix` hold committed text, column i the token at position i, and every token sees them. Behind them are the
+window's tokens in the order of feeding, each seeing the prefix, its ancestors and itself. Pure numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.kv_rows import Bools, Ints, KVRows, NewRows
+from outrider.engine.flat import Bools, Ints
+from outrider.engine.kv_rows import KVRows, NewRows
 from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler
@@ -99,9 +99,9 @@ _SLACK = 8  # dead columns that are not worth a gather
 
 @dataclass(slots=True)
 class _Node:
-    """A fed token: row `row` of `step` tells what follows it. `token` is None until somebody reads it.
+    """A fed token; row `row` of `step` has the scores of what follows. `token` is None until it is read.
 
-    `fork` is the position of the last token down to it that was told, not the tree's own choice.
+    `fork` is the position of the last token on the way down to it that the tree did not choose itself.
     """
 
     parent: int
@@ -115,7 +115,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class TreeInput:
-    """Tokens on their way into a tree: what the columns are fed, how they are scored, and where their chains fork."""
+    """Tokens that are being fed to a tree: their columns, how they are scored, and where their chains fork."""
 
     parents: Sequence[int]
     ids: Sequence[int | None]
@@ -139,7 +139,7 @@ class Tree:
     ) -> None:
         """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy.
 
-        With `draws` a node's own continuation is drawn, not its best. What `cache` has of the tokens is not read.
+        With `draws` a node's own continuation is drawn from them, else it is the best. Tokens in `cache` are not read.
         """
         self.kv_rows, self._sampler, self._context_length = kv_rows, sampler, context_length
         self._draws = draws
@@ -227,11 +227,11 @@ class Tree:
             self._prune()
 
     def lendable(self) -> list[int]:
-        """See `prompt_cache.Source`: the committed tokens whose columns stand in the prefix."""
+        """See `PrefixSource`: the committed tokens in the prefix."""
         return [] if self.kv_rows.whole else self._column_tokens[: self._layout.prefix]
 
     def save(self, length: int) -> SavedPrefix:
-        """See `prompt_cache.Source`."""
+        """See `PrefixSource`."""
         return self.kv_rows.save(length)
 
     def close(self, spoilt: bool = False) -> None:
@@ -242,7 +242,7 @@ class Tree:
         self._nodes.clear()
 
     def _compact(self) -> None:
-        """Only the committed columns stay."""
+        """Keeps only the committed columns."""
         if self._layout.end > self._layout.prefix:
             self.kv_rows.keep(self._layout.prefix, self._layout.compact(self._recent, []))
         self._recent = []
@@ -276,32 +276,32 @@ class Tree:
         return node.token
 
     def begin(self, feed: TreeFeed) -> TreeInput:
-        """Gives each token a column; what the forward and its scores need of this tree."""
+        """Gives each token a column and says what the forward and its scores need of this tree."""
         first, start = self._next, self._layout.end
         if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
             raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
         above = [self._column_of(parent) for parent in feed.parents]
         ids = [self._readily(parent, token) for parent, token in zip(feed.parents, feed.tokens, strict=True)]
         histories = self._histories(feed.parents, ids) if self._sampler.needs_history else None
-        fed = [token for token in ids if token is not None]
-        tokens = fed if len(fed) == len(ids) else self._lazily(feed.parents, ids)
+        known = [token for token in ids if token is not None]
+        tokens = known if len(known) == len(ids) else self._lazily(feed.parents, ids)
         self._layout.add(above)
         positions = self._layout.positions
         places = (positions[start:] + self._origin).tolist()
-        told = zip(feed.parents, feed.tokens, places, strict=True)
-        forks = [self._nodes[parent].fork if token is None else place for parent, token, place in told]
+        fed = zip(feed.parents, feed.tokens, places, strict=True)
+        forks = [self._nodes[parent].fork if token is None else place for parent, token, place in fed]
         new = NewRows(tokens, start, positions, self._layout.seen(start), above)
         return TreeInput(
             feed.parents, ids, new, SamplingMetadata(self._sampler, [place + 1 for place in places], histories), forks
         )
 
     def give_up(self, growth: TreeInput) -> None:
-        """Takes back the columns of a forward that failed."""
+        """Frees the columns of a forward that failed."""
         self._layout.end = growth.new.start
 
     @property
     def kind(self) -> Hashable:
-        """Trees of the same kind are scored together; one whose continuations are drawn is its own."""
+        """Trees of the same kind are scored together; one with draws is scored alone."""
         return self._sampler.kind if self._draws is None else id(self)
 
     def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
@@ -322,13 +322,13 @@ class Tree:
         return list(range(first, self._next))
 
     def _column_of(self, parent: int) -> int:
-        """The column of a node, also of one that is about to be fed; the last committed one's for a root to be."""
+        """The column of a node, also of one that is being fed; for NOWHERE that of the last committed token."""
         if parent >= self._next:
             return self._layout.end + parent - self._next
         return len(self._column_tokens) - 1 if parent == NOWHERE else self._node(parent).column
 
     def _readily(self, parent: int, token: int | None) -> int | None:
-        """The token to feed, if it can be told without waiting."""
+        """The token to feed, if it is known without waiting."""
         if token is not None:
             return token
         node = self._node(parent)
@@ -354,7 +354,7 @@ class Tree:
         return mx.concatenate(pool)[mx.array(picks)]
 
     def _histories(self, parents: Sequence[int], ids: list[int | None]) -> list[list[int]]:
-        """What penalties look at, a row each. They need every token, so lazy ones are read, `ids` in place."""
+        """What penalties look at, for each row. They need every token: lazy ones are read into `ids`."""
         first = self._next
         tails: list[list[int]] = []
         for row, parent in enumerate(parents):
@@ -403,9 +403,9 @@ class Tree:
 
 
 def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-    """Feeds trees of one model, each its tokens, in one forward where their columns can; returns each one's nodes.
+    """Feeds each tree its tokens, in one forward where the KV rows can; returns each one's nodes.
 
-    A call that fails leaves every tree as it was.
+    All trees are of one model. A call that fails leaves every tree as it was.
     """
     begun: list[TreeInput] = []
     try:

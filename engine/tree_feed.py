@@ -1,9 +1,4 @@
-"""What goes into a token tree and what may follow its nodes. Knows nothing of MLX, so that any drafter can use it.
-
-`TreeFeed`: tokens for one token tree. Knows nothing of MLX, so that any drafter can be fed.
-
-`Candidate`: what may follow a node of a token tree. Knows nothing of MLX, so that any drafter can speak of candidates.
-"""
+"""What goes into a token tree and what may follow its nodes, without MLX, so that any drafter can use it."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from dataclasses import dataclass
 class TreeFeed:
     """One token behind each parent, as `drafters.drafter.TokenTree.feed` takes them.
 
-    `wanted`: so many tokens are to be asked for behind each, by what can draft several at once; (): nobody says.
+    `wanted`: how many tokens will be asked for behind each, for what drafts several at once; (): not known.
     """
 
     parents: Sequence[int]

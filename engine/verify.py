@@ -1,9 +1,9 @@
 """One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
-`begin` puts it under way on the device, `BatchForward.verdicts` waits for it. Where all take plain steps the next may
-begin before this one was read, its tokens still on the device. A token is chosen by the same scores whichever way it
-came, so a coupled text does not depend on it, nor on who shares a forward. A chain that comes with a q is ruled on by
-`engine.residual`.
+`begin` starts it on the device, `BatchForward.verdicts` waits for it. Where all texts take plain steps the next forward
+may begin before this one is read, while its tokens are still on the device. A token is chosen by the same scores
+however it was fed, so a coupled text depends neither on that nor on the requests beside it. `engine.residual` rules on
+chains that come with a q.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VerifyOutput:
 
     @property
     def nodes(self) -> Sequence[int]:
-        """Those that hold, from the text down."""
+        """The accepted nodes, from the text down."""
         return range(self.accepted) if self.path is None else self.path
 
 
@@ -66,7 +66,7 @@ class PrefillChunk:
 
 
 class BatchForward:
-    """One forward under way over some of `kv_cache`. `rows`: tokens it feeds, all texts together."""
+    """A forward under way over texts of `kv_cache`. `rows`: how many tokens it feeds, all texts together."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class BatchForward:
         rows: int,
         hidden: Sequence[mx.array | None],
     ) -> None:
-        """`logits` [sum of chain length + 1, V]; `positions[i]` is that of the token ask i's first row chooses.
+        """`logits` [sum of chain length + 1, V]; the first row of ask i chooses the token at `positions[i]`.
 
-        `hidden[i]`: what ask i's listener is to hear of all it feeds; those of readings follow.
+        `hidden[i]`: the hidden states of all that ask i feeds, for its listener; those of readings follow.
         """
         self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
@@ -96,41 +96,41 @@ class BatchForward:
         return bool(self.asks) and not any(ask.chain for ask in self.asks)
 
     def token_of(self, slot: CacheSlot) -> mx.array:
-        """What a slot's plain step chooses, int [1], maybe unread."""
+        """The token of a slot's plain step, int [1], maybe unread."""
         index = self._index_of[id(slot)]
         return cast(mx.array, self.chosen)[index : index + 1]
 
     def read_token_of(self, slot: CacheSlot) -> int:
-        """The same, read: waits for this forward, not for one that was begun behind it."""
+        """The same, read. Waits for this forward, not for one that was begun behind it."""
         return self._read()[self._index_of[id(slot)]]
 
     def _read(self) -> list[int]:
-        # The whole array and no piece of it: making one would stand in line behind the next forward.
+        # The whole array: making a slice of it would wait for the next forward.
         return cast(list[int], cast(mx.array, self.chosen).tolist())
 
     def verdicts(self) -> list[VerifyOutput | OutriderError]:
-        """Waits; commits what holds to each slot and forgets the rest. One that fails says why in its own place."""
+        """Waits, commits accepted tokens to each slot and rolls the rest back. A slot that fails gets its error."""
         if self.chosen is None:
-            mx.eval(self._kv_cache.state(), self._notify_listeners)
+            mx.eval(self._kv_cache.state(), self._hidden_rows)
             return []
         choices = self._read()
         return [self._settled(index, ask, choices) for index, ask in enumerate(self.asks)]
 
     def choose(self, after: BatchForward | None) -> None:
-        """Puts the choice of every row under way; slots that ask for the same are scored together.
+        """Starts the choice of every row's token. Slots with samplers of one kind are scored together.
 
         Args:
             after: the forward whose tokens are fed but not committed yet, if any.
         """
         if any(ask.slot.sampler.constraint is not None for ask in self.asks):
-            mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile what is allowed is found out
+            mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile the grammar computes what is allowed
         self.chosen = self._choices(after)
         wanted = [array for rows in self._logprobs.values() for array in rows.pending]
-        mx.async_eval(self.chosen, wanted, self._notify_listeners)  # type: ignore[no-untyped-call]
+        mx.async_eval(self.chosen, wanted, self._hidden_rows)  # type: ignore[no-untyped-call]
 
     @property
-    def _notify_listeners(self) -> list[mx.array]:
-        """Hidden rows to evaluate with the forward."""
+    def _hidden_rows(self) -> list[mx.array]:
+        """Hidden states to evaluate with the forward."""
         return [rows for rows in self._hidden if rows is not None]
 
     def _choices(self, after: BatchForward | None) -> mx.array:
@@ -164,16 +164,16 @@ class BatchForward:
                 return mx.array(chosen, mx.int32)
         scores = sampler.filtered(logits)
         if sampler.noisy:
-            own = [(self.asks[i].slot.sampler, self._places(i)) for i in members]
+            own = [(self.asks[i].slot.sampler, self._positions_of(i)) for i in members]
             scores = scores + joint_noise(own)
         return _choices(scores)
 
     def _chosen_on_host(self, members: Sequence[int], logits: mx.array) -> list[int] | None:
-        """The same without MLX, whose operations over a vocabulary cost a CPU as much as layers of the model."""
+        """The same by numpy: on a CPU MLX's operations over a vocabulary take as long as model layers."""
         rows, begin, found = np.array(logits, copy=False), 0, []
         for index in members:
             end = begin + len(self._rows(index))
-            chosen = self.asks[index].slot.sampler.choose(rows[begin:end], self._places(index))
+            chosen = self.asks[index].slot.sampler.choose(rows[begin:end], self._positions_of(index))
             if chosen is None:
                 return None
             found += chosen
@@ -181,7 +181,7 @@ class BatchForward:
         return found
 
     def _note(self, members: Sequence[int], logits: mx.array) -> None:
-        """Queues the log-probabilities of those members' rows that ask for them; the rows of `logits` are theirs."""
+        """Prepares the log-probabilities of members that ask for them; `logits` are the members' rows."""
         begin = 0
         for index in members:
             end, count = begin + len(self._rows(index)), self.asks[index].slot.sampler.params.logprobs
@@ -189,7 +189,7 @@ class BatchForward:
                 self._logprobs[index] = RowLogprobs(logits[begin:end], count)
             begin = end
 
-    def _places(self, index: int) -> list[int]:
+    def _positions_of(self, index: int) -> list[int]:
         first, ask = self._positions[index], self.asks[index]
         if ask.parents:
             return [first, *(first + 1 + depth for depth in depths(ask.parents))]
@@ -200,7 +200,7 @@ class BatchForward:
         rows = self._rows(index)
         try:
             if chain and isinstance(slot.sampler, ResidualSampler):
-                verdict = self._by_residual(slot.sampler, ask, rows, self._places(index))
+                verdict = self._by_residual(slot.sampler, ask, rows, self._positions_of(index))
             else:
                 verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
             nodes = verdict.nodes
@@ -214,15 +214,17 @@ class BatchForward:
             slot.tokens += new
             if verdict.path is not None:
                 slot.sequence.keep(trunk, [trunk + node for node in verdict.path])
-            elif verdict.accepted < len(chain):  # else nothing is to be forgotten, and the next step may be under way
+            elif verdict.accepted < len(
+                chain
+            ):  # else there is nothing to roll back, and the next step may be under way
                 slot.sequence.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
-                # What was fed again stands before them. A piece of an array would wait for the next forward.
+                # Tokens that were fed again stand before them. A slice would wait for the next forward.
                 fed = hidden if hidden.shape[0] == len(chain) + 1 else hidden[-len(chain) - 1 :]
-                heard = fed if len(new) == fed.shape[0] else fed[: len(new)]
-                heard = heard if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
-                slot.listener(self._positions[index] - 1, heard)
+                kept = fed if len(new) == fed.shape[0] else fed[: len(new)]
+                kept = kept if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
+                slot.listener(self._positions[index] - 1, kept)
         except OutriderError as error:
             return error
         return verdict
@@ -246,7 +248,7 @@ class BatchForward:
 def begin(
     asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
 ) -> BatchForward:
-    """Puts one forward under way over all these slots of the same texts.
+    """Starts one forward over all these slots of one KV cache.
 
     Args:
         after: a forward of plain steps that is not read yet; every ask is then a plain step behind its own.
@@ -260,7 +262,7 @@ def begin(
             slot.feed_all_but(1)
         if ask.chain or after is not None:
             slot.sequence.mark()
-        # A drafter may know tokens that the target does not; such a one can't hold, nor can what stands after it.
+        # A drafter may know tokens that the target does not; such a token is never accepted.
         if ask.parents:
             _check_tree(ask)
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
@@ -283,12 +285,12 @@ def begin(
     if asks:
         forward.choose(after)
     else:
-        mx.async_eval(kv_cache.state(), forward._notify_listeners)  # type: ignore[no-untyped-call]
+        mx.async_eval(kv_cache.state(), forward._hidden_rows)  # type: ignore[no-untyped-call]
     return forward
 
 
 def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes | None:
-    """Puts the hidden rows of a slot that somebody listens to in their place."""
+    """Stores the hidden states of a slot that has a listener in their place."""
 
     def takes(rows: mx.array) -> None:
         hidden[place] = rows
@@ -297,7 +299,7 @@ def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes 
 
 
 def _check_tree(ask: VerifyInput) -> None:
-    """Raises InvalidRequest: it is none, or the target verifies chains alone."""
+    """Raises InvalidRequest: it is no tree, or the target verifies only chains."""
     if not ask.slot.kv_cache.trees:
         raise InvalidRequest("a tree of drafts comes to a target that verifies chains alone; expected a chain")
     if why := fault(ask.chain, ask.parents):
@@ -341,14 +343,14 @@ def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> 
 
 
 def _choices(scores: mx.array) -> mx.array:
-    """The best token of each row, [N]; -1 where the best is no number."""
+    """The best token of each row, [N]; -1 where its score is not a number."""
     best = mx.argmax(scores, axis=-1)
     score = mx.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
 def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
-    """What penalties and grammar look at, a row each: the committed text and the chain before the row's own choice."""
+    """What penalties and grammar look at, for each row: committed text and the chain before the row's choice."""
     reach = ask.slot.sampler.reach
     if ask.parents:
         text = ask.slot.tokens[-reach:]

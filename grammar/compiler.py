@@ -1,12 +1,8 @@
-"""Grammars to matchers of llguidance: checked by a vocabulary's marks alone, compiled over a model's tokens.
+"""Compiles grammars to matchers of llguidance, over a model's tokens. Knows grammars; nothing of requests.
 
-Knows grammars; nothing of requests.
-
-`check`: whether a grammar can be compiled at all, by a vocabulary's marks alone: no model's tokenizer is needed for
-it.
-
-`Vocabulary`: the marks of a vocabulary: tokens such as <think> that stand for themselves, for no bytes spell them in a
-grammar. Which they are is llguidance's rule: added tokens that are special, or that look like a tag. Knows no grammar.
+`check` tries whether a grammar can be compiled at all. It needs no model's tokenizer, only a `Vocabulary`: its marks,
+tokens such as <think> that stand for themselves, because no bytes spell them in a grammar. Marks are added tokens that
+are special or look like a tag, which is llguidance's rule.
 """
 
 from __future__ import annotations
@@ -31,24 +27,24 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 KEPT = 32
-# Between two words of JSON one space or none: weak models fill their budget with white space. Without any pattern the
-# library forces the tokens of all that is certain, one spelling of it alone.
+# One space or none between two words of JSON, because weak models fill their budget with white space. Without any
+# pattern the library forces the tokens of everything that is certain, in one spelling only.
 SPACE: JsonCompileOptions = {"whitespace_pattern": " "}
 _OWN_SPACE = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
-# A fifth of the library's own: a few letters such as a{1000}{1000} must not hold anybody up for a second.
+# A fifth of the library's own, because a few letters such as a{1000}{1000} must not take a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
 
 class Compiler:
-    """The grammars over the tokens of the model in `folder`. Its tokenizer is read when first wanted."""
+    """Compiles grammars over the tokens of the model in `folder`. Its tokenizer is read when first needed."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}
         self._compiled: dict[tuple[Grammar, tuple[int, ...]], LLMatcher] = {}
 
-    def asked(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
-        """What a request allows from the `start`th token of a text on, which one of `ends` ends; None: everything.
+    def constraint_for(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
+        """What a request allows from a text's token number `start` on; one of `ends` ends the text. None: everything.
 
         Raises:
             InvalidRequest, ModelError: as `constraint`.
@@ -57,7 +53,7 @@ class Compiler:
         return NoEndYet(by_grammar, ends, start, sampling.min_tokens) if sampling.min_tokens else by_grammar
 
     def constraint(self, grammar: Grammar | None, ends: Iterable[int], start: int) -> Constraint | None:
-        """What `grammar` allows from the `start`th token of a text on, which one of `ends` ends. None for None.
+        """What `grammar` allows from a text's token number `start` on; one of `ends` ends the text. None for None.
 
         Raises:
             InvalidRequest: it can't be compiled.
@@ -99,14 +95,14 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _is_spent(matcher: LLMatcher) -> bool:
-    """Where one copy came to the library's limits no other goes on: they share what they learn."""
+    """Whether a copy has reached the library's limits. Then no other copy continues, because they share state."""
     copy = matcher.deep_copy()
     copy.compute_bitmask()
     return bool(copy.is_error())
 
 
 def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
-    """A schema, a grammar or a regular expression as one of several in "llguidance", which others call `name`."""
+    """A schema, a grammar or a regular expression as part `name` of an "llguidance" grammar."""
     if grammar.kind == "grammar":
         return {"name": name, "lark_grammar": any_to_lark(grammar.text)}
     (part,) = json.loads(_described(grammar))["grammars"]
@@ -114,19 +110,19 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
 
 
 def _space(schema: str) -> JsonCompileOptions | None:
-    """White space as here, unless the schema says in `x-guidance` what there may be."""
+    """White space as in `SPACE`, unless the schema's `x-guidance` sets it."""
     try:
-        told = json.loads(schema)
+        parsed = json.loads(schema)
     except ValueError:
         return None
-    if not isinstance(told, dict):
+    if not isinstance(parsed, dict):
         return None
-    own = told.get("x-guidance", {})
+    own = parsed.get("x-guidance", {})
     return SPACE if isinstance(own, dict) and _OWN_SPACE.isdisjoint(own) else None
 
 
 def _described(grammar: Grammar) -> str:
-    """In the library's own words. What GBNF's converter raises is nothing narrower than Exception."""
+    """The grammar in the library's own language. GBNF's converter raises nothing narrower than Exception."""
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text, _space(grammar.text))
@@ -145,7 +141,7 @@ class Added(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is asked of the tokenizers library's own."""
+    """What is needed of a tokenizer of the tokenizers library."""
 
     def get_vocab_size(self, with_added_tokens: bool) -> int: ...
 
@@ -161,7 +157,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """That of a tokenizer of the tokenizers library."""
+    """The vocabulary of a tokenizer of the tokenizers library."""
     added = tokenizer.get_added_tokens_decoder()
     marks = tuple((token, one.content) for token, one in sorted(added.items()) if _is_mark(one))
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
@@ -177,10 +173,10 @@ NO_MARKS = Vocabulary()
 
 @lru_cache(CHECKS_KEPT)
 def check(grammar: Grammar, vocabulary: Vocabulary = NO_MARKS) -> None:
-    """Whether something can begin by it, and be taken back, as drafts are.
+    """Checks that a text can begin by it and be rolled back, as drafts are.
 
     Raises:
-        InvalidRequest: it can't be compiled, or followed; the message has the library's reason.
+        InvalidRequest: it can't be compiled or followed; the message has the library's reason.
     """
     tokenizer = _tokenizer(vocabulary)
     matcher = compiled(grammar, tokenizer)
@@ -201,24 +197,24 @@ def _can_turn_back(matcher: LLMatcher) -> bool:
 
 
 class _Bytes:
-    """Single bytes, at places that no mark has, and the marks at their own. The last token is the end."""
+    """A tokenizer of single bytes at ids that no mark has, and of marks at their own ids. The last token is the end."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         marks = dict(vocabulary.marks)
         free = (place for place in range(vocabulary.size + 256) if place not in marks)
-        self._places = [next(free) for _ in range(256)]
-        self.eos_token_id = max(vocabulary.size, self._places[-1] + 1)
+        self._byte_ids = [next(free) for _ in range(256)]
+        self.eos_token_id = max(vocabulary.size, self._byte_ids[-1] + 1)
         self.tokens = [b""] * self.eos_token_id + [b"<end>"]
         for token, text in marks.items():
             self.tokens[token] = text.encode()
-        for byte, place in enumerate(self._places):
+        for byte, place in enumerate(self._byte_ids):
             self.tokens[place] = bytes([byte])
         self.special_token_ids = [*marks, self.eos_token_id]
 
     def __call__(self, text: bytes) -> list[int]:
-        return [self._places[byte] for byte in text]
+        return [self._byte_ids[byte] for byte in text]
 
 
 @lru_cache(4)

@@ -1,7 +1,7 @@
 """Which tokens may come next in one text: a pure function of the tokens since its grammar began.
 
-So target and drafter, whoever asks and in whatever order, get the same answer. A matcher that stands somewhere in the
-text is moved to where it is asked: back by tokens, on by tokens. Knows tokens; nothing of logits.
+So target and drafter get the same answer, in whatever order they ask. A matcher that is somewhere in the text is moved
+back or on by tokens. Knows tokens; nothing of logits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from outrider.protocol.errors import InvalidRequest
 
 FAULTS_KEPT = 256  # more than the rows of two forwards
 WIDEST = 2**19
-"""No vocabulary has more tokens."""
+"""The most tokens that a vocabulary has."""
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 """A bit a token, set when it is allowed; token v is bit v % 32 of word v // 32."""
 
 
 class Constraint(Protocol):
-    """One text's. `width`: the words of a row."""
+    """What is allowed in one text. `width`: how many words a row has."""
 
     width: int
 
@@ -30,14 +30,14 @@ class Constraint(Protocol):
         """What may follow each of these texts, [N, W]."""
 
     def check(self, text: Sequence[int]) -> None:
-        """Of a text that `allowed` was asked about of late. Raises InvalidRequest where it was not allowed."""
+        """Raises InvalidRequest: `allowed` was called with this text lately, and it breaks the grammar."""
 
 
 class ByGrammar:
-    """One text's. The grammar begins with its `start`th token; what stands before is not looked at."""
+    """What a grammar allows in one text. The grammar begins at token number `start` of it."""
 
     def __init__(self, compiled: LLMatcher, tokenizer: LLTokenizer, start: int) -> None:
-        """`compiled`, over the tokens of `tokenizer`, is copied, not moved."""
+        """`compiled`, over the tokens of `tokenizer`, is copied."""
         self._compiled, self._start = compiled, start
         self.width, self._ends = -(-tokenizer.vocab_size // 32), frozenset(tokenizer.eos_tokens)
         self._matcher = compiled.deep_copy()
@@ -47,8 +47,8 @@ class ByGrammar:
     def allowed(self, texts: Sequence[Sequence[int]]) -> Words:
         """What may follow each of these texts, [N, W].
 
-        Everything may follow one that has ended, or that broke the grammar: nobody will ask what does. So it may where
-        the library gave up; `check` tells.
+        Everything may follow a text that has ended or that breaks the grammar, for it is not used. So it may where the
+        library has failed, which `check` reports.
         """
         words = np.full((len(texts), self.width), 0xFFFFFFFF, np.uint32)
         for row, text in zip(words, texts, strict=True):
@@ -65,17 +65,17 @@ class ByGrammar:
         return words
 
     def check(self, text: Sequence[int]) -> None:
-        """Of a text that `allowed` was asked about of late.
+        """See `Constraint.check`.
 
         Raises:
-            InvalidRequest: it does not go by the grammar, or that became too complex there.
+            InvalidRequest: the text breaks the grammar, or the grammar became too complex there.
         """
         why = self._faults.get(tuple(text[self._start :]))
         if why is not None:
             raise InvalidRequest(f"the grammar can't be followed after {len(text) - self._start} tokens: {why}")
 
     def _go(self, wanted: list[int]) -> bool:
-        """Moves the matcher behind these tokens; False: it can't be, and stands somewhere before."""
+        """Moves the matcher behind these tokens; False: they break the grammar, and it is somewhere before."""
         if self._matcher.is_error():
             self._matcher, self._taken = self._compiled.deep_copy(), []
         kept = min(len(self._taken), len(wanted))
@@ -90,10 +90,10 @@ class ByGrammar:
 
 
 class NoEndYet:
-    """No end token among the first tokens of a text, unless `inner`, what else is asked of it, allows nothing else."""
+    """Allows no end token among the first tokens of a text, unless `inner` allows nothing else."""
 
     def __init__(self, inner: Constraint | None, ends: Iterable[int], start: int, least: int) -> None:
-        """The text begins with its `start`th token, and no end is among the `least` from there."""
+        """Rules out `ends` among the `least` tokens from token number `start` on."""
         self._inner, self._until = inner, start + least
         self.width = inner.width if inner is not None else WIDEST // 32
         self._others = np.full(self.width, 0xFFFFFFFF, np.uint32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,22 +14,9 @@ from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
 
 if TYPE_CHECKING:
-    from outrider.prefill_worker.worker import PrefillReader, PrefillWorker, Tell
+    from outrider.prefill_worker.worker import PrefillWorker
 
-
-def _mlx(model: str, tell: Tell) -> PrefillReader:
-    from outrider.prefill_worker.mlx_reader import MlxReader
-
-    return MlxReader.load(model, tell)
-
-
-def _coreml(model: str, tell: Tell) -> PrefillReader:
-    from outrider.prefill_worker.package_reader import CoreMLReader
-
-    return CoreMLReader.load(model, tell)
-
-
-READERS: dict[str, Callable[[str, Tell], PrefillReader]] = {"coreml": _coreml, "mlx": _mlx}
+BACKENDS = ("coreml", "mlx")
 
 
 def main() -> int:
@@ -41,9 +27,11 @@ def main() -> int:
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
     models_only()
+    from outrider.prefill_worker.readers import CoreMLReader, MlxReader
     from outrider.prefill_worker.worker import PrefillWorker
 
-    reader = READERS[options.backend](options.model, lambda stage: link.send(Loading("prefill", stage)))
+    kind = CoreMLReader if options.backend == "coreml" else MlxReader
+    reader = kind.load(options.model, lambda stage: link.send(Loading("prefill", stage)))
     hello = Hello(
         role="prefill",
         name=options.name,
@@ -66,7 +54,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="prefill_worker", description=__doc__)
     worker_link.add_flags(parser, "prefill-0")
-    parser.add_argument("--backend", choices=sorted(READERS), default="mlx")
+    parser.add_argument("--backend", choices=BACKENDS, default="mlx")
     parser.add_argument("--model", required=True, help="the target's model directory")
     return parser
 

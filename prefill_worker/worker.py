@@ -1,9 +1,7 @@
 """The prefill worker's loop: PREFILL in, PROMPTKV out, one forward at a time, first come first served.
 
-Between two forwards it looks for news. Knows nothing of models, rounds or text.
-
-`PrefillReader`: the interface of what reads prompts here: pieces of keys and values, in the target's own layout, as
-they come.
+It handles messages between two forwards. `PrefillReader` is the interface of what reads the prompts. Knows nothing of
+models, rounds or text.
 """
 
 from __future__ import annotations
@@ -17,20 +15,21 @@ import numpy as np
 
 from outrider.engine.prompt_cache import PromptCache
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Message, Prefill, PromptKv, Shutdown
+from outrider.protocol.messages import CacheReport, Close, Fault, KvMemory, Prefill, PromptKv, Shutdown
 from outrider.protocol.stats import CacheUse
+from outrider.protocol.worker_link import WorkerLink
 
 MAX_PIECE = 2**22
 """Bytes handed over at a time: the orchestrator passes each on between two rounds of others."""
 
 Tell = Callable[[str], None]
-"""Hears how far a start has come."""
+"""Is called with the progress of a start."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderInfo:
-    """What a reader runs, for a person to see."""
+    """What a reader runs, for Hello."""
 
     vocab_size: int
     context_length: int
@@ -49,14 +48,14 @@ class KVSegment:
 
 
 class PrefillReader(Protocol):
-    """A target's stand-in for prompts."""
+    """Reads prompts in the target's place: keys and values in the target's own layout, piece by piece."""
 
     @property
     def size(self) -> ReaderInfo: ...
 
     @property
     def note(self) -> str:
-        """What a person should know of how it reads."""
+        """What a person should know about how it reads."""
         ...
 
     @property
@@ -65,13 +64,13 @@ class PrefillReader(Protocol):
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
         """Reads all tokens but the last, one forward at a time; after each the pieces from `start` on that it brought.
 
-        Closed early it keeps what it has read. Raises OutriderError when it can't go on.
+        Closed early, it keeps what it has read. Raises OutriderError: it can't go on.
         """
         ...
 
 
 def parts(start: int, end: int, bytes_per_token: int) -> Iterator[tuple[int, int]]:
-    """The tokens from `start` to `end` in parts that are not too long to hand over."""
+    """The tokens from `start` to `end` in parts of at most `MAX_PIECE` bytes."""
     step = max(MAX_PIECE // max(bytes_per_token, 1), 1)
     for first in range(start, end, step):
         yield first, min(first + step, end)
@@ -80,29 +79,18 @@ def parts(start: int, end: int, bytes_per_token: int) -> Iterator[tuple[int, int
 log = logging.getLogger(__name__)
 
 
-class PrefillLink(Protocol):
-    """The wire as the worker sees it: `protocol.worker_link.WorkerLink`, or something that stands for it."""
-
-    @property
-    def name(self) -> str: ...
-
-    def send(self, *messages: Message) -> None: ...
-
-    def receive(self, wait: bool) -> Message | None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """A prompt that is read, or waits for its turn; `pieces` come as `PrefillReader.read` has them."""
+    """A prompt that is being read or waits for its turn; `pieces` are what `PrefillReader.read` yields."""
 
     asked: Prefill
     pieces: Generator[list[KVSegment]]
 
 
 class PrefillWorker:
-    """Reads prompts from `link` with `reader` until told to shut down."""
+    """Reads prompts from `link` with `reader` until SHUTDOWN."""
 
-    def __init__(self, link: PrefillLink, reader: PrefillReader) -> None:
+    def __init__(self, link: WorkerLink, reader: PrefillReader) -> None:
         self._link = link
         self._reader = reader
         self._jobs: dict[str, PrefillJob] = {}
@@ -133,7 +121,7 @@ class PrefillWorker:
         return True
 
     def forget(self) -> None:
-        """Nobody waits for any of its prompts any more; what was read of them stays in the prompt cache."""
+        """Drops all prompts; what was read of them stays in the prompt cache."""
         for request in list(self._jobs):
             self._drop(request)
 

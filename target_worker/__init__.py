@@ -1,1 +1,1 @@
-"""The process with the large model: verifies chains, and decodes or drafts by itself when it is told to."""
+"""The process with the large model: verifies chains, and decodes or drafts by itself when asked."""

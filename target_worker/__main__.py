@@ -22,10 +22,10 @@ from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
 from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
-from outrider.target_worker.rank_local import RANK, LocalRanks
+from outrider.target_worker.rank_link import RANK, LocalRanks
 
 if TYPE_CHECKING:
-    from outrider.target_worker.rank_zero import RankZero
+    from outrider.target_worker.ranks import RankZero
     from outrider.target_worker.worker import TargetWorker
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ def _as_rank(options: argparse.Namespace) -> int:
             stack.callback(local.kill)
         models_only()
         from outrider.engine.ranks import join
-        from outrider.target_worker.rank_follower import follow
-        from outrider.target_worker.rank_zero import RankZero
+        from outrider.target_worker.ranks import RankZero, follow
 
         ranks = join()
         if ranks.rank > 0:
@@ -77,7 +76,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     from outrider.drafters.heads import load as heads
     from outrider.drafters.heads.pairing import step_cost
     from outrider.engine import memory
-    from outrider.engine.abilities import abilities
+    from outrider.engine.load_checks import abilities
     from outrider.engine.loading import load
     from outrider.engine.pace import Pace
     from outrider.target_worker import in_process_drafters

@@ -1,13 +1,12 @@
-"""`python -m outrider.target_worker.certificate`: replays an output and says which tokens are the target's own.
+"""`python -m outrider.target_worker.certificate`: replays an output and reports which tokens are the target's own.
 
 Reads one JSON object {model, tokens, generated, sampling, ends} from stdin, writes JSON lines: {stage} and {position,
 of} as it goes, then the report, or {error, kind}. Each token is chosen by a single-step forward over all before it, as
-plain decoding does it; what a difference means is `judge`'s. Knows one text's tokens.
+in plain decoding. Knows one text's tokens.
 
-`judge`: is a token that the target would not have chosen one that rounding explains? Two correct forwards may differ:
-chunk and step kernels round differently, each in the model's own format. So a token is a tie when some logits within
-the tolerance would have made it the choice, filters and temperature included. Knows the logits of one position; knows
-nothing of models.
+`judge` decides whether rounding explains a token that the target would not have chosen. Two correct forwards may
+differ, because chunk and step kernels round differently, each in the model's own format. So a token is a tie when some
+logits within the tolerance would have made it the choice, filters and temperature included.
 """
 
 from __future__ import annotations
@@ -127,8 +126,8 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
         raise InvalidRequest(
             "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
         )
-    constraint = Compiler(model.folder).asked(claim.sampling, claim.ends, len(claim.tokens))
-    kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # by the kernels that chose
+    constraint = Compiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
+    kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the kernels that chose
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
         raise InvalidRequest(f"a generated token is outside 0..{model.vocab_size - 1}, the model's vocabulary")

@@ -1,6 +1,6 @@
-"""Features for a head in another process: made in the target's forward, told with what that forward brought.
+"""Features for a head in another process, made in the target's forward and sent with its outcomes.
 
-Of a prompt they are told piece by piece, while the next piece is read. Knows rows and positions; nothing of drafters.
+A prompt's features are sent piece by piece, while the next piece is read. Knows rows and positions, not drafters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOO_LARGE = (
 
 
 class FeaturePublisher:
-    """Makes what `head` is fed. `features`: of what they are made, for Hello; `note`: what a person should know."""
+    """Makes the features that `head` reads. `features`: what they are made of, for Hello; `note`: for a person."""
 
     def __init__(self, head: Head, features: str, note: str = "") -> None:
         self._points, self._fuse, self._reach = head.points, head.fuse, head.reach
@@ -35,23 +35,22 @@ class FeaturePublisher:
 
     @classmethod
     def of(cls, drafter: HeadDrafter, folder: str, model: LoadedModel) -> FeaturePublisher:
-        """For what was loaded from this folder to be tried with the target."""
+        """The publisher for a head that was loaded from this folder and tried with the target."""
         target = model.folder or Path()
         return cls(drafter.head, features_of(drafter.head, Path(folder), target), drafter.note)
 
     def listener(self, request: str, epoch: int) -> FeatureListener:
-        """What hears for one text."""
+        """The listener of one text."""
         return FeatureListener(request, epoch, self._reach)
 
     @property
     def reader(self) -> HiddenStateReader:
-        """What is to be tapped of the target for it."""
+        """What it reads of the target's hidden states."""
         return HiddenStateReader(self._points, lambda rows: self._fuse(rows).astype(mx.float16))
 
 
 class FeatureListener:
-    """Hears the rows of one text's committed tokens, and tells them once they are made: of each forward the newest
-    `reach`, if that is said."""
+    """Collects the features of one text's committed tokens: of each forward the newest `reach`, if given."""
 
     def __init__(self, request: str, epoch: int, reach: int | None = None) -> None:
         self.fault = ""
@@ -67,7 +66,7 @@ class FeatureListener:
         self._features.append((position + surplus, rows[surplus:]) if surplus > 0 else (position, rows))
 
     def take(self) -> list[Features]:
-        """What was heard since. Waits where that is not evaluated."""
+        """The features since the last call. Waits for what is not evaluated."""
         found = [(position, np.array(rows)) for position, rows in self._features]
         self._features = []
         if not all(np.isfinite(rows).all() for _, rows in found):

@@ -1,50 +1,242 @@
-"""The drafters in the target's process: loaded at its start, known by name; a round that drafts here names one of
-them.
+"""The drafters in the target's process. They draft and verify in turn, so no message is needed and none works ahead.
 
-Heads among them read the same forwards, whoever drafts; what a drafter that is not asked reads or keeps is its own
-affair.
-
-`DrafterSpec`: loads the drafters of the target's process. One that can't be used is left out, with a sentence, and ends
-nothing.
+A drafter is a model of its own (`InProcessModel`), a head that reads the target's hidden states (`InProcessHead`), or
+an early exit of the target (`InProcessExit`). Each opens a session for each request. `InProcessDrafters` knows them by
+name; `load` loads them when the target starts. A drafter that can't be loaded is left out, and a sentence says why.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Protocol
 
 import mlx.core as mx
 
+from outrider.drafters.continuation import Continuation
+from outrider.drafters.draft_batcher import DraftBatcher
+from outrider.drafters.drafter import Drafter, DrafterFault
+from outrider.drafters.fan_out import POLICIES, Calibration
+from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads import load as heads
-from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter
+from outrider.drafters.heads.chain_state import AlternativesHistory, FollowedText
+from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter, SavedPairs
+from outrider.drafters.heads.early_exit import ExitDrafter
 from outrider.drafters.heads.pairing import step_cost
 from outrider.drafters.mlx import MlxDrafter
+from outrider.drafters.work_ahead import WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
-from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
+from outrider.engine.kv_cache import CacheSlot, FlatKVCache, KVCache, Listener
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import abilities
-from outrider.protocol.errors import OutriderError, named_errors
+from outrider.protocol.errors import ModelError, OutriderError, named_errors
 from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.target_worker.in_process_drafter import (
-    DraftSession,
-    InProcessExit,
-    InProcessHead,
-    InProcessModel,
-    Progress,
-    beside_target,
-)
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+class DraftBatch(Protocol):
+    """Drafts for several requests in forwards that they share."""
+
+    def continuations(self, works: Sequence[Any], depths: Sequence[int]) -> Sequence[Continuation | OutriderError]:
+        """Up to `depths` tokens behind each committed text, or why there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTurn:
+    """A request that drafts up to `depth` tokens; `work` None: there is nothing to draft."""
+
+    batcher: DraftBatch
+    work: Any
+    depth: int
+
+
+class DraftSession(Protocol):
+    """What a drafter in this process knows of one request."""
+
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
+        """Drafts `depth` tokens behind the committed `tokens`, which begin with those of the call before.
+
+        Below 1 `least` asks for alternatives too: tokens that hold with a greater probability than that.
+        """
+        ...
+
+    def close(self, spoilt: bool) -> None:
+        """Ends drafting; what was read may serve later texts, unless a failure has `spoilt` it."""
+        ...
+
+
+def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
+    """The chains of requests of one drafter, which share its forwards, or why one has none.
+
+    A chain ends with the draft's context, and is empty from there on.
+    """
+    able = [(turn.work, turn.depth) for turn in turns if turn.work is not None]
+    drafted = turns[0].batcher.continuations([work for work, _ in able], [depth for _, depth in able]) if turns else []
+    found = iter(drafted)
+    return [Continuation() if turn.work is None else next(found) for turn in turns]
+
+
+class ModelDraftSession:
+    """A request of a draft model. Each `turn` first makes the newly committed tokens final in the model's tree."""
+
+    def __init__(
+        self,
+        model: InProcessModel,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        progress: Progress | None,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Reads `tokens`; `progress(done, total)` may raise to end that."""
+        self._drafter, self._batcher = model.drafter, model.batcher
+        self._work: WorkAhead | None = None
+        # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor would lower.
+        even = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
+        policy, calibration = POLICIES["uniform"], model.calibration
+        try:
+            self._work = begin(
+                self._drafter, tokens, even, (), policy, calibration, progress=progress, constraint=constraint
+            )
+        except DrafterFault as error:
+            log.warning("%s", error)
+
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
+        """See `DraftSession.turn`. There is nothing to draft once the text is longer than the draft's context."""
+        return DraftTurn(self._batcher, self._follow(tokens, depth, least), depth)
+
+    def _follow(self, tokens: Sequence[int], depth: int, least: float) -> WorkAhead | None:
+        work = self._work
+        if work is None:
+            return None
+        new = tokens[work.committed_len :]
+        try:
+            check_known(self._drafter, new)
+        except DrafterFault as error:
+            log.warning("%s", error)
+            self.close(spoilt=False)
+            return None
+        if len(tokens) >= self._drafter.context_length:
+            self.close(spoilt=False)
+            return None
+        work.commit(new, BranchTask(None, depth, min_prob=least))
+        return work
+
+    def close(self, spoilt: bool) -> None:
+        """See `DraftSession.close`."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.tree.close(spoilt)
+
+    def column_tokens(self) -> list[int]:
+        """The token of every committed KV column, in order; must equal the committed tokens."""
+        return self._work.tree.column_tokens() if self._work is not None else []
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ExitDraftSession:
+    """A request of an early exit. All that is remembered of its text is the target's."""
+
+    drafter: HeadDrafter
+    follower: FollowedText
+    turns: AlternativesHistory = field(default_factory=AlternativesHistory, kw_only=True)
+
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
+        """See `DraftSession.turn`."""
+        return DraftTurn(self.drafter, self.turns.line(self.follower, tokens, self.drafter.calibration, least), depth)
+
+    def close(self, spoilt: bool) -> None:
+        """See `DraftSession.close`."""
+        self.follower.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadDraftSession(ExitDraftSession):
+    """A request of a head. A `prompt_cache.PrefixSource` for texts that begin alike."""
+
+    follower: FeatureFollower
+    slot: CacheSlot
+
+    def lendable(self) -> Sequence[int]:
+        return self.follower.lendable(self.slot.tokens)
+
+    def save(self, length: int) -> SavedPairs:
+        return self.follower.save(length)
+
+    def close(self, spoilt: bool) -> None:
+        """See `DraftSession.close`."""
+        self.drafter.prompt_cache.leave(self)
+        if not spoilt:
+            self.drafter.keep(self.follower, self.slot.tokens)
+        self.follower.close()
+
+
+class InProcessModel:
+    """A draft model in the target's process."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.batcher = DraftBatcher(drafter)
+        self.calibration = Calibration()
+
+    def session_of(
+        self, slot: CacheSlot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
+    ) -> Callable[[], ModelDraftSession]:
+        """Opens a request's session, which reads the text then."""
+        return partial(ModelDraftSession, self, slot.tokens, sampling, progress, constraint)
+
+
+class InProcessHead:
+    """A head in the target's process."""
+
+    def __init__(self, drafter: HeadDrafter) -> None:
+        self.drafter = drafter
+
+    def session_of(self, follower: FeatureFollower, slot: CacheSlot, sampling: SamplingParams) -> HeadDraftSession:
+        """A request's session; `follower` gets features from the first token on."""
+        session = HeadDraftSession(self.drafter, follower, slot)
+        most = min(len(slot.tokens) + sampling.max_tokens, self.drafter.head.context_length)
+        self.drafter.prompt_cache.enter(session, most)
+        return session
+
+
+class InProcessExit:
+    """The target's early exit, which drafts in the target's KV cache."""
+
+    def __init__(self, drafter: ExitDrafter) -> None:
+        self.drafter = drafter
+
+    def read(self, kv_cache: KVCache) -> None:
+        """Drafts in this KV cache from now on. Raises ModelError: its texts share no forwards."""
+        if not isinstance(kv_cache, FlatKVCache):
+            raise ModelError("the target can't batch requests, which early exit needs")
+        self.drafter.attach_kv_cache(kv_cache)
+
+    def session_of(
+        self, slot: CacheSlot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
+    ) -> Callable[[], ExitDraftSession]:
+        """Opens a request's session; it needs no features from before."""
+        return lambda: ExitDraftSession(self.drafter, self.drafter.follow_text(slot.sequence, sampling, constraint))
+
+
+def beside_target(drafter: HeadDrafter) -> InProcessHead | InProcessExit:
+    return InProcessExit(drafter) if isinstance(drafter, ExitDrafter) else InProcessHead(drafter)
+
 
 InProcessProposer = InProcessModel | InProcessHead | InProcessExit
 
 
 class InProcessDrafters:
-    """Any number of them, none too; the first is asked where nobody is named."""
+    """Any number of drafters, by name. The first drafts where a round names none."""
 
     def __init__(self, drafters: Mapping[str, InProcessProposer]) -> None:
         self._drafters = dict(drafters)
@@ -57,16 +249,16 @@ class InProcessDrafters:
 
     @property
     def cost(self) -> KvCost:
-        """What they keep of a text, together."""
+        """What all of them remember of a text."""
         return sum((cache.cost for cache in self._caches), KvCost())
 
     @property
     def reads(self) -> bool:
-        """Whether a head among them has to see what the target thinks of a text."""
+        """Whether one of them reads the target's hidden states."""
         return bool(self._heads)
 
     def read(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
-        """From now on heads can read what these texts of the target think, and so can an `other`, behind them."""
+        """Gives the heads, and an `other` reader behind them, the hidden states of this KV cache from now on."""
         for one in self._drafters.values():
             if isinstance(one, InProcessExit):
                 one.read(kv_cache)
@@ -82,15 +274,15 @@ class InProcessDrafters:
         constraint: Callable[[], Constraint | None],
         other: Listener | None = None,
     ) -> dict[str, Callable[[], DraftSession]]:
-        """What opens each one's part of a request; a head hears from the first token on, opened or not.
+        """Opens each drafter's session of a request. Heads get features from the first token on, opened or not.
 
-        `constraint` makes one for each: it stands where its drafter is in the text. `other`: hears what the other
-        reader reads.
+        `constraint` makes one for each drafter, which moves with its drafter through the text. `other` is told what the
+        other reader reads.
         """
-        followers = {name: head.follow(sampling, constraint()) for name, head in self._heads.items()}
-        hearers = [follower.add_features for follower in followers.values()] + ([other] if other is not None else [])
-        if hearers:
-            slot.listener = self._listener(hearers)
+        followers = {name: one.drafter.follow(sampling, constraint()) for name, one in self._heads.items()}
+        listeners = [follower.add_features for follower in followers.values()] + ([other] if other is not None else [])
+        if listeners:
+            slot.listener = self._listener(listeners)
         if followers:
             slot.begins_at = partial(_begins_at, slot, list(followers.values()))
         found: dict[str, Callable[[], DraftSession]] = {}
@@ -102,7 +294,7 @@ class InProcessDrafters:
         return found
 
     def allow(self, limit: int, context: int, whole: KvCost) -> int:
-        """Takes their share of `limit` bytes, by what a text takes here of the `whole`; what they leave."""
+        """Takes the drafters' shares of `limit` bytes, by their part in `whole`, a text's cost; returns the rest."""
         left = limit
         for cache in self._caches:
             share = limit * cache.cost.of(context) // max(whole.of(context), 1)
@@ -115,31 +307,28 @@ class InProcessDrafters:
         return [one.drafter.prompt_cache for one in self._drafters.values()]
 
     def _all_readers(self, other: HiddenStateReader | None = None) -> HiddenStateReaders:
-        own = [HiddenStateReader(one.head.points, one.head.fuse) for one in self._heads.values()]
+        own = [HiddenStateReader(one.drafter.head.points, one.drafter.head.fuse) for one in self._heads.values()]
         return HiddenStateReaders(own + ([other] if other is not None else []))
 
-    def _listener(self, hearers: Sequence[Listener]) -> Listener:
-        def hear(position: int, features: mx.array) -> None:
-            for hears, own in zip(hearers, self._readers.apart(features), strict=False):
-                hears(position, own)
+    def _listener(self, listeners: Sequence[Listener]) -> Listener:
+        def on_features(position: int, features: mx.array) -> None:
+            for listener, own in zip(listeners, self._readers.apart(features), strict=False):
+                listener(position, own)
 
-        return hear
+        return on_features
 
 
 def _begins_at(slot: CacheSlot, followers: Sequence[FeatureFollower], length: int) -> int:
-    """From which token on the target should read, which remembers so many: what one head lacks all hear again."""
-    for _ in range(2):  # who was asked first is told what the others have made of it
+    """From which token on the target reads, `length` of which it remembers, so that no head lacks a feature."""
+    for _ in range(2):  # so that the first follower gets the length that the others have shortened, too
         for follower in followers:
             length = follower.begin(slot.tokens, length, slot.sequence.exact)
     return length
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter to have: its `name`, its `kind`, which is of `protocol.heads.HEADS` or a model's, and its files."""
+    """A drafter to load: its `name`, its `kind` (`DRAFT_MODEL` or one of `protocol.heads.HEADS`), and its files."""
 
     name: str
     kind: str
@@ -148,7 +337,7 @@ class DrafterSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafters:
-    """The drafters that are there, by name, and a sentence for each that is not."""
+    """The drafters that were loaded, by name, and a sentence for each that was not."""
 
     drafters: Mapping[str, InProcessProposer]
     infos: tuple[abilities.InProcessDrafter, ...] = ()
@@ -166,10 +355,12 @@ def load(
     alone: bool,
     cost: Cost | None = step_cost,
 ) -> LoadedDrafters:
-    """`alone`: the model is whole in this process, see `drafters.heads.load`; a head's `cost` is then tried, if given:
-    on a machine that stands in for another it says nothing."""
+    """Loads the drafters. `alone`: the whole model is in this process (see `drafters.heads.load`).
+
+    `cost` then measures a head; None on a machine that simulates another, where a measurement would mean nothing.
+    """
     found: dict[str, InProcessProposer] = {}
-    told, left_out, doubts = [], [], []
+    infos, left_out, doubts = [], [], []
     for one in wanted:
         try:
             drafter = _loaded(one, model, progress, alone)
@@ -178,8 +369,8 @@ def load(
             continue
         found[one.name] = drafter
         doubts += [drafter.drafter.note] if drafter.drafter.note else []
-        told.append(_told(one, drafter, model, cost if alone else None))
-    return LoadedDrafters(found, tuple(told), tuple(left_out), tuple(doubts))
+        infos.append(_info(one, drafter, model, cost if alone else None))
+    return LoadedDrafters(found, tuple(infos), tuple(left_out), tuple(doubts))
 
 
 def _loaded(wanted: DrafterSpec, model: LoadedModel, progress: Callable[[str], None], alone: bool) -> InProcessProposer:
@@ -188,18 +379,13 @@ def _loaded(wanted: DrafterSpec, model: LoadedModel, progress: Callable[[str], N
     return beside_target(heads.load(wanted.kind, wanted.path, model, progress, alone))
 
 
-def _told(
+def _info(
     wanted: DrafterSpec, drafter: InProcessProposer, model: LoadedModel, cost: Cost | None
 ) -> abilities.InProcessDrafter:
     is_head = not isinstance(drafter, InProcessModel)
     agreement = None if isinstance(drafter, InProcessModel) else drafter.drafter.agreement
-    return abilities.InProcessDrafter(
-        wanted.name,
-        wanted.path,
-        is_head,
-        -1.0 if agreement is None else agreement,
-        _weight(drafter, model, cost),
-    )
+    agreement = -1.0 if agreement is None else agreement
+    return abilities.InProcessDrafter(wanted.name, wanted.path, is_head, agreement, _weight(drafter, model, cost))
 
 
 def _weight(drafter: InProcessProposer, model: LoadedModel, cost: Cost | None) -> float:

@@ -1,10 +1,8 @@
 """The target's forwards: which requests take part in the next one, and what came of it.
 
-All that can go on do so together; a prompt is read in pieces inside these forwards, so nobody waits for a long one.
-While all decode plainly the next forward is begun before this one is read. Knows requests and forwards; no messages.
-
-`ChunkedPrefill`: how much of waiting prompts is read in a forward that others decode in: what forwards cost by their
-rows decides.
+All requests that can continue share a forward. Prompts are read in pieces inside these forwards, so nobody waits for a
+long one; `ChunkedPrefill` decides how much is read beside requests that decode, by what forwards cost. While all
+requests decode plainly the next forward begins before this one is read. Knows requests and forwards; no messages.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.messages import Span
 from outrider.target_worker.target_request import TargetRequest, draft_together
 
-# With a piece of a prompt a forward takes by this share longer than those that decode are used to, for each prompt that
-# waits: a forward over more rows than usual is lengthened less, one over fewer more.
+# How much longer a forward may take with a piece of a prompt than decoding requests are used to, for each prompt that
+# waits. A forward over more rows than usual is lengthened less, one over fewer more.
 READING_SHARE = 0.5
-# Where chains are verified whoever is late for a forward waits for two of them.
+# Where chains are verified, a request that is late for a forward waits for two of them.
 READING_SHARE_BESIDE_CHAINS = 0.25
 SMALLEST_PIECE = 8
-# A piece is so many times the last one at most: what a token takes is known from few forwards, some of them disturbed.
+# A piece is at most so many times the last one, because the cost of a token is measured on few forwards.
 GROWTH = 2
 
 
 class ChunkedPrefill:
-    """Learns of forwards as they come. `last`: how much the latest one read."""
+    """Measures forwards and divides them among prompts. `last`: how many tokens the latest one read."""
 
     def __init__(self) -> None:
         self.cost = ForwardCost()
@@ -40,25 +38,25 @@ class ChunkedPrefill:
         self._members = self._rows = 0.0
 
     def observe(self, members: int, own: int, rows: int, milliseconds: float) -> None:
-        """A forward over so many `rows`, `own` of them those of `members` that decode."""
+        """Counts a forward over `rows`, `own` of which are those of `members` that decode."""
         self.cost.add(rows, milliseconds)
         self._members = FADE * self._members + members
         self._rows = FADE * self._rows + members * own
 
     def budget(self, readers: int, decoding: int, rows: int) -> int:
-        """How many tokens may be read for so many `readers` beside `rows` of those that decode."""
+        """How many prompt tokens a forward may read for `readers` beside `rows` of requests that decode."""
         if not self.cost.seen:
             return SMALLEST_PIECE
         fixed, each = self.cost.line
         share = readers * (READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE)
-        usual = max(self._rows / self._members if self._members else 0.0, decoding)  # as one who decodes sees it
+        usual = max(self._rows / self._members if self._members else 0.0, decoding)  # as seen by a request that decodes
         fits = usual - max(rows, decoding) + share * (fixed + each * usual) / each
         return int(min(max(min(fits, GROWTH * self.last), SMALLEST_PIECE), PREFILL))
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What a forward brought for one request: a verdict, or why it can't have one."""
+    """What a forward brought for one request: a verdict, or an error."""
 
     running: TargetRequest
     verdict: VerifyOutput | OutriderError
@@ -68,8 +66,9 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class InFlightForward:
-    """A forward under way. `members` are its asks' requests, in order; `fed` is how much of each text had been fed
-    before, readers' behind members'. `begun_ns` 0: behind another one.
+    """A forward under way. `members` are the requests of its asks, in order; `readers` read a piece of their prompts.
+
+    `fed`: how many tokens of each text had been fed before, members first. `begun_ns` 0: it began behind another one.
     """
 
     forward: BatchForward
@@ -87,14 +86,14 @@ class ModelRunner:
         self._flight: InFlightForward | None = None
         self._ended_ns = 0
         self._chunked_prefill = ChunkedPrefill()
-        self._rows = 0  # the last forward's, of those who decode
+        self._rows = 0  # of requests that decode, in the last forward
 
     @property
     def is_busy(self) -> bool:
         return self._flight is not None
 
     def expected_ms(self, running: Collection[TargetRequest]) -> float:
-        """How long the next forward should take at most; 0: not known yet."""
+        """The longest that the next forward should take; 0: not known yet."""
         reads = any(request.reads for request in running)
         return self._chunked_prefill.cost(self._rows + (PREFILL if reads else 0))
 
@@ -103,7 +102,7 @@ class ModelRunner:
         return self._flight is not None and any(member is running for member in self._flight.members)
 
     def advance(self, running: Collection[TargetRequest]) -> tuple[list[VerifyResult], list[TargetRequest]]:
-        """Makes or ends one forward: what it settled, and whose prompts it read a piece of."""
+        """Begins or ends one forward. Returns its results, and the requests whose prompts it read a piece of."""
         failed: list[VerifyResult] = []
         flight = self._flight or self._begun(running, failed)
         if flight is None:
@@ -117,17 +116,17 @@ class ModelRunner:
         return settled, list(flight.readers)
 
     def _begun(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
-        """A forward over all that have something to feed; who can't take part says why in `failed`."""
+        """Begins a forward over all requests with something to feed; errors of others go into `failed`."""
         pairs, started_ns = [], clock.now()
         draft_together([request for request in running if request.drafts])
         for request in running:
-            if not request.has_next or request.drafts:  # who was asked while others' drafters read has nothing drafted
+            if not request.has_next or request.drafts:  # one that was asked while other drafters read has no draft yet
                 continue
             try:
                 pairs.append((request, request.next_ask()))
             except OutriderError as error:
                 failed.append(VerifyResult(request, error, clock.since(started_ns), 0))
-        # One may have been closed while another's own drafter read its text.
+        # A request may have been closed while a drafter read another's text.
         members = [request for request, _ in pairs if not request.over]
         asks = [ask for request, ask in pairs if not request.over]
         readings = self._readings(running, _rows(asks))
@@ -148,10 +147,10 @@ class ModelRunner:
         return None
 
     def _readings(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
-        """The next pieces of the prompts beside so many rows of others, first come first served.
+        """The next pieces of prompts beside so many rows of other requests, first come first served.
 
-        Where more wait than decode they come first: the sooner all decode together, the fewer forwards in all. Who
-        decodes may have nothing to verify yet: its word is on the way, and would wait for a long piece as well.
+        With more prompts than decoding requests, prompts come first: the sooner all decode together, the fewer forwards
+        there are. A decoding request counts even if its VERIFY is on the way, because it would wait for the piece, too.
         """
         readers = [request for request in running if request.reads and not request.over]
         decoding = sum(not request.unread and not request.over for request in running)
@@ -167,7 +166,7 @@ class ModelRunner:
         return found
 
     def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
-        """Who of a plain forward's members goes on plainly, if nobody else has anything to feed."""
+        """The members of a plain forward that continue plainly, if no other request has anything to feed."""
         members = {id(member) for member in flight.members}
         others = any((r.has_next or r.reads) and id(r) not in members and not r.over for r in running)
         if others or not all(member.slot.sequence.marks_freely for member in flight.members):
@@ -184,7 +183,7 @@ class ModelRunner:
             verdicts = _verdicts(forward)
         if any(isinstance(verdict, OutriderError) for verdict in verdicts):
             verdicts = _again(flight, verdicts)
-            if isinstance(after, InFlightForward):  # begun behind what may have failed: these steps are made anew
+            if isinstance(after, InFlightForward):  # it began behind what may have failed, so its steps are repeated
                 for follower in after.members:
                     follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
         elif isinstance(after, InFlightForward):
@@ -207,7 +206,7 @@ def _flight(
     begun_ns: int,
     after: BatchForward | None = None,
 ) -> InFlightForward | OutriderError:
-    """Puts a forward under way; where that fails every text is as it was."""
+    """Begins a forward. If it fails, every text is as it was."""
     readers = tuple(reader for reader, _ in readings)
     texts = [request.slot.sequence for request in (*members, *readers)]
     fed = tuple(text.length for text in texts)
@@ -232,7 +231,7 @@ def _verdicts(forward: BatchForward) -> list[VerifyOutput | OutriderError]:
 def _again(
     flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
 ) -> list[VerifyOutput | OutriderError]:
-    """What failed with other requests is tried alone: one text's failure is not another's."""
+    """Repeats failed requests alone, because another request may have caused the failure."""
     if len(flight.members) + len(flight.readers) == 1:
         return list(verdicts)
     return [
@@ -242,7 +241,7 @@ def _again(
 
 
 def _alone(ask: VerifyInput, fed: int) -> VerifyOutput | OutriderError:
-    """The verdict of a forward over one text alone, of which so many tokens were fed before."""
+    """The verdict of a forward over one text alone, of which `fed` tokens had been fed before."""
     try:
         with named_errors("the target's forward"):
             ask.slot.sequence.roll_back(fed)
@@ -252,7 +251,7 @@ def _alone(ask: VerifyInput, fed: int) -> VerifyOutput | OutriderError:
 
 
 def _read_alone(readings: Sequence[tuple[TargetRequest, PrefillChunk]], work: Span) -> list[VerifyResult]:
-    """Reads the pieces one by one; those that fail."""
+    """Reads the pieces one by one; returns the failures."""
     failed = []
     for reader, reading in readings:
         flight = _flight([], [], [(reader, reading)], 0)
@@ -266,7 +265,7 @@ def _rows(asks: Iterable[VerifyInput]) -> int:
 
 
 def _is_paced(flight: InFlightForward) -> bool:
-    """A prompt's end is not held to a profile, which knows rounds only."""
+    """False for a prompt's end: a profile describes only rounds."""
     return any(member.answers for member in flight.members)
 
 

@@ -1,10 +1,8 @@
-"""What requests need not read of their prompts: what is remembered, and what a prefill worker hands over.
+"""What requests need not read of their prompts: cached prefixes, and what a prefill worker has read.
 
-A prompt that begins like one that is being read waits until that one has come so far: a system prompt is read once,
-however many arrive together with it. Knows requests and the prompt cache; nothing of forwards or messages.
-
-`KVImport`: what a prefill worker hands over of a prompt: it becomes a text's own keys and values, in the order of the
-tokens. Whatever does not fit costs time only: the target reads on by itself from where the text stands.
+A prompt that begins like one that is being read waits for it, so a system prompt is read once, however many requests
+arrive with it. `KVImport` appends a prefill worker's keys and values to a text. What does not fit costs only time: the
+target reads on from where the text ends. Knows requests and the prompt cache; nothing of forwards or messages' order.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class PrefixReuse:
-    """The beginnings and the ends of requests on `cache`. `context`: the longest text that the model takes."""
+    """Opens and closes requests with `cache`. `context`: the longest text that the model takes."""
 
     def __init__(self, cache: PromptCache, context: int) -> None:
         self.cache = cache
         self._context = context
 
     def open(self, running: TargetRequest, others: Iterable[TargetRequest]) -> None:
-        """Begins with what is remembered of the prompt, at once or when somebody else has read it."""
+        """Begins with the cached prefix of the prompt, or waits until another request has read it."""
         slot = running.slot
         if self.cache.is_on:
             running.awaits = _reader(running, others)
@@ -42,7 +40,7 @@ class PrefixReuse:
         self.cache.enter(slot, min(running.opened.prompt_len + running.opened.sampling.max_tokens, self._context))
 
     def begin(self, running: TargetRequest) -> None:
-        """Begins with the most that is remembered by now. Raises OutriderError when that fails."""
+        """Begins with the longest cached prefix. Raises OutriderError when that fails."""
         running.awaits = None
         start = self.cache.find(running.slot.tokens)
         if start is not None:
@@ -51,12 +49,12 @@ class PrefixReuse:
             running.cached = running.slot.fed
 
     def read(self, running: TargetRequest) -> None:
-        """A prompt has been read to its end. A state that can't be cut is kept here, for who asks the same again."""
+        """A prompt has been read to its end. State that can't be cut is kept now, for requests with the same prompt."""
         if not (running.slot.sequence.exact or running.unread or running.over):
             self._keep(running)
 
     def close(self, running: TargetRequest, spoilt: bool) -> None:
-        """What is remembered of the text stays for later ones, unless a failure may have `spoilt` it."""
+        """Keeps the text's state for later ones, unless a failure may have `spoilt` it."""
         self.cache.leave(running.slot)
         if not spoilt:
             self._keep(running)
@@ -75,7 +73,7 @@ class PrefixReuse:
 
 
 def _reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedPrefix | None:
-    """The request that is about to read most of what this one begins with."""
+    """The request that will read most of the beginning of this one's prompt."""
     wanted, found = np.array(running.slot.tokens[:-1], np.int32), None
     for other in others:
         if other.unread and other.slot.sequence.exact:
@@ -86,7 +84,7 @@ def _reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedP
 
 
 class KVImport:
-    """For the `kv_cache` of `model`."""
+    """Fills the `kv_cache` of `model`."""
 
     def __init__(self, model: LoadedModel, kv_cache: KVCache) -> None:
         self._kv_cache = kv_cache if isinstance(kv_cache, FlatKVCache) else None
@@ -94,11 +92,11 @@ class KVImport:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the texts remember keys and values in this process, and nothing else."""
+        """Whether the texts' only state is keys and values in this process."""
         return self._kv_cache is not None
 
     def take(self, running: TargetRequest, message: PromptKv) -> None:
-        """The text goes on with these, as far as it lacks them; after a gap, or a misfit, it waits for no more."""
+        """Appends these to the text, as far as it lacks them; after a gap or a misfit it waits for no more."""
         slot = running.slot
         skip = slot.fed - message.start
         if self._kv_cache is None or self._layout is None or skip < 0:

@@ -1,12 +1,12 @@
-"""What lies between the ranks of one target: how they find each other, what they say, and what ends all of them.
+"""The connection between the ranks of one target: how they find each other, what they send, and what ends all of them.
 
-Rank 0 tells where it listens through the collective, so that whatever started the ranks need not know; from then on
-they speak by ZeroMQ. A rank that waits in a collective hears nothing, not even that another has died: a second thread
-watches a connection between the two, and ends the process with it. Knows nothing of texts.
+`LocalRanks` are further ranks on this machine: processes that rank 0 starts and that end with it. They form MLX's ring
+over loopback, and find each other by a file of addresses. Other ranks are started by mlx.launch.
 
-`RankLeader`: rank 0's end of the line: who is let in, what all are told, and whether all have done it.
-
-`RankMember`: another rank's end of the line: what it hears of rank 0, and what it says to it.
+Rank 0 (`RankLeader`) sends its address through the collective, so that whatever started the ranks need not know it.
+From then on the ranks speak by ZeroMQ. A rank that waits in a collective receives nothing, not even that another has
+died, so a second thread watches a connection between the two and ends the process with it. Knows nothing of texts,
+and imports no MLX, because a process starts its ranks first.
 """
 
 from __future__ import annotations
@@ -16,41 +16,124 @@ import logging
 import os
 import secrets
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import zmq
 
-from outrider.engine.ranks import Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, RankHello, Shutdown, Welcome
 
+if TYPE_CHECKING:
+    from outrider.engine.ranks import Ranks
+
+RANK, HOSTS = "MLX_RANK", "MLX_HOSTFILE"
+END_SECONDS = 5.0
 FAREWELL_MS = 5_000
-# A host that is gone without a word is missed after 2 s of silence and four questions, a second each.
+# A host that has vanished is noticed after 2 s of silence and four probes, a second each.
 IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has it by another name
 KEPT_ALIVE = {IDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
 
 log = logging.getLogger(__name__)
 
 
+class LocalRanks:
+    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0.
+
+    Each ends when rank 0's end of a pipe closes, however rank 0 ends.
+    """
+
+    def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
+        """`inherited`: further descriptors that they need. Raises WorkerError: a rank can't be started."""
+        self._ending = False
+        theirs, self._lifeline = os.pipe()
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
+        hosts = Path(self._folder.name, "hosts.json")
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
+        os.environ.update({HOSTS: str(hosts), RANK: "0"})
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, size):
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-m", "outrider.target_worker", *arguments, "--parent-fd", str(theirs)],
+                        stdin=subprocess.DEVNULL,
+                        env={**os.environ, RANK: str(rank)},
+                        pass_fds=[theirs, *inherited],
+                    )
+                )
+        except OSError as error:
+            self.kill()
+            raise WorkerError(f"a rank can't be started ({error}); expected {sys.executable} to run") from None
+        finally:
+            os.close(theirs)
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
+
+    def met(self) -> None:
+        """All ranks have found each other, so the file of addresses is removed."""
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """Ends them at once, also those that are stopped."""
+        for process in self._processes:
+            process.kill()
+        self._folder.cleanup()
+
+    def expect_end(self) -> None:
+        """From now on they may end."""
+        self._ending = True
+
+    def close(self) -> None:
+        """Waits for the ranks to end, and kills those that don't."""
+        for process in self._processes:
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                break
+        self.kill()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Ends all ranks when one ends early, because others may wait for it in a collective forever."""
+        code = process.wait()
+        if not self._ending:
+            log.error("rank %d ended with code %d; all ranks end", rank, code)
+            self.kill()
+            os._exit(WorkerError.exit_code)
+
+
+def free_ports(count: int) -> list[int]:
+    """So many free ports."""
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
 def own_address() -> str:
-    """Where other ranks reach this host: what the launcher said, else what it is called."""
+    """Where other ranks reach this host: the launcher's address, else the host's name."""
     for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         if name in os.environ:
             return os.environ[name].partition(":")[0]
     with suppress(OSError, ValueError, LookupError):
-        with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
+        with open(os.environ[HOSTS], encoding="utf-8") as file:
             first = json.load(file)[0]
         return str(first if isinstance(first, str) else first[0]).rpartition(":")[0]
     return socket.gethostbyname(socket.gethostname())
 
 
 class RankLink:
-    """A rank's end of what is between ranks: a socket for words, and a connection whose end is another rank's.
+    """A rank's end: a socket for messages, and connections that end when another rank ends.
 
-    `when_lost` is done before this process ends with another rank.
+    `when_lost` is called before this process ends because another rank did.
     """
 
     def __init__(self, kind: int, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
@@ -64,7 +147,7 @@ class RankLink:
         self._ending, self._when_lost = False, when_lost
 
     def end(self) -> None:
-        """From now on nobody minds who goes."""
+        """From now on ranks may end."""
         self._ending = True
 
     def close(self) -> None:
@@ -75,7 +158,7 @@ class RankLink:
                 lifeline.shutdown(socket.SHUT_RDWR)
 
     def _watch(self, lifeline: socket.socket) -> None:
-        """From now on the end of this connection ends this process, whatever its first thread waits for."""
+        """Ends this process when the connection ends, whatever its main thread waits for."""
         lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEPT_ALIVE.items():
             lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -107,30 +190,30 @@ class RankLeader(RankLink):
     """Rank 0's end."""
 
     def __init__(self, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
-        """Waits until all ranks have come so far. Raises WorkerError where no socket can be opened."""
+        """Waits until all ranks are here. Raises WorkerError: no socket can be opened."""
         super().__init__(zmq.ROUTER, ranks, when_lost)
         self._secret, address = secrets.token_bytes(16), own_address()
         self._socket.curve_server = True
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             port = self._socket.bind_to_random_port(f"tcp://{address}")
-            self._door = socket.create_server((address, 0))
+            self._listener = socket.create_server((address, 0))
         except (zmq.ZMQError, OSError) as error:
             raise WorkerError(
                 f"rank 0 can't listen at {address} ({error}); expected an address of this host first in the hostfile"
             ) from None
         threading.Thread(target=self._let_in, daemon=True, name="ranks").start()
-        # Nobody else is told the key and the secret, so nobody else gets in.
-        told = [address, port, self._door.getsockname()[1], self._key, self._secret.hex()]
+        # Only ranks get the key and the secret, so only ranks are let in.
+        told = [address, port, self._listener.getsockname()[1], self._key, self._secret.hex()]
         ranks.broadcast(json.dumps(told).encode())
         self.here = 1
 
     def _let_in(self) -> None:
-        """Watches the connection of each rank; strangers are sent away."""
+        """Accepts a connection of each rank; others are closed."""
         left = self.ranks.size - 1
-        with self._door, suppress(OSError):
+        with self._listener, suppress(OSError):
             while left:
-                lifeline, _ = self._door.accept()
+                lifeline, _ = self._listener.accept()
                 if self._knows(lifeline):
                     self._watch(lifeline)
                     left -= 1
@@ -147,7 +230,7 @@ class RankLeader(RankLink):
         return secrets.compare_digest(said, self._secret)
 
     def admit(self, own: RankHello) -> None:
-        """Waits for each rank's hello; `here` says from then on how many are on this machine.
+        """Waits for each rank's hello; afterwards `here` is how many are on this machine.
 
         Raises:
             WorkerError: one runs something else.
@@ -164,7 +247,7 @@ class RankLeader(RankLink):
         self.broadcast(Welcome("rank"))
 
     def agree(self, own: Hello) -> None:
-        """Waits until all have loaded and tried the model. Raises ModelError when one has found something else."""
+        """Waits until all have loaded and tried the model. Raises ModelError: one has measured something else."""
         for message in self._from_all():
             if not isinstance(message, Hello) or what_it_is(message) != what_it_is(own):
                 raise ModelError(
@@ -173,15 +256,15 @@ class RankLeader(RankLink):
                 )
 
     def broadcast(self, *messages: Message) -> None:
-        """All ranks hear these, in this order."""
+        """Sends these to all ranks, in this order."""
         frames = encode_all(messages)
         for rank in range(1, self.ranks.size):
             self._socket.send_multipart([name_of(rank), *frames])
 
     def assure(self) -> None:
-        """Returns when all ranks are there and have done what they were told; else all end.
+        """Returns when all ranks have done what they were sent; ends them all if one is lost.
 
-        What fails on rank 0 may have failed for the death of another, and must then not be called a request's fault.
+        A failure on rank 0 may come from the loss of another rank, and is then no request's fault.
         """
         self.broadcast(Ping(0))
         left = self.ranks.size - 1
@@ -191,7 +274,7 @@ class RankLeader(RankLink):
             left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Pong)
 
     def close(self) -> None:
-        """Ends the others in order, who have a while to answer."""
+        """Ends the others in order and waits a while for their answers."""
         self.end()
         with suppress(zmq.ZMQError):
             self.broadcast(Shutdown())
@@ -201,7 +284,7 @@ class RankLeader(RankLink):
         super().close()
 
     def _from_all(self) -> Iterable[Message]:
-        """The next word of each other rank. Raises WorkerError when one tells of its failure instead."""
+        """The next message of each other rank. Raises WorkerError: one sent a fault instead."""
         for _ in range(1, self.ranks.size):
             identity, *frames = self._socket.recv_multipart()
             (message,) = decode_all(frames)
@@ -211,7 +294,7 @@ class RankLeader(RankLink):
 
 
 def unlike(own: RankHello, other: RankHello) -> str | None:
-    """Why this rank can't be one of rank 0's; None when it can."""
+    """Why this rank can't work with rank 0; None when it can."""
     for what, mine, theirs in (
         ("as one of so many ranks", own.size, other.size),
         ("with the releases", own.runs, other.runs),
@@ -223,7 +306,7 @@ def unlike(own: RankHello, other: RankHello) -> str | None:
 
 
 def what_it_is(hello: Hello) -> tuple[object, ...]:
-    """What all ranks have to agree about."""
+    """What all ranks have to agree on."""
     return hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.abilities, hello.note
 
 
@@ -231,7 +314,7 @@ class RankMember(RankLink):
     """Another rank's end."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Waits until all ranks have come so far."""
+        """Waits until all ranks are here."""
         super().__init__(zmq.DEALER, ranks)
         address, port, door, key, secret = json.loads(ranks.broadcast(b""))
         self._socket.setsockopt(zmq.IDENTITY, name_of(ranks.rank))
@@ -245,7 +328,7 @@ class RankMember(RankLink):
         self._watch(lifeline)
 
     def enter(self, own: RankHello) -> None:
-        """Returns when all ranks may load; where rank 0 finds that they don't go together this process ends."""
+        """Returns when all ranks may load. Ends this process if rank 0 finds that they don't match."""
         self.send(own)
         if not isinstance(self.receive()[0], Welcome):
             raise SystemExit(0)
@@ -254,18 +337,18 @@ class RankMember(RankLink):
         self._socket.send_multipart(encode_all([message]))
 
     def receive(self) -> list[Message]:
-        """What rank 0 tells next; waits."""
+        """Rank 0's next messages. Waits."""
         return decode_all(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Ends as rank 0 has told."""
+        """Ends in order."""
         self.end()
         if not self._socket.closed:
             self.send(Shutdown())
         super().close()
 
     def failed(self, error: OutriderError) -> int:
-        """Rank 0 hears why this one can't go on, and has a while to tell; the code to exit with."""
+        """Sends rank 0 the error and gives it a while to report it. Returns the exit code."""
         log.error("%s", error)
         self.end()
         self.send(Fault(name_of(self.ranks.rank).decode(), None, str(error)))

@@ -1,7 +1,7 @@
-"""A request on the target: its slot, what it has answered, and what it verifies next.
+"""A request on the target: its slot, its latest outcomes, and what it verifies next.
 
-That comes from a VERIFY, from a branch that was prepared, from plain decoding or from one of the drafters in this
-process: one question, `next_ask`, whatever the source.
+That comes from a VERIFY, a prepared branch, plain decoding or a drafter in this process; `next_ask` returns it in all
+cases.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
 from outrider.protocol.schema import MAX_CHAIN
 from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
 from outrider.target_worker.feature_publisher import FeatureListener
-from outrider.target_worker.in_process_drafter import DraftSession, DraftTurn, propose
+from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
 
-ANSWERS_KEPT = 2  # the orchestrator may be one behind, when the target went on by itself
+ANSWERS_KEPT = 2  # the orchestrator may be one behind when the target continues by itself
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedPrefix:
-    """Another request that reads the first `tokens` of this one's prompt."""
+    """Another request, `reader`, reads the first `tokens` of this one's prompt."""
 
     reader: TargetRequest
     tokens: int
 
     @property
     def is_there(self) -> bool:
-        """Whether it has read so far, or won't any more."""
+        """Whether the reader has read them, or will not."""
         return self.reader.over or not self.reader.unread or self.reader.slot.fed >= self.tokens
 
 
@@ -42,13 +42,14 @@ class AwaitedPrefix:
 class TargetRequest:
     """A request on this target.
 
-    `asked` is what a VERIFY wants of it; `next_proposal` the prepared chain that it goes on with, and its parents.
-    `autonomous`: it decodes by itself until told otherwise. `draft` tokens of the own `drafter` are wanted a round, or
-    in the one that was asked for, and beside them what is likelier than `min_prob`, while there is `max_tokens` for so
-    many. `drafters` open each own drafter's part, which reads the text when it is first wanted. `ready`: when its next
-    round could begin, seconds. `ended`: it came to an end token or its room while going on; `over`: it was closed.
-    `awaits`: who reads what its prompt begins with; `cached` tokens of that it did not read. `offered`: a prefill
-    worker may read it, and is waited for. `listener` hears what drafters elsewhere are to be told.
+    `asked` is the VERIFY that waits; `next_proposal` the prepared chain that it continues with, and its parents.
+    `autonomous`: it decodes by itself until HALT. `draft`: how many tokens the in-process `drafter` drafts in each
+    round, or in the one that was asked for; with them come alternatives that are likelier than `min_prob`, as long as
+    `max_tokens` leaves room. `drafters` open each in-process drafter's session, which reads the text when it is first
+    needed. `ready`: when its next round could begin, in seconds. `ended`: it reached an end token or `max_tokens` while
+    autonomous; `over`: it was closed. `awaits`: another request that reads the beginning of its prompt; `cached` of the
+    prompt's tokens were not read. `offered`: a prefill worker may read it, and is waited for. `listener` gets the
+    features for heads in other processes.
     """
 
     slot: CacheSlot
@@ -90,7 +91,7 @@ class TargetRequest:
 
     @property
     def unread(self) -> int:
-        """How many tokens of its text are to be read before anything can be verified."""
+        """How many tokens of its prompt have to be read before it can verify."""
         return 0 if self.answers else len(self.slot.unfed) - 1
 
     @property
@@ -100,7 +101,7 @@ class TargetRequest:
 
     @property
     def decodes_plainly(self) -> bool:
-        """Whether it goes on by plain steps, the one under way not being its last."""
+        """Whether another plain step follows the one under way."""
         return self.autonomous and not (self.draft or self.halting or self.over) and self.max_tokens > 1
 
     @property
@@ -111,13 +112,13 @@ class TargetRequest:
 
     @property
     def waits_since_ns(self) -> float:
-        """Since when it waits for a word; not before the end of time while there is something to do for it."""
+        """Since when it waits for a message; infinity while there is work for it."""
         if self.has_next or self.unread or not self.answers:
             return math.inf
         return self.answers[-1].work.ended_ns
 
     def next_ask(self) -> VerifyInput:
-        """What it verifies in its next round; an own drafter has drafted it (`draft_together`)."""
+        """What it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
         asked = self.asked
         if self.draft and (self.autonomous or asked is not None):
             proposed, _ = self._own_proposal()
@@ -131,28 +132,28 @@ class TargetRequest:
         return VerifyInput(self.slot, chain, parents=parents)
 
     def on_verify(self, message: Verify) -> None:
-        """Takes in what its next round is to be."""
+        """Sets its next round."""
         self.asked, self.next_proposal, self.ended, self.halting = message, None, False, False
         self.autonomous, self.draft, self.max_tokens = message.autonomous, message.draft, message.max_tokens
         self.drafter = message.drafter or next(iter(self.drafters), "")
         self.min_prob = message.min_prob
 
     def halt(self) -> None:
-        """The round that it has said to go on with is the last that was not asked for."""
+        """The round under way, which it has announced, is the last without a VERIFY."""
         self.halting = True
 
     def forget(self, verdict: VerifyOutput) -> None:
-        """A step that was begun before it was known that the text ends before it."""
+        """Removes a step that began before the text was known to end."""
         del self.slot.tokens[-verdict.accepted - 1 :]
         self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
 
     def settled(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
-        """The outcome of its round, and what it goes on with."""
+        """The outcome of its round, with what it continues with."""
         number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
         proposed = self._own_proposal() if self._proposed is not None else None
         self.asked = self._proposed = None
-        if not self.answers:  # the prompt's reading belongs to it
+        if not self.answers:  # includes the prompt's reading
             work = Span(self.opened_ns, work.ended_ns)
         self.max_tokens -= len(committed)
         if self.autonomous and (self.max_tokens < 1 or not set(self.opened.eos).isdisjoint(committed)):
@@ -186,10 +187,10 @@ class TargetRequest:
         return outcome
 
     def close(self, spoilt: bool) -> None:
-        """Nothing more is wanted of it; its own drafter may keep what it has read."""
+        """Ends it; its in-process drafters may keep what they have read."""
         self.over = True
-        for part in self._drafting.values():
-            part.close(spoilt)
+        for session in self._drafting.values():
+            session.close(spoilt)
 
     def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         prepared = self.prepared
@@ -199,12 +200,12 @@ class TargetRequest:
 
     @property
     def drafts(self) -> bool:
-        """Whether its own drafter is to draft for its next round."""
+        """Whether its in-process drafter has to draft for its next round."""
         wanted = self.draft > 0 and (self.autonomous or self.asked is not None)
         return self.has_next and wanted and self._proposed is None
 
     def turn(self) -> DraftTurn:
-        """What its own drafter is to draft; the first time that one reads the text for it."""
+        """The turn of its in-process drafter, whose session reads the text the first time."""
         if self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "a draft of 0"
             raise InvalidRequest(f"this target has no drafter of its own called {self.drafter!r}; expected {known}")
@@ -214,9 +215,9 @@ class TargetRequest:
         return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.max_tokens - 1), least)
 
     def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
-        """Takes in what was drafted, or why nothing was, which its next ask raises.
+        """Sets what was drafted, or the error that its next ask raises.
 
-        Of a tree the first branch alone where the target verifies chains.
+        Of a tree only the first branch is kept where the target verifies chains.
         """
         if isinstance(found, Continuation) and found.parents and not self.takes_trees:
             found = Continuation(tuple(found.chain[node] for node in spine(found.parents)))
@@ -238,12 +239,14 @@ class TargetRequest:
 
 
 def draft_together(requests: Sequence[TargetRequest]) -> None:
-    """Own drafters draft what these verify next, each in forwards that its requests share."""
+    """In-process drafters draft for these requests, each in forwards that its requests share."""
     of_each: defaultdict[str, list[TargetRequest]] = defaultdict(list)
     for request in requests:
         of_each[request.drafter].append(request)
     for own in of_each.values():
-        _draft_by_one([request for request in own if not request.over])  # closed while another's text was read
+        _draft_by_one(
+            [request for request in own if not request.over]
+        )  # one may be closed while another's text is read
 
 
 def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
@@ -255,7 +258,7 @@ def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
                 turns.append((request, request.turn()))
         except OutriderError as error:
             request.proposed(error, clock.since(started_ns))
-    # One may have been closed while another's own drafter read its text.
+    # A request may have been closed while a drafter read another's text.
     turns = [(request, turn) for request, turn in turns if not request.over]
     found = propose([turn for _, turn in turns])
     span = clock.since(started_ns)
@@ -271,7 +274,7 @@ def opening(message: Open) -> Verify:
 
 
 def _drawn_from(message: Verify) -> SparseQ | None:
-    """What the chain's tokens were drawn from: its kind says that, nothing else does."""
+    """What the chain's tokens were drawn from, by the chain's kind."""
     if message.kind == "one-hot":
         return one_hot(message.chain)
     if message.kind == "sparse" and message.q is None:

@@ -1,7 +1,8 @@
-"""The target worker's loop: what it is told about requests in, outcomes out, one forward over all of them at a time.
+"""The target worker's loop: messages about requests in, outcomes out, one forward over all requests at a time.
 
-Owns a slot a request. Answers a repeated VERIFY from the outcomes it kept; drops what is stale; says RESYNC when the
-committed lengths disagree; closes what nobody speaks of. Knows nothing of drafters in other processes, or of text.
+Owns a `TargetRequest` for each request. Answers a repeated VERIFY with the outcomes it kept, drops stale messages,
+sends RESYNC when the committed lengths disagree, and closes requests without a message for long. Knows nothing of
+drafters in other processes, or of text.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ from outrider.target_worker.target_request import TargetRequest, opening
 
 log = logging.getLogger(__name__)
 
-# Those who can go on wait so long for a word about those who can't: then these come along in the same forward.
+# Requests that can continue wait so long for messages about others, which then join the same forward.
 GRACE_MS = 1.0
 CLEAR_EVERY = 256  # forwards
 
 
 class TargetWorker:
-    """Serves requests from `link` with `model` until told to shut down.
+    """Serves requests from `link` with `model` until SHUTDOWN.
 
-    `pace` holds its forwards to a profile; `own` draft in this process, `publisher` feeds a head in another. Of a model
-    that several ranks share `leader` leads the others and `kv_cache` are theirs, too.
+    `pace` makes its forwards take a profile's time. `own` drafts in this process, `publisher` feeds a head in another.
+    Of a model that several ranks share, `leader` leads the others and `kv_cache` is shared by all.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class TargetWorker:
         self._link = link
         self._model = model
         self._leader = leader
-        self._texts = kv_cache or open_kv_cache(model)
-        self._batch = ModelRunner(pace)
-        self._own = own or InProcessDrafters({})
-        self._teller = publisher
-        self._own.read(model, self._texts, publisher.reader if publisher is not None else None)
-        self._handover = KVImport(model, self._texts)
-        self._prompts = PrefixReuse(PromptCache(sequence_cost(self._texts)), model.context_length)
+        self._kv_cache = kv_cache or open_kv_cache(model)
+        self._runner = ModelRunner(pace)
+        self._drafters = own or InProcessDrafters({})
+        self._publisher = publisher
+        self._drafters.read(model, self._kv_cache, publisher.reader if publisher is not None else None)
+        self._kv_import = KVImport(model, self._kv_cache)
+        self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
         self._reported_use = CacheUse()
         self._compiler = Compiler(model.folder)
-        self._held = memory.PeakMemory()
+        self._peak_memory = memory.PeakMemory()
         self._running: dict[str, TargetRequest] = {}
         self._stale = 0
         self._forwards = 0
@@ -92,18 +93,18 @@ class TargetWorker:
 
     @property
     def takes_kv(self) -> bool:
-        """Whether prompts can be read elsewhere: not where a head has to see what the model thinks of them."""
-        return self._handover.is_possible and not self._own.reads
+        """Whether prompts can be read elsewhere: not where a head needs the target's hidden states of them."""
+        return self._kv_import.is_possible and not self._drafters.reads
 
     @property
     def kv(self) -> KvCost:
-        """What a request's text takes, own drafters' parts included."""
-        return self._prompts.cache.cost + self._own.cost
+        """The memory of a request's text, in-process drafters included."""
+        return self._prefixes.cache.cost + self._drafters.cost
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether its texts take trees of drafts."""
-        return self._texts.trees
+        """Whether it verifies trees of drafts."""
+        return self._kv_cache.trees
 
     def run(self) -> None:
         gc.freeze()  # a full collection over the imported libraries takes longer than a forward
@@ -111,29 +112,29 @@ class TargetWorker:
             pass
 
     def turn(self) -> bool:
-        """Hears what there is, then makes one forward, or ends the one under way; False: shut down."""
+        """Handles the messages there are, then begins a forward or ends the one under way; False: shut down."""
         self._listen(wait=not self._has_work)
         self._wait_for_others()
         if self._ending:
             return False
         self._wake()
-        self._link.expect(self._batch.expected_ms(self._running.values()))
-        settled, readers = self._batch.advance(tuple(self._running.values()))
-        self._listen(wait=False)  # what was prepared meanwhile decides how the requests go on
+        self._link.expect(self._runner.expected_ms(self._running.values()))
+        settled, readers = self._runner.advance(tuple(self._running.values()))
+        self._listen(wait=False)  # chains prepared meanwhile decide how requests continue
         answers = [answer for one in settled if (answer := self._answer(one)) is not None]
         features = self._features([*(one.running for one in settled), *readers])
-        told = [*features, *answers, *_how_far(readers)]
-        if told:
-            self._link.send(*told)
+        messages = [*features, *answers, *_progress(readers)]
+        if messages:
+            self._link.send(*messages)
         for reader in readers:
-            self._prompts.read(reader)
+            self._prefixes.read(reader)
         self._forwards += 1
         if self._forwards % CLEAR_EVERY == 0:
             mx.clear_cache()
         return not self._ending
 
     def forget(self) -> None:
-        """Nobody wants any of its requests any more; what was read of them stays in the prompt cache."""
+        """Closes all requests; what was read of them stays in the prompt cache."""
         for request in list(self._running):
             self._close(request)
         self._reported_use = CacheUse()
@@ -141,7 +142,7 @@ class TargetWorker:
     @property
     def _has_work(self) -> bool:
         running = self._running.values()
-        return self._batch.is_busy or any(r.has_next or (r.unread and not (r.over or r.offered)) for r in running)
+        return self._runner.is_busy or any(r.has_next or (r.unread and not (r.over or r.offered)) for r in running)
 
     def _listen(self, wait: bool) -> None:
         message = self._link.receive(wait=wait)
@@ -150,8 +151,8 @@ class TargetWorker:
             message = self._link.receive(wait=wait and not self._has_work and not self._ending)
 
     def _wait_for_others(self) -> None:
-        """A word that comes a moment late finds its request a place in the next forward."""
-        while not self._ending and not self._batch.is_busy and self._has_work:
+        """Waits a moment for messages that would let other requests join the next forward."""
+        while not self._ending and not self._runner.is_busy and self._has_work:
             since_ns = clock.now() - int(GRACE_MS * clock.MILLISECOND_NS)
             awaited = [r for r in self._running.values() if r.answers and not r.over and not r.has_next]
             if not any(r.answers[-1].work.ended_ns > since_ns for r in awaited):
@@ -184,7 +185,7 @@ class TargetWorker:
             self._fail(getattr(message, "request", None), error)
 
     def _fail(self, request: str | None, error: OutriderError) -> None:
-        """That request is lost, never the worker; a rank that has gone is the worker's loss, and no request's."""
+        """Ends the request, never the worker; but where a rank was lost the worker ends, not a request."""
         if self._leader is not None:
             self._leader.assure()
         running = self._running.get(request or "")
@@ -201,25 +202,25 @@ class TargetWorker:
         self._close(message.request)
         self._forget_silent()
         if not self._running:
-            self._held.restart()
+            self._peak_memory.restart()
         tokens = message.tokens.tolist()
-        slot = CacheSlot(self._model, self._texts, tokens, message.sampling, self._constraint(message))
+        slot = CacheSlot(self._model, self._kv_cache, tokens, message.sampling, self._constraint(message))
         listener = None
-        if self._teller is not None and message.features:
-            listener = self._teller.listener(message.request, message.epoch)
-        parts = self._own.sessions_of(
+        if self._publisher is not None and message.features:
+            listener = self._publisher.listener(message.request, message.epoch)
+        sessions = self._drafters.sessions_of(
             slot,
             message.sampling,
             lambda done, total: self._listen(wait=False),  # while a drafter reads a long text
             lambda: self._constraint(message),
             listener.on_features if listener is not None else None,
         )
-        running = TargetRequest(slot, message, parts, opened_ns=clock.now(), listener=listener)
+        running = TargetRequest(slot, message, sessions, opened_ns=clock.now(), listener=listener)
         running.on_verify(opening(message))
         others = tuple(self._running.values())
         self._running[message.request] = running
-        self._prompts.open(running, others)
-        running.offered = message.offered and self._handover.is_possible and running.awaits is None
+        self._prefixes.open(running, others)
+        running.offered = message.offered and self._kv_import.is_possible and running.awaits is None
         self._say_cached(running)
         self._report()
 
@@ -229,7 +230,7 @@ class TargetWorker:
         log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
 
     def _forget_silent(self) -> None:
-        """Closes what nobody has spoken of for long: that it is over must have been lost."""
+        """Closes requests without a message for long, because their CLOSE must have been lost."""
         since_ns = clock.now() - FORGET_NS
         for request, running in list(self._running.items()):
             if running.waits_since_ns < since_ns:
@@ -237,14 +238,14 @@ class TargetWorker:
                 self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
-        return self._compiler.asked(message.sampling, message.eos, message.prompt_len)
+        return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
     def _take_over(self, message: PromptKv) -> None:
         running = self._running.get(message.request)
         if running is None or running.epoch != message.epoch or not running.offered:
             return
-        self._handover.take(running, message)
-        for word in _how_far([running]):
+        self._kv_import.take(running, message)
+        for word in _progress([running]):
             self._link.send(word)
 
     def _prepare(self, message: Prepare) -> None:
@@ -261,31 +262,31 @@ class TargetWorker:
         running = self._running.pop(request, None)
         if running is not None:
             running.close(spoilt)
-            self._prompts.close(running, spoilt)
+            self._prefixes.close(running, spoilt)
             self._report()
-            self._held.ended(idle=not self._running)
+            self._peak_memory.ended(idle=not self._running)
 
     def _allow(self, message: KvMemory) -> None:
-        """So much memory for all texts, from now on; own drafters have their shares, by what a text takes there."""
-        memory.set_limits(self._model.weight_bytes + self._own.weight_bytes, message.limit)
+        """Sets the memory for all texts; in-process drafters get their shares by what a text takes there."""
+        memory.set_limits(self._model.weight_bytes + self._drafters.weight_bytes, message.limit)
         if self._leader is not None:
             self._leader.broadcast(message)
         limit = message.limit if message.prompt_cache else 0
-        self._prompts.cache.allow(self._own.allow(limit, self._model.context_length, self.kv))
+        self._prefixes.cache.allow(self._drafters.allow(limit, self._model.context_length, self.kv))
         self._report()
 
     def _wake(self) -> None:
-        """Who waited for another to read what both begin with goes on from there."""
+        """Continues requests that waited for another one to read the beginning they share."""
         for running in [r for r in self._running.values() if r.awaits is not None and r.awaits.is_there]:
             try:
-                self._prompts.begin(running)
+                self._prefixes.begin(running)
                 self._say_cached(running)
                 self._report()
             except OutriderError as error:
                 self._fail(running.request, error)
 
     def _report(self) -> None:
-        use = self._prompts.cache.use
+        use = self._prefixes.cache.use
         if use != self._reported_use:
             self._reported_use = use
             self._link.send(CacheReport(use))
@@ -308,29 +309,29 @@ class TargetWorker:
         if message.epoch < running.epoch:
             self._is_stale("verify", message)
             return
-        running.offered = False  # asked again: nobody is waited for any more
+        running.offered = False  # it was asked again, so it no longer waits for a prefill worker
         if not running.answers or (running.has_next and not running.autonomous):
-            return  # said twice, or under way
+            return  # repeated, or under way
         if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:
             running.halt()
             self._link.send(Resync(message.request, message.epoch))
             return
-        if self._batch.makes(running):
-            return  # its round is under way already: its outcome tells
+        if self._runner.makes(running):
+            return  # its round is under way already; the outcome follows
         running.on_verify(message)
         running.ready = now()
 
-    def _features(self, heard: Iterable[TargetRequest]) -> list[Message]:
-        """What drafters elsewhere are to be told of what these have fed."""
-        told: list[Message] = []
-        for running in heard:
+    def _features(self, fed: Iterable[TargetRequest]) -> list[Message]:
+        """The features of what these have fed, for heads in other processes."""
+        features: list[Message] = []
+        for running in fed:
             if running.listener is None or running.over:
                 continue
-            told += running.listener.take()
+            features += running.listener.take()
             if running.listener.fault:
-                told.append(WorkerNote(self._link.name, running.listener.fault))
+                features.append(WorkerNote(self._link.name, running.listener.fault))
                 running.listener = None
-        return told
+        return features
 
     def _answer(self, settled: VerifyResult) -> Message | None:
         running = settled.running
@@ -342,11 +343,11 @@ class TargetWorker:
         if running.ended:
             running.forget(settled.verdict)
             return None
-        return running.settled(settled.verdict, settled.work, settled.rows, self._held.bytes())
+        return running.settled(settled.verdict, settled.work, settled.rows, self._peak_memory.bytes())
 
 
-def _how_far(readers: Iterable[TargetRequest]) -> list[Message]:
-    """How far long prompts have been read."""
+def _progress(readers: Iterable[TargetRequest]) -> list[Message]:
+    """The progress of long prompts."""
     return [
         Prefilled(request=reader.request, epoch=reader.epoch, done=reader.slot.fed, total=len(reader.slot.tokens))
         for reader in readers

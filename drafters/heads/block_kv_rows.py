@@ -21,8 +21,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.kv_rows import picked
 from outrider.engine.cache import with_room
-from outrider.engine.flat import WindowMask
-from outrider.engine.kv_rows import Bools, Ints, NewRows
+from outrider.engine.flat import Bools, Ints, WindowMask
+from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 
 PIECE = 512

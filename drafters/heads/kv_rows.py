@@ -27,10 +27,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.heads.head import GuessingHead, MaskedHead
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.engine.blocks import Floats
 from outrider.engine.cache import window_of, with_room
-from outrider.engine.flat import WindowMask, install
-from outrider.engine.kv_rows import Bools, Ints, KVRowCache, NewRows, TreeAttentionMetadata, gather, restore, saved
+from outrider.engine.flat import Bools, Floats, Ints, WindowMask, install
+from outrider.engine.kv_rows import KVRowCache, NewRows, TreeAttentionMetadata, gather, restore, saved
 from outrider.engine.numpy_net import MOST_ROWS, NumpySegment, hidden
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelFault

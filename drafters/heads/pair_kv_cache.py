@@ -21,10 +21,20 @@ import numpy as np
 from outrider.drafters.heads.eagle3 import Eagle3
 from outrider.drafters.heads.head import Head, MaskedHead, PairHead
 from outrider.drafters.heads.mtp import Mtp
-from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
-from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Ints, Segment
+from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Floats, Ints, Segment
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import MOST_ROWS, Ends, NumpyLayer, NumpySegment, ends_of, rope_of, spans
+from outrider.engine.numpy_net import (
+    MOST_ROWS,
+    BlockedLinear,
+    Ends,
+    Norm,
+    NumpyLayer,
+    NumpySegment,
+    ends_of,
+    host,
+    rope_of,
+    spans,
+)
 from outrider.engine.positions import RopeTable
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError

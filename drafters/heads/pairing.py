@@ -29,7 +29,7 @@ from outrider.drafters.heads.head import Head, StepHead
 from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache, numpy_head
 from outrider.drafters.heads.proposers import CheckableProposer, proposer_of, wrong_proposers_of
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
-from outrider.engine.kv_cache import open_slots
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import verify
 from outrider.protocol.errors import ModelError, first_line, named_errors

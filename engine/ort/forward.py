@@ -1,33 +1,42 @@
-"""One model's forwards by ONNX Runtime, and the check at load whether they are used.
+"""Forwards of one model by ONNX Runtime: the check at load whether they are used, and a target's over flat buffers.
 
-Knows rows, columns and positions; nothing of tokens' meaning, requests or trees.
+`OrtForward` computes one flat row of several texts; `OrtFlat` makes a target's forwards with it over the buffers of
+`engine.flat`, where rollback, copies and the prompt cache stay. `serve` compares logits with the model's own when the
+model loads: they may differ by the rounding of float32, or of activations to 8 bits where the checkpoint is quantised.
 
-`serve`: whether ONNX Runtime makes a model's forwards on this CPU, tried at load against the model's own logits. What
-it makes must be the model's: up to the rounding of float32, or of activations to 8 bits where the checkpoint is
-quantised. There its products do not depend on how many rows they have, and nor may the whole forward, bit by bit.
+On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a piece of a prompt,
+or beside other requests. So chains and other requests can't change a text. Trees are not fed there, because their side
+branches are added up in another order. Knows rows, columns and positions; nothing of tokens' meaning or requests.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import onnxruntime
 import onnxruntime as ort
 
-from outrider.engine.hidden_states import ReducedLMHead, backbone_of, embedding, unwrapped
-from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, output_of
+from outrider.engine.flat import FlatCache, Segment
+from outrider.engine.hidden_states import (
+    AFTER_NORM,
+    BEFORE_NORM,
+    HiddenStates,
+    ReducedLMHead,
+    backbone_of,
+    embedding,
+    unwrapped,
+)
+from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, norm_of, output_of
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
@@ -36,35 +45,15 @@ _MASKED = np.float32(-1e30)
 _PADDED = 2  # attention over one row goes another way in ONNX Runtime, and ends in other bits
 _ANGLES = 512  # positions whose angles are tabulated at once
 _BOUND = 16  # sets of rows whose bindings are kept
+_PLACES = 1024  # buffers whose places are remembered
 
 
 Layers = Sequence[tuple[Array, Array]]
 """Each layer's keys and values, [rows, heads, columns, width]."""
 
 
-@dataclass(frozen=True, slots=True)
-class OrtSegment:
-    """The next tokens of a text: in `row`, behind its first `start` columns, at `positions` [N].
-
-    `seen`: which of the row's `start` + N columns each token sees by a layer's window, where that is not all before it.
-    """
-
-    row: int
-    start: int
-    positions: Ints
-    seen: Any = None
-
-    @property
-    def count(self) -> int:
-        return len(self.positions)
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
-def room(parts: Sequence[OrtSegment]) -> tuple[int, int]:
-    """How many rows and columns a forward of these wants of buffers [rows, heads, columns, width]."""
+def room(parts: Sequence[Segment]) -> tuple[int, int]:
+    """How many rows and columns a forward of these needs in buffers [rows, heads, columns, width]."""
     size = max(_PADDED, *(part.count for part in parts))
     return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
 
@@ -94,12 +83,12 @@ class Embedding:
 
 
 class OrtForward:
-    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows than these are padded."""
+    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows are padded to so many."""
 
     def __init__(self, model: nn.Module, model_type: str, masked: bool) -> None:
         """
         Raises:
-            ModelError: ONNX Runtime does not serve the model.
+            ModelError: ONNX Runtime can't compute the model.
         """
         graph = build(model, model_type, masked)
         self._session = _session(graph)
@@ -114,16 +103,17 @@ class OrtForward:
         self._embedding = Embedding(unwrapped(embedding(backbone)), _factor(model_type, self.width))
         self._angles: list[tuple[Array, Array]] = []
         self._bound: dict[Any, Any] = {}
+        self._places: dict[int, tuple[ref[Array], tuple[tuple[int, ...], int]]] = {}
         self._look_up(_ANGLES)
 
     def __call__(
-        self, tokens: Ints, parts: Sequence[OrtSegment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
+        self, tokens: Ints, parts: Sequence[Segment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
     ) -> dict[str, Array]:
-        """Feeds tokens [T], part after part. `logits` [R, V] of the wanted places in the flat row.
+        """Feeds tokens [T], segment after segment. Returns `logits` [R, V] of the wanted places in the flat row.
 
         Args:
             layers: see `room`; written in place.
-            tapped: layers whose outputs are returned, too: `layer{i}` [T, H].
+            tapped: layers whose outputs are returned as `layer{i}` [T, H].
         """
         counts = [part.count for part in parts]
         first, stop = min(part.row for part in parts), max(part.row for part in parts) + 1
@@ -140,7 +130,8 @@ class OrtForward:
             back[begin:end] = row * size + np.arange(count)
             fed[row] = max(count, _PADDED)
             lengths[row] = part.start + fed[row] - 1
-            places[row, :count], places[row, count:] = part.positions, part.positions[-1]
+            positions = part.positions
+            places[row, :count], places[row, count:] = positions, positions[-1]
             begin = end
         back[begin:] = back[0]
         total = int(lengths.max()) + 1
@@ -179,29 +170,37 @@ class OrtForward:
         return found
 
     def _binding(self, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
-        """With keys and values of these rows bound; made anew where one has moved in memory or changed its size.
+        """A binding of these rows' keys and values, made anew where one has moved in memory or changed its size.
 
-        One that had other layers tapped is another: it would go on writing their rows to where they were wanted then.
+        Each set of tapped layers has a binding of its own, which would otherwise write rows to an old place.
         """
-        pairs = [buffer[first:stop] for pair in layers for buffer in pair]
-        places = [(own.shape, own.__array_interface__["data"][0]) for own in pairs]
-        key = (tapped, *places)
+        buffers = [buffer for pair in layers for buffer in pair]
+        key = (tapped, first, stop, *map(self._place, buffers))
         binding = self._bound.get(key)
         if binding is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
             binding = self._bound[key] = self._session.io_binding()
-            for number, place in enumerate(places):
-                name = f"{'kv'[number % 2]}{number // 2}"
-                binding.bind_input(name, "cpu", 0, np.float32, *place)
-                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, *place)
+            for number, buffer in enumerate(buffers):
+                name, own = f"{'kv'[number % 2]}{number // 2}", buffer[first:stop]
+                binding.bind_input(name, "cpu", 0, np.float32, own.shape, own.ctypes.data)
+                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, own.shape, own.ctypes.data)
             for number, (cos, sin) in enumerate(self._angles):
                 binding.bind_input(f"cos{number}", "cpu", 0, np.float32, cos.shape, cos.ctypes.data)
                 binding.bind_input(f"sin{number}", "cpu", 0, np.float32, sin.shape, sin.ctypes.data)
         return binding
 
+    def _place(self, buffer: Array) -> tuple[tuple[int, ...], int]:
+        """A buffer's shape and address, remembered because numpy takes 2 us for it, for 60 buffers in each forward."""
+        known = self._places.get(id(buffer))
+        if known is None or known[0]() is not buffer:
+            if len(self._places) >= _PLACES:
+                self._places.clear()
+            known = self._places[id(buffer)] = ref(buffer), (buffer.shape, buffer.ctypes.data)
+        return known[1]
+
     def _look_up(self, count: int) -> None:
-        """Angles of so many positions at least."""
+        """Tabulates the angles of so many positions at least."""
         if self._angles and count <= len(self._angles[0][0]):
             return
         positions = np.arange(-(-2 * count // _ANGLES) * _ANGLES)
@@ -211,13 +210,13 @@ class OrtForward:
         self._bound.clear()
 
 
-def _mask(parts: Sequence[OrtSegment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
+def _mask(parts: Sequence[Segment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
     """What is added to scores, [rows, 1, size, total]: 0 where a token sees a column."""
     mask = np.zeros((rows, 1, size, total), np.float32)
     for part in parts:
         own = mask[part.row - first, 0, : part.count, : part.end]
-        if part.seen is not None:
-            seen = part.seen(window)
+        if part.is_apart:
+            seen = part.seen(part.end, window)
             if not seen.all():
                 own[~seen] = _MASKED
         elif window is not None and part.end > window:
@@ -240,16 +239,97 @@ def _session(graph: Graph) -> Any:
 
 
 def threads() -> int:
-    """As many as every BLAS here has (`orchestrator.machine.system`)."""
+    """As many threads as the BLAS has (`orchestrator.machine.system`)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) > 0 else 1
 
 
 def _factor(model_type: str, width: int) -> float:
-    """What the family's models multiply their embedded tokens by."""
+    """The factor that the family's models apply to embedded tokens."""
     if not model_type.startswith("gemma3"):
         return 1.0
     return float(mx.array(width**0.5, mx.bfloat16).astype(mx.float32).item())  # type: ignore[arg-type]
+
+
+class OrtFlat:
+    """The forwards of one target; `norm` is its final one."""
+
+    def __init__(self, forward: OrtForward, norm: nn.Module) -> None:
+        self._forward = forward
+        self._factors, self._eps = norm_of(norm)
+
+    @property
+    def trees(self) -> bool:
+        """Whether a tree's nodes have the logits of chains, up to the rounding of float32."""
+        return not self._forward.quantised
+
+    def forward(
+        self,
+        tokens: Ints,
+        segments: Sequence[Segment],
+        caches: Sequence[FlatCache],
+        wanted: Sequence[int] | None,
+        hidden: HiddenStates | None = None,
+    ) -> mx.array:
+        """Feeds tokens [T], segment after segment. Logits [R, V] of the `wanted` places, or of all of them.
+
+        `hidden` records the hidden states that it wants.
+        """
+        if hidden is not None and not hidden.is_open:
+            hidden = None
+        places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
+        logits = np.empty((len(places), self._forward.vocab_size), np.float32)
+        tapped = self._tapped(hidden)
+        rows = {layer: np.empty((len(tokens), self._forward.width), np.float32) for layer in tapped}
+        for first, own in _runs(segments):
+            end = first + sum(segment.count for segment in own)
+            here = np.flatnonzero((places >= first) & (places < end))
+            reach = room(own)
+            layers = [
+                cache.on_host(*reach, _like(shape.kv_heads, shape.width))
+                for cache, shape in zip(caches, self._forward.shapes, strict=True)
+            ]
+            found = self._forward(tokens[first:end], own, layers, places[here] - first, tapped)
+            logits[here] = found["logits"]
+            for layer in tapped:
+                rows[layer][first:end] = found[f"layer{layer}"]
+        if hidden is not None:
+            self._record(hidden, rows)
+        return mx.array(logits)
+
+    def _tapped(self, hidden: HiddenStates | None) -> list[int]:
+        """The layers whose outputs are wanted, the norm's input among them."""
+        if hidden is None:
+            return []
+        last = len(self._forward.shapes) - 1
+        of_norm = hidden.wants(BEFORE_NORM) or hidden.wants(AFTER_NORM)
+        return [layer for layer in range(last + 1) if hidden.wants(layer) or (layer == last and of_norm)]
+
+    def _record(self, hidden: HiddenStates, rows: dict[int, Array]) -> None:
+        for layer, own in rows.items():
+            hidden.on_hidden_states(layer, own)
+        last = rows.get(len(self._forward.shapes) - 1)
+        if last is not None:
+            hidden.on_hidden_states(BEFORE_NORM, last)
+            if hidden.wants(AFTER_NORM):
+                size = np.sqrt(np.square(last).mean(axis=-1, keepdims=True) + np.float32(self._eps))
+                hidden.on_hidden_states(AFTER_NORM, last / size * self._factors)
+
+
+def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
+    """Segments of one run, and its first token: all short ones together; a long one alone, it would pad the others."""
+    begin, short = 0, 0
+    while short < len(segments) and not segments[short].long:
+        short += 1
+    for own in ([list(segments[:short])] if short else []) + [[segment] for segment in segments[short:]]:
+        yield begin, own
+        begin += sum(segment.count for segment in own)
+
+
+@cache
+def _like(kv_heads: int, width: int) -> mx.array:
+    """Keys of one column."""
+    return mx.zeros((1, kv_heads, 1, width))
 
 
 log = logging.getLogger(__name__)
@@ -261,14 +341,14 @@ _FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 
 
 def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
-    """What makes the model's forwards; None: MLX does, and the log says why.
+    """What computes the model's forwards; None: MLX does, and the log says why.
 
     Args:
-        model: its parameters may be lazy; quantised ones stay what they are.
+        model: its parameters may be lazy; quantised ones stay quantised.
         masked: trees of drafts are fed.
 
     Raises:
-        InvalidRequest: `CPU_KERNELS` names none of `KERNELS`.
+        InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
     """
     chosen = os.environ.get(CPU_KERNELS) or "auto"
     if chosen not in KERNELS:
@@ -289,27 +369,17 @@ def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
 
 
 def kernels() -> str:
-    """What a rounded forward's bits depend on besides the model: another may choose another token."""
+    """The kernels that a rounded forward's bits depend on: others may choose another token."""
     flags: set[str] = set()
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
     found = next((flag for flag in _FLAGS if flag in flags), platform.machine())
-    return f"int8-onnxruntime-{onnxruntime.__version__}-{found.replace('_', '-')}"
-
-
-def give_back() -> None:
-    """Memory that was needed to build a session only."""
-    gc.collect()
-    mx.clear_cache()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+    return f"int8-onnxruntime-{ort.__version__}-{found.replace('_', '-')}"
 
 
 def check(model: nn.Module, forward: OrtForward) -> None:
-    """Finds out how many rows a forward must have for its bits to be always the same, and tells `forward`.
+    """Compares logits, and sets `forward.least`: how many rows a forward needs for its bits to be always the same.
 
     Raises:
         ModelError: its logits are not the model's, or depend on what is fed beside a token.
@@ -317,8 +387,8 @@ def check(model: nn.Module, forward: OrtForward) -> None:
     tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_WIDE)], np.int32)
     own = np.array(model(mx.array(tokens[None, :_OWN]))[0].astype(mx.float32))
     found = alone(forward, tokens, (_OWN,))
-    said = ~(own == -np.inf).all(axis=0)  # a draft may be able to say fewer tokens
-    own, found = own[:, said], found[:, said]
+    known = ~(own == -np.inf).all(axis=0)  # a draft may have fewer tokens
+    own, found = own[:, known], found[:, known]
     deviation = np.maximum(own.std(axis=-1), 1.0)
     worst = float((np.sqrt(np.square(found - own).mean(axis=-1)) / deviation).mean())
     if not worst <= (_ROUNDED if forward.quantised else _EXACT):
@@ -336,23 +406,23 @@ def check(model: nn.Module, forward: OrtForward) -> None:
 
 
 def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
-    """Logits of tokens fed in pieces of so many, one text."""
+    """Logits of one text's tokens, fed in pieces of so many."""
     layers = _buffers(forward, 1)
     found, start = [], 0
     for count in counts:
-        part = OrtSegment(0, start, np.arange(start, start + count))
+        part = Segment(0, start, count)
         found.append(forward(tokens[start : start + count], [part], layers, np.arange(count))["logits"])
         start += count
     return np.concatenate(found)
 
 
 def _beside(forward: OrtForward, tokens: Array) -> Array:
-    """Logits of tokens fed in three pieces, with others before and behind, one of them idle at times."""
+    """Logits of tokens fed in three pieces, with texts in the rows before and behind, one of them idle at times."""
     layers = _buffers(forward, 3)
     found, start = [], 0
     for number, count in enumerate((3, 1, _WIDE - 4)):
-        own = OrtSegment(1, start, np.arange(start, start + count))
-        others = [OrtSegment(row, 0, np.arange(_NEIGHBOUR)) for row in ((0, 2), (2,), (0, 2))[number]]
+        own = Segment(1, start, count)
+        others = [Segment(row, 0, _NEIGHBOUR) for row in ((0, 2), (2,), (0, 2))[number]]
         parts = sorted([own, *others], key=lambda part: part.row)
         flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
         begin = sum(part.count for part in parts if part.row < 1)
@@ -362,6 +432,6 @@ def _beside(forward: OrtForward, tokens: Array) -> Array:
 
 
 def _buffers(forward: OrtForward, rows: int) -> Layers:
-    _, columns = room([OrtSegment(0, 2 * _WIDE, np.arange(_WIDE))])
+    _, columns = room([Segment(0, 2 * _WIDE, _WIDE)])
     like = [(rows, shape.kv_heads, columns, shape.width) for shape in forward.shapes]
     return [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in like]

@@ -2,7 +2,7 @@
 
 A forward feeds one flat row of tokens, of several texts. Dense layers see the row, attention sees it laid out by text
 [B, S] and writes keys and values in place. Knows layers, and what a weight means; nothing of texts, buffers or when a
-forward is made. Whether the graph says what the model says is `ort.check`'s to find out.
+forward is made. `ort.forward.check` tries whether the graph's logits are the model's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer's buffers of keys and values are to be like, and how much it sees; `window` None: everything."""
+    """The shape of a layer's keys and values, and its `window`; None: it sees everything."""
 
     kv_heads: int
     width: int
@@ -92,7 +92,7 @@ class Affine:
         return Affine(q, scales, biases, self.bits)
 
     def zero_points(self) -> Array | None:
-        """Those that say the same as the biases, [N, groups]; None: they are no integers in 0..2^bits - 1."""
+        """The zero points equal to the biases, [N, groups]; None: they are no integers in 0..2^bits - 1."""
         points = -self.biases / np.where(self.scales == 0, np.float32(1), self.scales)
         whole = np.rint(points)
         fits = (np.abs(points - whole) <= _WHOLE) & (whole >= 0) & (whole < 2**self.bits)
@@ -213,7 +213,7 @@ class _Builder:
 
 
 def build(model: nn.Module, model_type: str, masked: bool) -> Graph:
-    """The graph of a model. `masked`: every query's columns are said, as trees of drafts need it.
+    """The graph of a model. `masked`: it takes a mask for every query, as trees of drafts need it.
 
     Raises:
         ModelError: the model is of no family that is served here.
@@ -351,7 +351,7 @@ def host(array: mx.array) -> Array:
 
 
 def output_of(model: nn.Module) -> nn.Module:
-    """The module that makes logits: the model's own, or its embedding."""
+    """The module that computes logits: the model's output layer, or its embedding."""
     for module in model.modules():
         own = module.get("lm_head") if isinstance(module, dict) else None
         if isinstance(own, nn.Module):
@@ -364,7 +364,7 @@ def _three(attention: nn.Module) -> list[nn.Module]:
 
 
 def _depth(layer: nn.Module) -> int:
-    """How long a layer's inputs are."""
+    """The width of a layer's input."""
     if isinstance(layer, nn.QuantizedLinear):
         return int(layer.scales.shape[1] * layer.group_size)
     return int(layer.weight.shape[1])
@@ -378,7 +378,7 @@ def _rope(rope: nn.Module, width: int) -> RopeTable:
 
 
 def norm_of(layer: nn.Module) -> tuple[Array, float]:
-    """An RMS norm's factors, whatever the module keeps of them, and its epsilon."""
+    """An RMS norm's factors, however the module stores them, and its epsilon."""
     weight, eps = host(layer.weight), float(layer.eps)
     ones = host(layer(mx.ones((1, weight.size))))[0] * np.sqrt(np.float32(1 + eps))
     for factors in (weight, 1 + weight):

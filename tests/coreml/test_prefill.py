@@ -18,10 +18,9 @@ from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.coreml.trials.trial import Ending
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.kv_rows import DenseKVRows, KeysValues
-from outrider.engine.kv_transfer import PrefilledKVRows, ReadingFault
+from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
+from outrider.engine.kv_transfer import KeysValues, ReadingFault
 from outrider.engine.loading import load
-from outrider.engine.ort.flat import OrtKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -78,7 +77,8 @@ def test_a_tree_grows_on_it(
     made = bench("llama", weights=weights, max_position_embeddings=1024)
     model, prompt = load(made.model_path), [*text, *text][:prompt_length]
     done = list[tuple[int, int]]()
-    columns = PrefilledKVRows(form(model), reader_of(made))
+    columns = form(model)
+    columns.reader = reader_of(made)
     tree = Tree(columns, Sampler(SamplingParams(), VOCAB, normalised=False), 1024, prompt, lambda *at: done.append(at))
     assert columns.read == min(prompt_length - 1, 256)
     assert done[:2] == [(64, prompt_length), (128, prompt_length)]

@@ -12,8 +12,7 @@ from outrider.drafters.coreml.host.prefill import PackageReader
 from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
-from outrider.prefill_worker.mlx_reader import MlxReader
-from outrider.prefill_worker.package_reader import CoreMLReader
+from outrider.prefill_worker.readers import CoreMLReader, MlxReader
 from tests.coreml.conftest import Bench
 
 NOISE = {"fp32": 1e-4, "fp16": 0.1}

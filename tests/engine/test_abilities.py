@@ -11,10 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from outrider.engine import abilities as module
-from outrider.engine.abilities import abilities
+from outrider.engine import load_checks as module
 from outrider.engine.cache import LengthCache
-from outrider.engine.load_checks import tree_form
+from outrider.engine.load_checks import abilities, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
 from tests.harness.model_configs import config_of, model_types

@@ -14,8 +14,8 @@ import pytest
 from mlx_lm.models.base import create_attention_mask
 
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache, open_slots
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.load_checks import open_kv_cache, open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import ModelError

@@ -14,8 +14,8 @@ import pytest
 from mlx_lm.models import llama
 
 from outrider.engine import flat, hidden_states, load_checks
-from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache, open_slots
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.load_checks import open_kv_cache, open_slots
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import OutriderError

@@ -16,15 +16,15 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
+from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import Feed, FlatKVCache
-from outrider.engine.kv_rows import DenseKVRows
+from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
 from outrider.engine.load_checks import open_kv_cache, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort import forward
 from outrider.engine.ort import forward as ort_forward
-from outrider.engine.ort.flat import OrtKVRows
-from outrider.engine.ort.forward import OrtForward, OrtSegment
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.graph import Affine, build
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
@@ -239,7 +239,7 @@ def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> Non
     layers = [
         tuple(np.zeros((1, shape.kv_heads, 64, shape.width), np.float32) for _ in range(2)) for shape in forward.shapes
     ]
-    part, wanted = OrtSegment(0, 0, np.arange(4)), np.arange(4)
+    part, wanted = Segment(0, 0, 4), np.arange(4)
     rows = forward(np.array([1, 2, 3, 4]), [part], layers, wanted, (1,))["layer1"]
     before = rows.copy()
     forward(np.array([9, 8, 7, 6]), [part], layers, wanted)
@@ -261,7 +261,7 @@ def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
             found.append((pair[0], pair[1]))
         return found
 
-    tokens, part, wanted = np.array([1, 2, 3, 4]), OrtSegment(0, 0, np.arange(4)), np.arange(4)
+    tokens, part, wanted = np.array([1, 2, 3, 4]), Segment(0, 0, 4), np.arange(4)
     for columns in (64, 128):
         forward(tokens, [part], layers(columns), wanted)
     shape = forward.shapes[1]

@@ -7,29 +7,23 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from outrider.engine.kv_rows import KeysValues
-from outrider.engine.kv_transfer import PrefilledKVRows, ReadingFault
+from outrider.engine.kv_transfer import FillableKVRows, KeysValues, PromptReader, ReadingFault
 
 
-class Watched:
+class Watched(FillableKVRows):
     """Columns that note what they are told."""
 
-    lazy = False
-
-    def __init__(self) -> None:
+    def __init__(self, reader: PromptReader) -> None:
+        self.reader = reader
         self.told: list[tuple[str, int, int]] = []
 
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    def _prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
         self.told.append(("read", start, len(tokens)))
 
     def adopt(self, start: int, read: KeysValues) -> None:
         self.told.append(("adopt", start, start + read.count))
-
-    def forward(self, *arguments: object) -> None: ...
-
-    def keep(self, prefix: int, columns: object) -> None: ...
 
 
 class Reader:
@@ -60,19 +54,18 @@ class Reader:
     ],
 )
 def test_the_model_reads_what_the_reader_left(reader: Reader, told: list[tuple[str, int, int]]) -> None:
-    columns, seen = Watched(), list[tuple[int, int]]()
-    reading = PrefilledKVRows(columns, reader)  # type: ignore[arg-type]
-    reading.prefill(list(range(10)), lambda *at: seen.append(at), 11)
-    assert columns.told == told and reading.read == told[-1][1]
+    columns, seen = Watched(reader), list[tuple[int, int]]()
+    columns.prefill(list(range(10)), lambda *at: seen.append(at), 11)
+    assert columns.told == told and columns.read == told[-1][1]
     assert seen == [(end, 11) for what, _, end in told if what == "adopt" and end < 10]
 
 
 def test_progress_that_raises_ends_the_reading() -> None:
-    columns = Watched()
+    columns = Watched(Reader(10))
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        PrefilledKVRows(columns, Reader(10)).prefill(list(range(10)), stop, 11)  # type: ignore[arg-type]
+        columns.prefill(list(range(10)), stop, 11)
     assert columns.told == [("adopt", 0, 4)]

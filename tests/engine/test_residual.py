@@ -19,7 +19,7 @@ import pytest
 import scipy
 
 from outrider.engine import residual
-from outrider.engine.kv_cache import open_slots
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.noise import Purpose, stream
 from outrider.engine.residual import Draws, Keys, ResidualSampler, draw

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.kv_cache import open_slots
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows
-from outrider.engine.load_checks import open_tree, tree_form
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows
+from outrider.engine.load_checks import open_slots, open_tree, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.flat import OrtKVRows
 from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree

@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from outrider.engine import load_checks
-from outrider.engine.kv_cache import CacheSlot, FlatKVCache, open_slots
-from outrider.engine.load_checks import ReferenceLogits, open_kv_cache
+from outrider.engine.kv_cache import CacheSlot, FlatKVCache
+from outrider.engine.load_checks import ReferenceLogits, open_kv_cache, open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin, verify
 from outrider.protocol.errors import InvalidRequest, OutriderError

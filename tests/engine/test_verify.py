@@ -12,7 +12,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
 from mlx_lm.sample_utils import make_logits_processors
 
 from outrider.engine.cache import KVState, LengthCache, RollbackError
-from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache, open_slots
+from outrider.engine.kv_cache import CacheSlot, Feed, SeparateKVCache
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest

@@ -130,16 +130,16 @@ def test_json_has_one_space_or_none_unless_its_schema_says_more(
 
 def test_no_end_is_among_the_first_tokens_unless_nothing_else_is_allowed() -> None:
     params = SamplingParams(min_tokens=3)
-    free = COMPILER.asked(params, (END, 1), 2)
+    free = COMPILER.constraint_for(params, (END, 1), 2)
     assert free is not None
     for length in range(2, 8):
         words = tokens_of(free.allowed([[7] * length])[0])
         assert ({END, 1} <= words) is (length >= 5) and {7, 4095} <= words
-    choice = COMPILER.asked(replace(params, min_tokens=60, grammar=Grammar("regex", "x+|return")), (END,), 0)
+    choice = COMPILER.constraint_for(replace(params, min_tokens=60, grammar=Grammar("regex", "x+|return")), (END,), 0)
     assert choice is not None
     some, whole = (list(CODEC.encode(text, special=False)) for text in ("xx", "return"))
     assert END not in tokens_of(choice.allowed([some])[0]) and tokens_of(choice.allowed([whole])[0]) == {END}
-    assert COMPILER.asked(SamplingParams(), (END,), 0) is None
+    assert COMPILER.constraint_for(SamplingParams(), (END,), 0) is None
     with pytest.raises(InvalidRequest, match="min_tokens is 5; expected at most max_tokens, which is 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
 

@@ -20,8 +20,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, embedded_
 from outrider.protocol.heads import head_kind
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import beside_target
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.embedded import mixed_tokens
 from tests.system.links import FakeLink, answered

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from outrider.engine.kv_cache import CacheSlot, open_slots
+from outrider.engine.kv_cache import CacheSlot
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify

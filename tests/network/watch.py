@@ -292,12 +292,12 @@ class Watch:
             self._looks_at_drafter(worker, watched)
 
     def _looks_at_target(self, worker: Any) -> None:
-        running, texts, cache = worker._running, worker._texts._sequences, worker._prompts.cache
+        running, texts, cache = worker._running, worker._kv_cache._sequences, worker._prefixes.cache
         for name, one in running.items():
             self._are_committed(name, one.slot.tokens)
             for part in one._drafting.values():
                 self._are_committed(name, part.column_tokens())
-            fed = one.slot.fed - worker._batch.makes(one)  # a step may be under way behind one that is not read
+            fed = one.slot.fed - worker._runner.makes(one)  # a step may be under way behind one that is not read
             self._judge("columns", fed < len(one.slot.tokens), f"{name}: {fed} of {one.slot.tokens} are fed")
         self._judge("memory", len(texts) == len(running), f"{len(texts)} texts are held for {len(running)} requests")
         self._holds_within(cache, len(running))

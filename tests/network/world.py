@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.abilities import abilities
+from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
@@ -24,8 +24,7 @@ from outrider.orchestrator.core.workers.worker import MOST_LIES
 from outrider.orchestrator.events import Admit
 from outrider.protocol.abilities import Abilities, InProcessDrafter
 from outrider.protocol.messages import KvMemory, Message, Outcome
-from outrider.target_worker.in_process_drafter import InProcessModel
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather

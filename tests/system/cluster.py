@@ -19,7 +19,7 @@ from outrider.drafters.heads.ahead import AheadHead
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.abilities import abilities
+from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.request import RoundSettings
@@ -32,8 +32,12 @@ from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.target_worker.feature_publisher import FeaturePublisher
-from outrider.target_worker.in_process_drafter import InProcessHead, InProcessModel
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessProposer
+from outrider.target_worker.in_process_drafters import (
+    InProcessDrafters,
+    InProcessHead,
+    InProcessModel,
+    InProcessProposer,
+)
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec

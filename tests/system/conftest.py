@@ -10,7 +10,7 @@ import pytest
 
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
-from outrider.engine.kv_cache import open_slots
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify
 from outrider.protocol.sampling import SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.engine.loading import LoadedModel
-from outrider.prefill_worker.mlx_reader import MlxReader
+from outrider.prefill_worker.readers import MlxReader
 from outrider.prefill_worker.worker import PrefillWorker
 from outrider.protocol.messages import KvMemory, Message, PromptKv
 from tests.system.cluster import Cluster

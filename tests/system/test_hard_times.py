@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.engine.kv_cache import open_slots
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET

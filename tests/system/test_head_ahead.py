@@ -169,7 +169,7 @@ def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[A
     columns = [*range(tree._layout.prefix), *tree._recent]
     apart = 0.0
     for leaf, true in zip(tree.kv_rows.leaves, fresh._caches, strict=True):
-        for mine, theirs in zip((leaf.keys, leaf.values), true.saved(0, len(text) - 1), strict=True):
+        for mine, theirs in zip((leaf.keys, leaf.values), true.saved(len(text) - 1), strict=True):
             assert mine is not None
             apart = max(apart, float(mx.abs(mx.take(mine, mx.array(columns), axis=2) - theirs).max().item()))
     return apart

@@ -25,7 +25,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_mode
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import WorkerError
 from outrider.target_worker.certificate import Claim, certify
-from outrider.target_worker.rank_local import free_ports
+from outrider.target_worker.rank_link import free_ports
 from tests.target_worker.heads import markov_llama, write_feature_head
 
 LIMIT = 200.0

@@ -15,8 +15,7 @@ from outrider.drafters.heads.head import Head
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import HeadDraftSession, InProcessHead
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import HeadDraftSession, InProcessDrafters, InProcessHead
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head

@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 import mlx.core as mx
 import pytest
 
-from outrider.engine.kv_cache import CacheSlot, SeparateKVCache, open_slots
+from outrider.engine.kv_cache import CacheSlot, SeparateKVCache
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import load
 from outrider.engine.verify import verify
 from outrider.grammar.compiler import Compiler

@@ -13,8 +13,7 @@ import pytest
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.messages import Close, Fault, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import InProcessModel, ModelDraftSession
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, ModelDraftSession
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.system.markov import markov
@@ -36,13 +35,18 @@ class Stand:
         self.opened = 0
         colocated = InProcessModel(MlxDrafter(markov(OTHER))) if drafts else None
         if colocated is not None:
-            open_one = colocated.open
+            session_of = colocated.session_of
 
             def counted(*arguments: Any) -> Any:
-                self.opened += 1
-                return open_one(*arguments)
+                opens = session_of(*arguments)
 
-            colocated.open = counted  # type: ignore[method-assign]
+                def opened() -> Any:
+                    self.opened += 1
+                    return opens()
+
+                return opened
+
+            colocated.session_of = counted  # type: ignore[method-assign]
         self.own = colocated
         own = InProcessDrafters({"draft": colocated} if colocated is not None else {})
         self.worker = TargetWorker(self.link, markov(TABLE), own=own)  # type: ignore[arg-type]
@@ -184,14 +188,14 @@ def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was(
     stand = Stand()
     stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING), Open("t", 0, 0, PROMPT, SAMPLING))
     others = [replace(drafting(1, 1501), request="s"), replace(drafting(1, START), request="t")]
-    open_one = stand.own.open  # type: ignore[union-attr]
+    open_one = stand.own.drafter.open  # type: ignore[union-attr]
 
-    def closing(tokens: list[int], *arguments: Any) -> Any:
+    def closing(tokens: list[int], *arguments: Any, **named: Any) -> Any:
         if len(tokens) > 1000:
             stand.worker._handle(Close("r"))
-        return open_one(tokens, *arguments)
+        return open_one(tokens, *arguments, **named)
 
-    stand.own.open = closing  # type: ignore[union-attr, method-assign]
+    stand.own.drafter.open = closing  # type: ignore[union-attr, method-assign]
     found = stand.say(drafting(1, START), *others, turns=6)
     ours = [a for a in found if a.request == "t"]
     assert ours and text(ours) == TRUTH[START : START + len(text(ours))]
@@ -200,14 +204,14 @@ def test_a_request_closed_while_anothers_draft_reads_leaves_the_other_as_it_was(
 def test_a_request_asked_to_draft_while_anothers_draft_reads_drafts_in_the_next_forward() -> None:
     stand = Stand()
     stand.say(Open("s", 0, 0, np.tile(PROMPT, 500), SAMPLING))
-    open_one = stand.own.open  # type: ignore[union-attr]
+    open_one = stand.own.drafter.open  # type: ignore[union-attr]
 
-    def asking(tokens: list[int], *arguments: Any) -> Any:
+    def asking(tokens: list[int], *arguments: Any, **named: Any) -> Any:
         if len(tokens) > 1000:
             stand.worker._handle(drafting(1, START))
-        return open_one(tokens, *arguments)
+        return open_one(tokens, *arguments, **named)
 
-    stand.own.open = asking  # type: ignore[union-attr, method-assign]
+    stand.own.drafter.open = asking  # type: ignore[union-attr, method-assign]
     found = stand.say(replace(drafting(1, 1501), request="s"))
     assert not [answer for answer in found if isinstance(answer, Fault)]
     ours = [answer for answer in found if answer.request == "r"]

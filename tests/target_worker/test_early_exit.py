@@ -25,7 +25,7 @@ from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import beside_target
+from outrider.target_worker.in_process_drafters import beside_target
 from tests.drafters.experts import gated_mlp, rms
 from tests.drafters.mtp_heads import turned
 from tests.target_worker.heads import LAYERS, H, markov_llama

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine import abilities as module
+from outrider.engine import load_checks as module
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.abilities import Abilities
 from outrider.protocol.messages import Fault, Open, Outcome, Verify
@@ -43,7 +43,7 @@ class Poisoned(Markov):
 
 def poisoned(fault: Exception | None) -> LoadedModel:
     model = replace(markov(TABLE), model=Poisoned(fault))
-    module._known[model] = Abilities()  # at load it was sound
+    module._abilities_of[model] = Abilities()  # at load it was sound
     return model
 
 
@@ -108,7 +108,7 @@ def test_plain_rounds_that_fail_are_one_requests_failure() -> None:
     table[np.arange(6), (np.arange(6) + 1) % 6] = 9.0  # 1, 2, 3, 4, poison
     model = replace(markov(table), model=Poisoned(None))
     model.model._table = mx.array(table)
-    module._known[model] = Abilities()
+    module._abilities_of[model] = Abilities()
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
     answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])

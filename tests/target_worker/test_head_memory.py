@@ -21,8 +21,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
 from outrider.protocol.messages import Close, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import InProcessHead
-from outrider.target_worker.in_process_drafters import InProcessDrafters, _begins_at
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, _begins_at
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
@@ -102,7 +101,7 @@ def assert_as_fresh(talk: Talk, running: TargetRequest) -> None:
     texts.read(again.catch_up(tokens))
     mine: Any = talk.own.kv_cache
     for ours, theirs in zip(mine._caches, texts._caches, strict=True):
-        for a, b in zip(ours.saved(heard.text.row, known), theirs.saved(0, known), strict=True):
+        for a, b in zip(ours.saved(known, heard.text.row), theirs.saved(known), strict=True):
             assert float(mx.abs(a - b).max().item()) < 1e-3
 
 

@@ -27,8 +27,7 @@ from outrider.protocol.messages import Halt, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
-from outrider.target_worker.in_process_drafter import InProcessHead, InProcessModel
-from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters
+from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters, InProcessHead, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head

@@ -30,8 +30,7 @@ from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafter import InProcessHead, beside_target
-from outrider.target_worker.in_process_drafters import InProcessDrafters
+from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, beside_target
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.covering import matrix
@@ -250,9 +249,7 @@ def test_after_any_k_of_K_the_head_is_as_one_that_read_the_text_at_once(target: 
         again.add_features(0, features)
         fresh.read(again.catch_up(slot.tokens))
         for mine, true in zip(own.kv_cache._caches, fresh._caches, strict=True):
-            for a, b in zip(
-                mine.saved(follower.text.row, follower.length), true.saved(0, follower.length), strict=True
-            ):
+            for a, b in zip(mine.saved(follower.length, follower.text.row), true.saved(follower.length), strict=True):
                 assert float(mx.abs(a - b).max().item()) < 1e-3
 
 

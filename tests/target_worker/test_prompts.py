@@ -159,4 +159,4 @@ def test_many_requests_of_which_some_are_cancelled_give_all_back(model: LoadedMo
     bench.say(asked("long", [7] * 990))
     assert bench.use.bytes == 0, "nobody but this one has reserved anything"
     bench.say(Close("long"), KvMemory(0))
-    assert not any(bench.worker._texts.state()), "every row was given back"
+    assert not any(bench.worker._kv_cache.state()), "every row was given back"

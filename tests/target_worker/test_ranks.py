@@ -46,7 +46,7 @@ def two(monkeypatch: pytest.MonkeyPatch, strangers: Sequence[bytes] = ()) -> Ite
     second: Any = Collective(1, words)
     with closing(RankLeader(first)) as leader:
         for said in strangers:
-            with socket.create_connection(leader._door.getsockname()) as stranger:
+            with socket.create_connection(leader._listener.getsockname()) as stranger:
                 stranger.sendall(said)
         with closing(RankMember(second)) as member:
             try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from outrider.target_worker.rank_local import free_ports
+from outrider.target_worker.rank_link import free_ports
 
 OFFERS: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
 """Beside the head."""

@@ -13,8 +13,7 @@ import numpy as np
 from outrider.drafters.coreml.host.host import LinearCache, PackageHost
 from outrider.drafters.coreml.package.package import Package
 from outrider.drafters.coreml.runtime.runtimes import Runtime
-from outrider.engine.kv_rows import KeysValues
-from outrider.engine.kv_transfer import ReadingFault
+from outrider.engine.kv_transfer import KeysValues, ReadingFault
 from outrider.protocol.errors import OutriderError
 
 

@@ -16,9 +16,8 @@ from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.mirrored_kv_cache import MirroredKVCache, RankFollower
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-from outrider.engine.ranks import Ranks
+from outrider.engine.ranks import MirroredKVCache, RankFollower, Ranks
 from outrider.protocol.codec import decode_all, encode_all
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.messages import Message, TextForward
