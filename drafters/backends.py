@@ -13,7 +13,7 @@ Progress = Callable[[str], None]
 
 
 def _mlx(model: str, prefill: str, progress: Progress) -> Drafter:
-    from outrider.drafters.coreml.readers import reader_for
+    from outrider.drafters.coreml.prompts import reader_for
     from outrider.drafters.mlx import MlxDrafter
 
     return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
@@ -45,7 +45,7 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
     """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
 
     Args:
-        prefill: who reads prompts for `mlx`, see `drafters.coreml.readers`.
+        prefill: who reads prompts for `mlx`, see `drafters.coreml.prompts`.
         target: the folder of the model whose rows a head reads.
     """
     if backend in AHEAD:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from outrider.drafters.coreml.host.prefill import PackageReader
+from outrider.drafters.coreml.host import PackageReader
 from outrider.drafters.drafter import DrawingTree, TokenTree, TreeFeed
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.load_checks import open_tree, tree_cost, tree_form

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.package.layout import Mode
+from outrider.drafters.coreml.layout import Mode
 from outrider.protocol.errors import OutriderError
 
 _BAR = 30
@@ -23,7 +23,7 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     try:
-        from outrider.drafters.coreml.converter.converter import Options, convert
+        from outrider.drafters.coreml.converter import Options, convert
         from outrider.drafters.coreml.load import checkpoint_of
 
         wanted = Options(Mode(options.mode), options.weights, options.context)

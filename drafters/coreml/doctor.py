@@ -30,15 +30,13 @@ from statistics import median
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import load, prompts
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.host.host import LinearCache, PackageHost
-from outrider.drafters.coreml.package.layout import PackageFunction
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import os_build
-from outrider.drafters.coreml.trials import selection
-from outrider.drafters.coreml.trials.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
+from outrider.drafters.coreml import converter, load, prompts, selection
+from outrider.drafters.coreml.host import LinearCache, PackageHost
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.layout import PackageFunction
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import os_build
+from outrider.drafters.coreml.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 

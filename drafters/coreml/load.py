@@ -7,14 +7,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.package import package
-from outrider.drafters.coreml.package.layout import read as read_architecture
-from outrider.drafters.coreml.package.package import open_package
-from outrider.drafters.coreml.runtime.interpreter import REFERENCE, NumpyRuntime, runtime_of
-from outrider.drafters.coreml.trials import selection
-from outrider.drafters.coreml.trials.selection import OfCheckpoint, OnePackage, PackageSource, Selection
+from outrider.drafters.coreml import converter, package, selection
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.interpreter import REFERENCE, NumpyRuntime, runtime_of
+from outrider.drafters.coreml.layout import read as read_architecture
+from outrider.drafters.coreml.package import open_package
+from outrider.drafters.coreml.selection import OfCheckpoint, OnePackage, PackageSource, Selection
 from outrider.drafters.drafter import Drafter
 from outrider.protocol.errors import ModelError
 

@@ -12,15 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml import load
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import MLPACKAGE
-from outrider.drafters.coreml.runtime import runtimes
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import CoreMLRuntime, RuntimeFault
-from outrider.drafters.coreml.trials import selection, trial
-from outrider.drafters.coreml.trials.selection import OnePackage, Selection
+from outrider.drafters.coreml import load, runtimes, saved, selection, trial
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.package import MLPACKAGE
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, RuntimeFault
+from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams

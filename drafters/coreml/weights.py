@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package.layout import DecoderArchitecture
+from outrider.drafters.coreml.layout import DecoderArchitecture
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 GROUP = 64

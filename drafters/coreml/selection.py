@@ -25,19 +25,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Protocol, TypeVar
 
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.converter.converter import Options, Progress
-from outrider.drafters.coreml.package import package
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.runtimes import os_build
-from outrider.drafters.coreml.trials import trial
-from outrider.drafters.coreml.trials.trial import Trial
+from outrider.drafters.coreml import converter, package, trial
+from outrider.drafters.coreml.converter import Options, Progress
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import os_build
+from outrider.drafters.coreml.trial import Trial
 from outrider.protocol.errors import ModelError
 
 PREFERRED = ("CPU_AND_NE", "CPU_ONLY")
 PREDICTIONS = 300
-MODULE = "outrider.drafters.coreml.trials.trial"
+MODULE = "outrider.drafters.coreml.trial"
 _SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
 _LEAST_AGREEMENT = 0.9
 _MOST_DISTANCE = 0.05

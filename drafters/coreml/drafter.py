@@ -13,10 +13,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from outrider.drafters.coreml.host.host import PackageHost, cache_bytes
-from outrider.drafters.coreml.host.kv_rows import CoreMLKVRows, Node
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.runtimes import Runtime
+from outrider.drafters.coreml.host import PackageHost, cache_bytes
+from outrider.drafters.coreml.kv_rows import CoreMLKVRows, Node
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import Runtime
 from outrider.drafters.drafter import Candidate, DrafterFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import DrawnStep, Draws

@@ -22,8 +22,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.host.host import CallOutput, HostRows, PackageHost
-from outrider.drafters.coreml.package.layout import Mode, PackageFunction
+from outrider.drafters.coreml.host import CallOutput, HostRows, PackageHost
+from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.drafter import DrafterFault
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler

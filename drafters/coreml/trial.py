@@ -1,4 +1,4 @@
-"""`python -m outrider.drafters.coreml.trials.trial`: one package on one compute unit, tried out. Writes what it saw.
+"""`python -m outrider.drafters.coreml.trial`: one package on one compute unit, tried out. Writes what it saw.
 
 Meant to be sacrificed: a graph the Neural Engine's compiler dislikes can end the whole process, some only after a
 hundred predictions. So this runs in a process of its own (`selection` starts it), and a missing file is an answer too.
@@ -17,24 +17,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.host.host import LinearCache, PackageHost
-from outrider.drafters.coreml.package.layout import PackageFunction
-from outrider.drafters.coreml.package.package import Package, open_package
-from outrider.drafters.coreml.runtime import runtimes
-from outrider.drafters.coreml.runtime.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
-from outrider.drafters.coreml.runtime.runtimes import DeviceAbsent, compiled_path
+from outrider.drafters.coreml import runtimes
+from outrider.drafters.coreml.host import LinearCache, PackageHost
+from outrider.drafters.coreml.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
+from outrider.drafters.coreml.layout import PackageFunction
+from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.runtimes import DeviceAbsent, compiled_path
 from outrider.protocol.errors import ModelError, OutriderError
 
 ABSENT = 20
 """The exit code of a program whose device is not there at all."""
-_ROOT = Path(__file__).absolute().parents[4]
+_ROOT = Path(__file__).absolute().parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +211,25 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
+def written(file: Path, result: Callable[[], object]) -> int:
+    """The exit code of a sacrificed program, which leaves its `result`, a dataclass, in `file` as JSON."""
+    try:
+        found: Any = result()
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+    file.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.trials.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.trial", description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--units", choices=NAMES, required=True)
     parser.add_argument("--predictions", type=int, default=300)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    try:
-        trial = run(open_package(options.package), options.units, options.predictions)
-    except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
-    options.result.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
-    return 0
+    return written(options.result, lambda: run(open_package(options.package), options.units, options.predictions))
 
 
 if __name__ == "__main__":

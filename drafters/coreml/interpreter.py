@@ -20,10 +20,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.package.saved import Constant, Port, SavedFunction, SavedModel, SavedOperation
-from outrider.drafters.coreml.runtime.runtimes import (
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import (
     UNITS,
     CoreMLRuntime,
     Inputs,
@@ -32,6 +31,7 @@ from outrider.drafters.coreml.runtime.runtimes import (
     RuntimeFault,
     RuntimeState,
 )
+from outrider.drafters.coreml.saved import Constant, Port, SavedFunction, SavedModel, SavedOperation
 from outrider.protocol.errors import ModelError
 
 Array: TypeAlias = NDArray[Any]

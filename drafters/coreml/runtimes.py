@@ -25,8 +25,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import Package
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.package import Package
 from outrider.protocol.errors import ModelError, WorkerError
 
 Inputs = Mapping[str, NDArray[Any]]

@@ -1,7 +1,7 @@
-"""`python -m outrider.drafters.coreml.survey`: every mode, weight kind and compute unit of a draft tried out; a table.
+"""`python -m tools.coreml_survey`: every mode, weight kind and compute unit of a draft tried out; a table.
 
-The part of launch/mac_check.sh that only a Mac can answer. Each trial runs in a process of its own and may die there.
-On other systems the interpreter stands in for the device, which proves that the survey itself works.
+The part of launch/mac_check.sh that only a Mac can answer. Each trial runs in a process of its own and may crash there.
+On other systems the interpreter stands in for the device, which shows that the survey itself works.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import load
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.converter.converter import Options
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.interpreter import REFERENCE
-from outrider.drafters.coreml.trials import selection, trial
-from outrider.drafters.coreml.trials.selection import Tried
+from outrider.drafters.coreml import converter, load, selection, trial
+from outrider.drafters.coreml.converter import Options
+from outrider.drafters.coreml.interpreter import REFERENCE
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.selection import Tried
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import OutriderError
 
@@ -95,7 +93,7 @@ def slowdown(target: str, package: Package, units: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.survey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tools.coreml_survey", description=__doc__)
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--target", help="measure how much its decoding slows down while the draft runs")
     parser.add_argument("--predictions", type=int, default=1000)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.converter.weights import HEAD, NORM, DenseMatrix, Int4, Int8, Weights
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.weights import HEAD, NORM, DenseMatrix, Int4, Int8, Weights
 
 
 class Constants:

@@ -25,9 +25,9 @@ import numpy as np
 from mlx_lm.utils import load_config, load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import layout, saved
-from outrider.drafters.coreml.package.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
-from outrider.drafters.coreml.package.saved import SavedModel
+from outrider.drafters.coreml import layout, saved
+from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.saved import SavedModel
 from outrider.protocol.errors import ModelError
 
 FORMAT = 1

@@ -33,9 +33,18 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
-from outrider.drafters.coreml.converter import graph
-from outrider.drafters.coreml.converter.graph import Constants
-from outrider.drafters.coreml.converter.weights import (
+from outrider.drafters.coreml import graph, package, saved
+from outrider.drafters.coreml.graph import Constants
+from outrider.drafters.coreml.layout import (
+    HEAD_GRID,
+    MAX_WIDTH,
+    PREFILL_ROWS,
+    SCRATCH_SLOTS,
+    Mode,
+    PackageLayout,
+)
+from outrider.drafters.coreml.package import Manifest, Package, open_package
+from outrider.drafters.coreml.weights import (
     EMBEDDING,
     GROUP,
     HEAD,
@@ -44,16 +53,6 @@ from outrider.drafters.coreml.converter.weights import (
     Weights,
     to_mlx,
 )
-from outrider.drafters.coreml.package import package, saved
-from outrider.drafters.coreml.package.layout import (
-    HEAD_GRID,
-    MAX_WIDTH,
-    PREFILL_ROWS,
-    SCRATCH_SLOTS,
-    Mode,
-    PackageLayout,
-)
-from outrider.drafters.coreml.package.package import Manifest, Package, open_package
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.version import PACKAGE_VERSION
 
