@@ -11,13 +11,12 @@ why a head can't be used is one sentence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.checkpoint import (
     Weights,
@@ -30,7 +29,8 @@ from outrider.drafters.heads.checkpoint import (
     refuse_quantised,
     sizes_of,
 )
-from outrider.drafters.heads.layers import Attention, DraftVocabulary, Mlp
+from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
@@ -38,33 +38,22 @@ from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(LayerSizes):
     """Sizes and switches. `taps`: layers' outputs. `embeds`: it has an embedding of its own.
 
     `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
     before they are fused, `input_norm`: all of them as one. `norm_output`: what stands in for a feature is normed.
     """
 
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     taps: tuple[int, ...]
     num_hidden_layers: int = 1
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    context_length: int = 2048
     embeds: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
     fc_norm: bool = False
     input_norm: bool = False
-    qk_norm: bool = False
-    attention_bias: bool = False
 
 
 class Eagle3Layer(nn.Module):  # type: ignore[misc]
@@ -94,7 +83,7 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Eagle3(nn.Module):  # type: ignore[misc]
+class Eagle3(HeadModule):
     """A `StepHead`. `embed`: the target's embedding, for one without."""
 
     def __init__(
@@ -103,6 +92,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config, self._embed, self.vocabulary = config, embed, vocabulary
+        self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
         fused = len(config.taps) * config.target_hidden_size
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
@@ -114,26 +104,6 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         self.layers = [Eagle3Layer(config, number == 0) for number in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
-
-    @property
-    def together(self) -> bool:
-        return True
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(self.config.taps)
-
-    @property
-    def context_length(self) -> int:
-        return self.config.context_length
-
-    @property
-    def reach(self) -> None:
-        return None
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
     @property
     def bytes_per_pair(self) -> int:
@@ -246,8 +216,8 @@ def _settings(
         sizes = sizes_of(layer, weights, target)
         layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
         settings = Eagle3Config(
-            **sizes,
-            target_hidden_size=int(config.get("target_hidden_size") or sizes["hidden_size"]),
+            **asdict(sizes),
+            target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
             taps=_taps(config, int(target["num_hidden_layers"]), name),
             num_hidden_layers=max(layers, 1),
             embeds="embed_tokens.weight" in weights,

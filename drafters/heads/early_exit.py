@@ -27,11 +27,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.checkpoint import complete, fill, read_config, read_weights, refuse_quantised, stranger
 from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.pair_kv_cache import PairFeed
 from outrider.drafters.heads.pairing import trial_text
 from outrider.drafters.heads.proposers import grow
@@ -86,7 +86,7 @@ class ExitAdapter(nn.Module):  # type: ignore[misc]
         return out
 
 
-class EarlyExit:
+class EarlyExit(HeadModule):
     """A `Head` whose vectors are the target's rows behind its first `layers` layers; nothing is tapped for it."""
 
     reach = 1
@@ -97,12 +97,9 @@ class EarlyExit:
         self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
     ) -> None:
         """`norm`, `output`: the target's last."""
+        super().__init__()
         self.layers, self.context_length, self.adapter = layers, context_length, adapter
         self._norm, self._output = norm, output
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.adapter.parameters())) if self.adapter else 0
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows

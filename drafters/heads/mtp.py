@@ -26,6 +26,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
+from outrider.drafters.heads.head import HeadModule
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
@@ -46,7 +47,7 @@ class MtpForm:
     together: bool = True
 
 
-class Mtp(nn.Module):  # type: ignore[misc]
+class Mtp(HeadModule):
     """A `StepHead`. `block`: a layer of the target's kind; `embed`, `output`: the target's own."""
 
     def __init__(
@@ -63,7 +64,9 @@ class Mtp(nn.Module):  # type: ignore[misc]
     ) -> None:
         """`own_embedding`, `own_output`: of so many tokens in place of the target's, if any."""
         super().__init__()
-        self.form, self._embed, self._output, self._context_length = form, embed, output, context_length
+        self.form, self._embed, self._output, self.context_length = form, embed, output, context_length
+        self.points = HiddenStatePoints(before_norm=not form.after_norm, after_norm=form.after_norm)
+        self.together = form.together
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -73,26 +76,6 @@ class Mtp(nn.Module):  # type: ignore[misc]
             self.embed_tokens = nn.Embedding(own_embedding, size)
         if own_output:
             self.lm_head = nn.Linear(size, own_output, bias=False)
-
-    @property
-    def together(self) -> bool:
-        return self.form.together
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(before_norm=not self.form.after_norm, after_norm=self.form.after_norm)
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
-    def reach(self) -> None:
-        return None
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
     @property
     def bytes_per_pair(self) -> int:

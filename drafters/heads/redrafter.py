@@ -17,9 +17,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.checkpoint import Weights, complete, fill, read_config, read_weights, refuse_quantised
+from outrider.drafters.heads.head import HeadModule
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding
 from outrider.engine.loading import LoadedModel
@@ -48,15 +48,18 @@ class ResBlock(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Redrafter(nn.Module):  # type: ignore[misc]
-    """A `Head`. `embed`: the target's embedding; `vocab_size`: that of its logits, which may be padded."""
+class Redrafter(HeadModule):
+    """A `StepHead`. `embed`: the target's embedding; `vocab_size`: that of its logits, which may be padded."""
+
+    points, reach, bytes_per_pair = HiddenStatePoints(after_norm=True), 1, 0
+    layers: tuple[nn.Module, ...] = ()  # none remembers anything
 
     def __init__(
         self, config: RedrafterConfig, embed: Callable[[mx.array], mx.array], vocab_size: int, context_length: int
     ) -> None:
         super().__init__()
         size, width = config.hidden_size, config.exit_dim
-        self._config, self._embed, self._vocab_size, self._context_length = config, embed, vocab_size, context_length
+        self._config, self._embed, self._vocab_size, self.context_length = config, embed, vocab_size, context_length
         if width != 2 * size:
             self.input_proj = nn.Linear(2 * size, width)
         blocks: list[Any] = [ResBlock(width) for _ in range(config.num_draft_layers)]
@@ -64,35 +67,6 @@ class Redrafter(nn.Module):  # type: ignore[misc]
         if config.rnn:
             self.rnn_u = nn.Linear(size, size)
             self.rnn_w = nn.Linear(size, size, bias=False)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """None remembers anything."""
-        return []
-
-    @property
-    def together(self) -> bool:
-        return True
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(after_norm=True)
-
-    @property
-    def reach(self) -> int:
-        return 1
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
-
-    @property
-    def bytes_per_pair(self) -> int:
-        return 0
 
     def fuse(self, rows: mx.array) -> mx.array:
         rows = rows.astype(self.lm_head[-1].weight.dtype)
