@@ -20,10 +20,10 @@ from outrider.drafters.draft_batcher import DraftBatcher
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
-from outrider.drafters.heads.chain_state import AlternativesHistory
 from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter, SavedPairs
 from outrider.drafters.heads.early_exit import ExitDrafter, ExitFollower
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.proposers import AlternativesHistory
 from outrider.drafters.work_ahead import WorkAhead, begin, check_known
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache, KVCache
 from outrider.grammar.constraint import Constraint

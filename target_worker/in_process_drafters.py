@@ -19,7 +19,6 @@ import mlx.core as mx
 
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter
-from outrider.drafters.heads.pairing import step_cost
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
@@ -164,7 +163,7 @@ def load(
     model: LoadedModel,
     progress: Callable[[str], None],
     alone: bool,
-    cost: Cost | None = step_cost,
+    cost: Cost | None = heads.step_cost,
 ) -> LoadedDrafters:
     """`alone`: the model is whole in this process, see `drafters.heads.load`; a head's `cost` is then tried, if given:
     on a machine that stands in for another it says nothing."""

@@ -32,9 +32,8 @@ from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.block_kv_rows import BlockKVRows, NewBlocks, OpenedBlock
 from outrider.drafters.heads.head import BlockHead, GuessingHead
 from outrider.drafters.heads.kv_rows import NO_NUMBERS, HostKVRows, PairKVRows
-from outrider.drafters.heads.load import features_of, read
+from outrider.drafters.heads.load import alike, features_of, host_of, read
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.drafters.heads.pairing import alike, host_of
 from outrider.engine.loading import LoadedModel, outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler

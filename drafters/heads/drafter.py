@@ -24,10 +24,9 @@ import mlx.core as mx
 
 from outrider.drafters.continuation import Continuation
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.pair_kv_cache import HeadKVCache, PairFeed
-from outrider.drafters.heads.proposers import HeadProposer, proposer_of
+from outrider.drafters.heads.proposers import ChainState, HeadProposer, proposer_of
 from outrider.engine.flat import FlatSequence
 from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.sampling import Sampler

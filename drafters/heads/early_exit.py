@@ -19,7 +19,6 @@ writes again. Stands where `Follower` and `Steps` stand for heads that read what
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.checkpoint import complete, fill, read_config, read_weights, refuse_quantised, stranger
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.pair_kv_cache import PairFeed
-from outrider.drafters.heads.pairing import trial_text
-from outrider.drafters.heads.proposers import grow
+from outrider.drafters.heads.proposers import ChainState, HeadProposer, grow
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
@@ -44,10 +41,11 @@ from outrider.engine.hidden_states import (
     final_norm,
     output_layer,
 )
-from outrider.engine.kv_cache import Feed, FlatKVCache
+from outrider.engine.kv_cache import Feed, FlatKVCache, open_slots
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
+from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
@@ -110,6 +108,13 @@ class EarlyExit(HeadModule):
 
 
 _MOST = 8  # tokens of a chain
+_LENGTH = 64  # of a trial
+
+
+def trial_text(model: LoadedModel) -> list[int]:
+    """What the target writes by itself."""
+    slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
+    return [0, *(verify(slot).bonus for _ in range(_LENGTH))]
 
 
 def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
@@ -143,17 +148,13 @@ def speedup(agreement: float, share: float) -> float:
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
-class ExitProposer:
-    """A `Way`, with `kv_cache` of the target once these are known."""
+class ExitProposer(HeadProposer):
+    """Grows chains in the target's own texts, once `kv_cache` is theirs: the verify overwrites what it wrote there."""
 
-    depth = sys.maxsize
+    kv_cache: Any = None
 
     def __init__(self, exit: EarlyExit, layers: FirstLayers) -> None:
         self._exit, self._layers = exit, layers
-        self.kv_cache: Any = None
-
-    def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
-        self.kv_cache = kv_cache
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
         return grow(chains, feeds, self._rows, self._exit.logits, lambda hidden: hidden[:, :0])
@@ -197,7 +198,7 @@ class ExitDrafter(HeadDrafter):
         super().__init__(exit, target.vocab_size, note, self._exits, agreement)
 
     def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
-        self._exits.attach_kv_cache(kv_cache)
+        self._exits.kv_cache = kv_cache
 
     def follow_text(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None

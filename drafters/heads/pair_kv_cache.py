@@ -1,19 +1,17 @@
-"""What a head remembers of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
+"""A head's keys and values of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
 
-Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of what is
-chosen by them.
+Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of how tokens
+are chosen.
 
-`NumpyHead`: a head's forwards of few pairs by numpy, wherever its keys and values lie, as `engine.numpy_net` makes a
-model's. Serves MTP heads and EAGLE-3's, P-EAGLE's too, of Llama's and Qwen3's layers, in the target's process over the
-buffers of `engine.flat` and in the draft worker over those of `HostKVRows`. Not lazy. `pairing` says whether it
-may be used.
+`NumpyHead` computes a head's forwards of few pairs by numpy, wherever its keys and values are: those of MTP and EAGLE-3
+heads (P-EAGLE's too) with Llama's or Qwen3's layers, in the target's process over the buffers of `engine.flat` and in
+the draft worker over those of `HostKVRows`. Not lazy. `load` tries at load whether it agrees with MLX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +24,6 @@ from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Ints, Segmen
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_net import MOST_ROWS, Ends, NumpyLayer, NumpySegment, ends_of, rope_of, spans
 from outrider.engine.positions import RopeTable
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
 Begin = Callable[[Ints, Floats], tuple[Floats, Floats]]
@@ -155,37 +152,21 @@ class PairFeed:
         return int(self.features.shape[0])
 
 
-class HeadKVCache(Protocol):
-    """What a head remembers of its texts."""
-
-    def open(self) -> FlatSequence: ...
-
-    def close(self, sequence: FlatSequence) -> None: ...
+class HeadKVCache(FlatRows):
+    """The texts of one head. A text's `length` counts what was read of it."""
 
     def read(self, feed: PairFeed) -> None:
         """Pairs that nothing is drafted behind. Lazy."""
-        ...
-
-    def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        """A copy of the first `length` pairs of a text."""
-        ...
-
-    def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
-        """A text that is still empty begins with these."""
-        ...
-
-    def state(self) -> list[Any]:
-        """What to evaluate."""
-        ...
+        raise NotImplementedError
 
 
-class PairKVCache(FlatRows):
-    """The texts of one head. A text's `length` counts its pairs."""
+class PairKVCache(HeadKVCache):
+    """Of a head that is fed pairs."""
 
     def __init__(self, head: PairHead, numpy: NumpyHead | None = None) -> None:
         """`numpy` makes the forwards of few pairs."""
         super().__init__(head)
-        self._head, self._numpy = head, numpy
+        self._head, self.numpy = head, numpy
 
     def read(self, feed: PairFeed) -> None:
         self.hidden([feed])
@@ -205,8 +186,8 @@ class PairKVCache(FlatRows):
         segments = [Segment(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds]
         tokens = mx.concatenate([feed.tokens for feed in feeds])
         features = mx.concatenate([feed.features for feed in feeds])
-        if self._numpy is not None and len(tokens) <= MOST_ROWS:
-            hidden = self._numpy.hidden(tokens, features, segments, self._caches)
+        if self.numpy is not None and len(tokens) <= MOST_ROWS:
+            hidden = self.numpy.hidden(tokens, features, segments, self._caches)
         else:
             self._frame.begin(segments)
             hidden = self._head(tokens[None], features[None], self._caches)[0]
@@ -216,7 +197,7 @@ class PairKVCache(FlatRows):
 
 
 class MaskedPairKVCache(PairKVCache):
-    """Those of a head that is fed pairs of a mask, too."""
+    """Of a head that is also fed pairs of a mask."""
 
     def __init__(self, head: MaskedHead, numpy: NumpyHead | None = None) -> None:
         super().__init__(head, numpy)
