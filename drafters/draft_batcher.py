@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from outrider.drafters.continuation import Continuation
-from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree, TreeFeed
+from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, shares
 from outrider.drafters.growth import ReadyBranches, Result, Steps
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.pace import FADE, ForwardCost
+from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, named_errors
 

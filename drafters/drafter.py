@@ -1,4 +1,5 @@
-"""The interface of a drafter: anything that proposes tokens. A new drafter is one new file behind these two classes.
+"""The interface of a drafter: anything that proposes tokens. A new drafter is one file behind `Drafter` and
+`TokenTree`, a line in `BACKENDS` and a name in the settings.
 
 A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or which outcomes are worth preparing.
 """
@@ -6,28 +7,17 @@ A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.heads import AHEAD
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 from outrider.protocol.trees import SparseQ
-
-__all__ = [
-    "BatchingDrafter",
-    "Candidate",
-    "Drafter",
-    "DrafterFault",
-    "DrawingDrafter",
-    "DrawingTree",
-    "FeatureDrafter",
-    "FeatureTree",
-    "TokenTree",
-    "TreeFeed",
-]
 
 
 class TokenTree(Protocol):
@@ -209,3 +199,49 @@ class BatchingDrafter(Drafter, Protocol):
 
 class DrafterFault(OutriderError):
     """The drafter can't go on with this request; the target goes on alone."""
+
+
+Progress = Callable[[str], None]
+
+
+def _mlx(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafters.coreml.prompts import reader_for
+    from outrider.drafters.mlx import MlxDrafter
+
+    return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
+
+
+def _replay(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafters.replay import ReplayDrafter, Script
+
+    return ReplayDrafter(Script.read(Path(model)))
+
+
+def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafters.coreml.load import load
+
+    return load(model, progress)
+
+
+BACKENDS: dict[str, Callable[[str, str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
+NAMES = (*sorted(BACKENDS), *AHEAD)
+
+
+def _head(kind: str, model: str, target: str, progress: Progress) -> Drafter:
+    from outrider.drafters.heads.ahead import AheadHead
+
+    return AheadHead.load(kind, model, target, progress)
+
+
+def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
+    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
+
+    Args:
+        prefill: who reads prompts for `mlx`, see `drafters.coreml.prompts`.
+        target: the folder of the model whose rows a head reads.
+    """
+    if backend in AHEAD:
+        return _head(backend, model, target, progress)
+    if backend not in BACKENDS:
+        raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
+    return BACKENDS[backend](model, prefill, progress)

@@ -23,8 +23,9 @@ from outrider.drafters.continuation import (
     with_alternatives,
     worthwhile,
 )
-from outrider.drafters.drafter import DrawingTree, TokenTree, TreeFeed
+from outrider.drafters.drafter import DrawingTree, TokenTree
 from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, ranks
+from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.trees import SparseQ
 
@@ -120,14 +121,6 @@ class ReadyBranches:
     q: SparseQ | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BonusCandidates:
-    """The bonus tokens that may follow at a fork point, best first, and how they compare."""
-
-    bonuses: tuple[int, ...]
-    point: ForkPoint
-
-
 @dataclass(slots=True)
 class GrowingBranch:
     """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows.
@@ -167,7 +160,7 @@ class BranchGrowth:
         self._fan_out, self._calibration = fan_out, calibration
         self._depth = min(wanted.depth, self._tree.room - len(chain) - 1)
         self._spine = [self._tree.root, *known]
-        self._candidates: list[BonusCandidates | None] = [None] * (len(chain) + 1)
+        self._candidates: list[AlternativesAt | None] = [None] * (len(chain) + 1)
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []
         self._found: list[GrowingBranch] = []
@@ -220,7 +213,7 @@ class BranchGrowth:
         if unseen:
             self._look(unseen)
         thoughts = [thought for thought in self._candidates[: accepted + 1] if thought is not None]
-        stood = rank(thoughts[accepted].bonuses, tokens[accepted])
+        stood = rank(thoughts[accepted].others, tokens[accepted])
         self._calibration.learn([thought.point for thought in thoughts], len(self._chain), accepted, stood)
 
     def _feed(self) -> Steps[list[int]]:
@@ -246,7 +239,7 @@ class BranchGrowth:
         self._look([k for k in ready if self._candidates[k] is None])
         for k in ready:
             thought, wanted = self._candidates[k], self._ranks[k]
-            for bonus in thought.bonuses[wanted.start : wanted.stop] if thought else ():
+            for bonus in thought.others[wanted.start : wanted.stop] if thought else ():
                 self._begin(k, bonus)
 
     def _look(self, points: Sequence[int]) -> None:
@@ -262,7 +255,7 @@ class BranchGrowth:
             own_gap = None
             if own is not None and others:
                 own_gap = gaps[0] - next((c.gap for c in candidates if c.token == own), gaps[-1])
-            self._candidates[k] = BonusCandidates(tuple(c.token for c in others), ForkPoint(own_gap, gaps))
+            self._candidates[k] = AlternativesAt(tuple(c.token for c in others), ForkPoint(own_gap, gaps))
 
     def _begin(self, accepted: int, bonus: int) -> None:
         """A new branch; where an earlier round already fed its first tokens, they are taken over."""

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from outrider.drafters.drafter import BatchingDrafter, Candidate, Drafter, TokenTree, TreeFeed
+from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
 from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Profile

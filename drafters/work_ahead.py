@@ -19,10 +19,10 @@ from outrider.drafters.drafter import (
     DrawingTree,
     FeatureTree,
     TokenTree,
-    TreeFeed,
 )
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut
 from outrider.drafters.growth import BranchGrowth, BranchTask, Paths, ReadyBranches, Steps
+from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves

@@ -25,12 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import converter, load, prompts, selection
+from outrider.drafters.coreml import converter, load, prompts, selection, trial
 from outrider.drafters.coreml.host import LinearCache, PackageHost
 from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.layout import PackageFunction
@@ -142,13 +141,7 @@ def _untried(units: str) -> Placement:
 
 
 def _time(task: Callable[[], object]) -> float:
-    """Median milliseconds of `task`, warmed up."""
-    taken = []
-    for _ in range(_ROUNDS + _WARM_UP):
-        started = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - started)
-    return round(1e3 * median(taken[_WARM_UP:]), 3)
+    return round(trial.median_ms(task, _ROUNDS, _WARM_UP), 3)
 
 
 _LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")

@@ -17,9 +17,10 @@ from outrider.drafters.coreml.host import PackageHost, cache_bytes
 from outrider.drafters.coreml.kv_rows import CoreMLKVRows, Node
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import Runtime
-from outrider.drafters.drafter import Candidate, DrafterFault
+from outrider.drafters.drafter import DrafterFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import DrawnStep, Draws
+from outrider.engine.tree_feed import Candidate
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml import layout, saved
 from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
 from outrider.drafters.coreml.saved import SavedModel
-from outrider.protocol.errors import ModelError
+from outrider.protocol.errors import ModelError, first_line
 
 FORMAT = 1
 FILE = "manifest.json"
@@ -155,7 +155,7 @@ def open_source(path: Path) -> CheckpointSource:
     try:
         model, _ = load_model(path, lazy=True)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-        raise ModelError(f"{path} can't be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
     return CheckpointSource(path, model, sizes)
 
 
@@ -190,7 +190,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return dict(load_config(path))
     except ValueError as error:
-        raise ModelError(f"{path / 'config.json'} is not JSON: {_first_line(error)}") from error
+        raise ModelError(f"{path / 'config.json'} is not JSON: {first_line(error)}") from error
 
 
 def _check_head(path: Path, sizes: DecoderArchitecture) -> None:
@@ -231,10 +231,6 @@ def _tensor_names(file: Path) -> list[str]:
             return list(json.loads(stream.read(min(length, 1 << 27))))
         except ValueError:
             return []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 MLPACKAGE = "model.mlpackage"

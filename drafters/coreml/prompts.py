@@ -16,12 +16,11 @@ import json
 import logging
 import platform
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -214,22 +213,15 @@ def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
             raise OutriderError("the package did not read the prompt")
 
     prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
-    return PromptTimes(
-        units, lengths, tuple(_ms(by_mlx, tokens) for tokens in prompts), tuple(_ms(by_package, t) for t in prompts)
+    mlx_ms, package_ms = (
+        tuple(round(trial.median_ms(partial(read_by, tokens), _ROUNDS, 1), 3) for tokens in prompts)
+        for read_by in (by_mlx, by_package)
     )
+    return PromptTimes(units, lengths, mlx_ms, package_ms)
 
 
 def _measured(model: str, package: Path, units: str) -> PromptTimes:
     return measure(load_model(model), open_package(package, source=Path(model)), units)
-
-
-def _ms(read: Callable[[list[int]], None], tokens: list[int]) -> float:
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        started = time.perf_counter()
-        read(tokens)
-        taken.append(time.perf_counter() - started)
-    return round(1e3 * median(taken[1:]), 3)
 
 
 def main() -> int:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import saved
 from outrider.drafters.coreml.package import Package
-from outrider.protocol.errors import ModelError, WorkerError
+from outrider.protocol.errors import ModelError, WorkerError, first_line
 
 Inputs = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[np.float32]]
@@ -160,10 +160,6 @@ def os_build() -> str:
     command = ["/usr/bin/sw_vers", "-buildVersion"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     return done.stdout.strip() or platform.mac_ver()[0]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 _NO_WORK = ("const", "constexpr")

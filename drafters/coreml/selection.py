@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from outrider.drafters.coreml import converter, package, trial
 from outrider.drafters.coreml.converter import Options, Progress
@@ -156,28 +156,6 @@ VARIANTS = tuple(Variant(mode, weights) for weights in ("fp16", "int8") for mode
 """In the order in which they are tried: the draft's own numbers first, and what the Neural Engine takes readily."""
 
 
-class PackageSource(Protocol):
-    """Where a draft's packages come from."""
-
-    @property
-    def source_hash(self) -> str: ...
-
-    @property
-    def variants(self) -> tuple[Variant, ...]: ...
-
-    def made(self, variant: Variant) -> bool:
-        """Whether the package is there already."""
-        ...
-
-    def get(self, variant: Variant) -> Package:
-        """The package, made now if need be. Raises ModelError when it can't be."""
-        ...
-
-    def discard(self, variant: Variant) -> None:
-        """Gives up a package that can be made again."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class OfCheckpoint:
     """Packages of the model directory `checkpoint`, of `context` tokens, kept in `folder` (the cache by default)."""
@@ -194,12 +172,15 @@ class OfCheckpoint:
         return cls(checkpoint, context, package.fingerprint(checkpoint), progress)
 
     def made(self, variant: Variant) -> bool:
+        """Whether the package is there already."""
         return converter.directory_of(self.source_hash, self._options(variant), self.folder).exists()
 
     def get(self, variant: Variant) -> Package:
+        """The package, made now if need be. Raises ModelError when it can't be."""
         return converter.package_of(self.checkpoint, self._options(variant), self.progress, self.folder)
 
     def discard(self, variant: Variant) -> None:
+        """Removes a package, which can be made again."""
         directory = converter.directory_of(self.source_hash, self._options(variant), self.folder)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -229,6 +210,10 @@ class OnePackage:
 
     def discard(self, variant: Variant) -> None:
         """It is not ours to remove."""
+
+
+PackageSource = OfCheckpoint | OnePackage
+"""The packages that a draft can be had as on this machine."""
 
 
 _WEIGHED = ("q1", "q8", "q16")  # what a round of drafting calls

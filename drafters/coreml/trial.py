@@ -194,16 +194,28 @@ def _times(host: PackageHost, predictions: int) -> dict[str, float]:
 
 
 def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
-    line, taken = LinearCache(host), []
-    for _ in range(count + _WARM_UP):
+    line = LinearCache(host)
+
+    def feed() -> None:
+        nonlocal line
         if line.length + function.rows > host.layout.context:
             line.close()
             line = LinearCache(host)
-        started = time.perf_counter()
         line.feed([1] * function.rows, function)
-        taken.append(time.perf_counter() - started)
+
+    taken = median_ms(feed, count)
     line.close()
-    return 1e3 * median(taken[_WARM_UP:])
+    return taken
+
+
+def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP) -> float:
+    """Median milliseconds of so many calls of `task`, after some that warm it up."""
+    taken = []
+    for _ in range(rounds + warm_up):
+        started = time.perf_counter()
+        task()
+        taken.append(time.perf_counter() - started)
+    return 1e3 * median(taken[warm_up:])
 
 
 def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:

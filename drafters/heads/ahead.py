@@ -30,8 +30,8 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.block_kv_rows import BlockKVRows, NewBlocks, OpenedBlock
-from outrider.drafters.heads.head import BlockHead, GuessingHead
-from outrider.drafters.heads.kv_rows import NO_NUMBERS, HostKVRows, PairKVRows
+from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, GuessingHead
+from outrider.drafters.heads.kv_rows import HostKVRows, PairKVRows
 from outrider.drafters.heads.load import alike, features_of, host_of, read
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine.loading import LoadedModel, outline

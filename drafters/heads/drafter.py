@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from outrider.drafters.continuation import Continuation
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.head import NO_NUMBERS, Head
 from outrider.drafters.heads.pair_kv_cache import HeadKVCache, PairFeed
 from outrider.drafters.heads.proposers import ChainState, HeadProposer, proposer_of
 from outrider.engine.flat import FlatSequence
@@ -179,8 +179,6 @@ class FeatureFollower:
 
 log = logging.getLogger(__name__)
 
-_NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
-
 
 class HeadDrafter:
     """Drafts with `head` in the target's process. `note`: what a person should know about it. `agreement`: how often it
@@ -269,7 +267,7 @@ class HeadDrafter:
                 sound = mx.isfinite(self._proposer.draft(chains, feeds)).all()
                 mx.eval(sound, [pick.arrays for chain in chains for pick in chain.picks])
             if not sound.item():
-                raise ModelFault(_NO_NUMBERS)
+                raise ModelFault(NO_NUMBERS)
             read = begun
             for follower in followers:
                 follower.has_read()

@@ -22,6 +22,8 @@ from outrider.drafters.heads.layers import BlockLink
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 
+NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
+
 
 class Head(Protocol):
     """Arrays: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.

@@ -25,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.heads.head import GuessingHead, MaskedHead
+from outrider.drafters.heads.head import NO_NUMBERS, GuessingHead, MaskedHead
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine.blocks import Floats
 from outrider.engine.cache import window_of, with_room
@@ -86,7 +86,6 @@ class FeatureBuffer:
 
 
 PIECE = 512
-NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
 
 
 class PairKVRows:

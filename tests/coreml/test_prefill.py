@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.backends import make
 from outrider.drafters.coreml import converter, prompts
 from outrider.drafters.coreml.host import PackageReader
 from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.coreml.trial import Ending
+from outrider.drafters.drafter import make
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_rows import DenseKVRows, KeysValues
 from outrider.engine.kv_transfer import PrefilledKVRows, ReadingFault
