@@ -1,10 +1,10 @@
-"""Several requests' work in forwards that they share, under one budget of branches.
+"""Joins the forwards of several requests' drafting, under one budget of branches.
 
-What each wants fed is collected, fed at once, and handed back. What fails with other requests is tried alone, so that
-only the request whose own forward fails ends.
+The tokens that each request wants fed are collected and fed in one forward. If a joint forward fails, each request is
+tried alone, so that only the request whose own forward fails ends.
 
-`Capacity`: how many branches can be ready when the target is: what a forward takes by its rows, against how long a
-round is. Counts and times only; knows nothing of what is drafted. Old measurements fade.
+`Capacity` estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows
+and the length of a round. Old measurements fade.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _replay(model: str, prefill: str, progress: Progress) -> Drafter:
 
 
 def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
-    from outrider.drafters.coreml.load import load
+    from outrider.drafters.coreml.drafter import load
 
     return load(model, progress)
 

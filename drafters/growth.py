@@ -1,11 +1,8 @@
-"""The branches of one chain under verification: which outcomes get one, and how all grow a token deeper a forward.
+"""The branches of one chain under verification: which outcomes get one, and how each forward makes all a token deeper.
 
-Paper sections 3 and 4; the words are docs/architecture.md's. Works on one tree; knows nothing of what became of rounds
-before, but that their nodes are still there.
-
-`Paths`: a tree followed by tokens, and what is thought on the way: what has been fed already is not fed again.
-
-Work on a tree, cut where it waits for a forward, so that several requests' can share one (`drafters.draft_batcher`).
+Paper, sections 3 and 4. Works on one tree, and on the nodes that earlier rounds left there. `Paths` follows tokens
+through a tree, so that nothing is fed twice. Work is a generator (`Steps`) that yields wherever it needs a forward, so
+that several requests can share one (`draft_batcher`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Drafters of simulated machines: a known text with a prescribed acceptance, and forwards held to a latency profile.
+"""Drafters of simulated machines: a known text with a given acceptance, and forwards as slow as a latency profile says.
 
-`Script`: the drafter `replay`: proposes a known text with a prescribed acceptance, for tests and for simulated
-machines. It holds the true continuations and errs on purpose: a proposal at chain position i is right with probability
-`acceptance[i]`, and after a wrong one the true token stands at a rank drawn from `bonus_ranks`. Every draw is a
-function of (seed, position), so a run repeats exactly. Knows no model.
+`ReplayDrafter` proposes the text of a `Script`, for tests and for simulated machines, and errs on purpose: a proposal
+at chain position i is right with probability `acceptance[i]`, and after a wrong one the true token has a rank drawn
+from `bonus_ranks`. Every draw is a function of (seed, position), so a run can be repeated exactly. There is no model.
 
-`PacedDrafter`: a drafter held to a latency profile: each forward of its trees takes as long as the profile says for
-its rows.
+`PacedDrafter` wraps a drafter: each forward of its trees takes as long as the profile says for its rows.
 """
 
 from __future__ import annotations

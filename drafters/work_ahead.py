@@ -1,10 +1,10 @@
-"""The drafter's work ahead for one request: which tokens to feed next, and what is ready to be pushed.
+"""A drafter's work for one request: which tokens to feed next, and which branches are ready to be pushed.
 
-Works on a `TokenTree` and on commits: what became final is kept, learned from and caught up with, and the branches of
-what is verified next grow (`growth`). Knows nothing of sockets. One `advance` is one forward of the drafter, so that
-its caller can look for news between two.
+A commit makes tokens final: they are kept in the token tree, learned from, and fed if nobody drafted them; then the
+branches of the chain that is verified next grow (`growth`). One `advance` is one forward of the drafter, so that its
+caller can read messages between two. Knows nothing of sockets.
 
-`begin`: begins a request's drafting: the drafter reads its text, in the way that the request's sampling wants.
+`begin` opens a request: the drafter reads its text, with drawn continuations where the request's sampling needs them.
 """
 
 from __future__ import annotations

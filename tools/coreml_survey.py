@@ -18,7 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import converter, load, selection, trial
+from outrider.drafters.coreml import converter, selection, trial
 from outrider.drafters.coreml.converter import Options
 from outrider.drafters.coreml.interpreter import REFERENCE
 from outrider.drafters.coreml.layout import Mode
@@ -52,7 +52,7 @@ def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
     for mode in Mode:
         for units, kinds in _ON_A_MAC if sys.platform == "darwin" else _ELSEWHERE:
             for weights in kinds:
-                options = Options(mode, weights, load.context_of(checkpoint))
+                options = Options(mode, weights, selection.context_of(checkpoint))
                 package = converter.package_of(checkpoint, options, folder=folder)
                 yield Tried.of(package, selection.try_out(package, units, predictions))
 
@@ -100,14 +100,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where packages are kept (the cache)")
     options = parser.parse_args()
     try:
-        checkpoint = load.checkpoint_of(options.model)
+        checkpoint = selection.checkpoint_of(options.model)
         _row(COLUMNS)
         _row(["---"] * len(COLUMNS))
         for tried in survey(checkpoint, options.predictions, options.folder or converter.root()):
             _row(cells(tried))
         if options.target:
             package = converter.package_of(
-                checkpoint, Options(context=load.context_of(checkpoint)), folder=options.folder
+                checkpoint, Options(context=selection.context_of(checkpoint)), folder=options.folder
             )
             units = "CPU_AND_NE" if sys.platform == "darwin" else REFERENCE
             sys.stdout.write(f"\n{slowdown(options.target, package, units)}\n")

@@ -1,6 +1,6 @@
 """`python -m outrider.drafters.coreml.convert`: one checkpoint to one package, with a progress bar; JSON on stdout.
 
-What `outrider convert` runs, so that the command line itself never imports MLX.
+`outrider convert` runs this program, so that the command line itself never imports MLX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     started = time.monotonic()
     try:
         from outrider.drafters.coreml.converter import Options, convert
-        from outrider.drafters.coreml.load import checkpoint_of
+        from outrider.drafters.coreml.selection import checkpoint_of
 
         wanted = Options(Mode(options.mode), options.weights, options.context)
         model = checkpoint_of(options.model, lambda stage: _say(f"{stage}\n"))

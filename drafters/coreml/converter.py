@@ -1,17 +1,13 @@
-"""Turns an mlx-lm checkpoint into a package directory, all of it or nothing.
+"""Converts an mlx-lm checkpoint into a package directory, completely or not at all.
 
-Everything is written to a directory beside the destination, which is renamed last. Knows each step's name for the
-person who waits; knows nothing of terminals.
+Everything is written to a directory beside the destination, which is renamed last. `progress` receives each step's
+name.
 
-`write_mlpackage`: writes graphs and weights as a multifunction .mlpackage. The program is built in its final types, so
-no graph pass is run: what is built is what is saved, in seconds where a conversion for each function takes minutes.
-Needs coremltools, on any system.
-
-`write_mlx_copy`: writes a package's weights as an mlx-lm checkpoint too: the very same numbers on the MLX side. The
-drafter can then fall back from Core ML to MLX, or be checked against it, without a change of weights.
-
-`root`: the packages this machine made for itself: a draft model's own package, converted the first time it is asked
-for.
+`write_mlpackage` writes graphs and weights as a multifunction .mlpackage. The program is built in its final types, so
+no graph pass runs: this takes seconds, where a conversion for each function takes minutes. It needs coremltools, on any
+system. `write_mlx_copy` also writes the weights as an mlx-lm checkpoint of exactly the same numbers, so that a drafter
+can fall back from Core ML to MLX, or be checked against it. `package_of` converts a draft model the first time that its
+package is needed, and keeps it under `root`.
 """
 
 from __future__ import annotations

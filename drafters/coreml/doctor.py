@@ -1,12 +1,8 @@
-"""`python -m outrider.drafters.coreml.doctor`: this machine and what each placement of a drafter would cost, as
-JSON.
+"""`python -m outrider.drafters.coreml.doctor`: this machine, and what each placement of a drafter would cost, as JSON.
 
-The data of `outrider doctor`, which renders it; here so that the command line never imports MLX.
-
-`Placement`: what drafting would cost in each place this machine has: milliseconds for one token, and for a tree of
-eight. Measured where that takes seconds; for Core ML what the probe remembers, or a new probe when asked for.
-
-`Machine`: what this machine is: chip, memory, system, the libraries that compute, and what they may wire.
+`outrider doctor` renders this; the program is separate so that the command line never imports MLX. A `Placement` is the
+time of one token and of a tree of eight in one place of this machine. MLX and the interpreter are measured at once,
+which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import converter, load, prompts, selection, trial
+from outrider.drafters.coreml import converter, prompts, selection, trial
 from outrider.drafters.coreml.host import LinearCache, PackageHost
 from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.layout import PackageFunction
@@ -255,12 +251,12 @@ def examine(model: str | None, try_now: bool) -> DoctorReport:
     found = inspect()
     if model is None:
         return DoctorReport(found, None, ())
-    checkpoint = load.checkpoint_of(model)
+    checkpoint = selection.checkpoint_of(model)
     places = [on_mlx(checkpoint, mx.cpu)]
     if found.mlx_device == "gpu":
         places.insert(0, on_mlx(checkpoint, mx.gpu))
     try:
-        places += _converted(load.packages_of(checkpoint), try_now)
+        places += _converted(selection.packages_of(checkpoint), try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
     return DoctorReport(found, str(checkpoint), tuple(places))

@@ -1,4 +1,4 @@
-"""Between tokens and a package's functions: embeds, rotates, masks, picks the function, keeps the caches.
+"""Between tokens and a package's functions: embeds, rotates, masks, chooses the function, keeps the caches.
 
 Each call says row by row which token sees which, so trees, ragged lengths and rollback are only data here. Each
 function has one set of input buffers, which is reused. Everything runs on the caller's thread.

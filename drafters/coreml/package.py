@@ -1,12 +1,9 @@
-"""A converted model on disk, opened and held to its manifest: layout, embedding and rotations, ready for a host.
+"""A converted model on disk, opened and checked against its manifest: layout, embedding and rotations.
 
-`Manifest`: a package's manifest: what it was made from, what is in it, and the hashes that hold it to its files. The
-only file of a package that a person reads. Knows JSON; knows nothing of graphs.
-
-`RopeArrays`: the rotation of every position, read off the model's own rope module by asking it to rotate unit vectors.
-No rotary formula lives here, so each scaling that mlx-lm knows is right as soon as mlx-lm has it.
-
-`CheckpointSource`: the checkpoint a package is made from: loading it lazily, its identity, and what is odd about it.
+The manifest says what the package was made from, what is in it, and the hash of each file. `RopeArrays` are the
+rotations of every position, found by letting the model's own rope module rotate unit vectors: there is no rotary
+formula here, so whatever scaling mlx-lm supports is right. `CheckpointSource` is the checkpoint that a package is made
+from, loaded lazily, with its fingerprint.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from outrider.drafters.coreml import converter, load, package, trial
+from outrider.drafters.coreml import converter, package, selection, trial
 from outrider.drafters.coreml.host import PackageReader
 from outrider.drafters.coreml.interpreter import NAMES, runtime_of
 from outrider.drafters.coreml.package import Package, open_package
@@ -62,15 +62,15 @@ def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
         case "auto":
             return _measured_quicker(model, tell)
         case "coreml":
-            return _always(load.packages_of(load.checkpoint_of(model, tell), tell), tell)
+            return _always(selection.packages_of(selection.checkpoint_of(model, tell), tell), tell)
     directory = Path(prefill).expanduser()
     if not (directory / package.FILE).is_file():
         raise InvalidRequest(f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package")
-    return _always(OnePackage(open_package(directory, load.checkpoint_of(model, tell))), tell)
+    return _always(OnePackage(open_package(directory, selection.checkpoint_of(model, tell))), tell)
 
 
 def _always(packages: PackageSource, tell: Tell) -> PackageReader | None:
-    placed = load.place(packages, tell)
+    placed = selection.place(packages, tell)
     if placed.package is None or placed.units is None:
         tell(f"prompts are read by MLX: {placed.sentence}")
         return None
@@ -82,7 +82,7 @@ def _measured_quicker(model: str, tell: Tell) -> PackageReader | None:
     if not any(memory.glob("*.prompts.json")):  # nothing was ever measured: spares hashing the weights
         return None
     try:
-        packages = load.packages_of(load.checkpoint_of(model, tell), tell)
+        packages = selection.packages_of(selection.checkpoint_of(model, tell), tell)
         for variant in filter(packages.made, packages.variants):
             made = packages.get(variant)
             kept = recall(made, memory)
@@ -164,7 +164,7 @@ def found(checkpoint: Path, package: Package, units: str, memory: Path, measure:
 
 def here(packages: OfCheckpoint, tell: Tell) -> PromptTrial:
     """`found` for the package and the unit that a drafter would run on this machine. Raises ModelError."""
-    placed = load.place(packages, tell)
+    placed = selection.place(packages, tell)
     if placed.package is None or placed.units is None:
         return PromptTrial("no unit", None, placed.sentence)
     return found(packages.checkpoint, placed.package, placed.units, converter.probes())
@@ -234,7 +234,7 @@ def main() -> int:
     if options.result is not None:
         return trial.written(options.result, lambda: _measured(options.model, options.package, options.units))
     try:
-        prompts = here(load.packages_of(load.checkpoint_of(options.model)), log.info)
+        prompts = here(selection.packages_of(selection.checkpoint_of(options.model)), log.info)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

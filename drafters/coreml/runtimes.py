@@ -1,13 +1,11 @@
-"""What runs a package: the interface of runtimes, and Core ML itself (macOS).
+"""The interface of what runs a package, and Core ML itself (macOS).
 
-`Runtime`: what runs a package: one interface, so that the host above it is the same on a Mac and anywhere else.
+`Runtime` has two implementations, this module's `CoreMLRuntime` and `interpreter.NumpyRuntime`, so that the host is the
+same on a Mac and elsewhere. `CoreMLRuntime` has one compiled model a function, all loaded before the first call.
+coremltools' predict holds the GIL for the whole call, and releases inputs late, on Core ML's own queue. So its worker
+is a process of its own, every call comes from one thread, and input buffers outlive it.
 
-`CoreMLRuntime`: Core ML itself (macOS): one compiled model a function, all loaded before the first call. coremltools'
-predict holds the GIL for the whole call and lets go of inputs late, on a queue of Core ML's own. So the worker that
-uses this is a process of its own, every call comes from one thread, and inputs are buffers that outlive it.
-
-`has_engine`: where Core ML plans to run a package's operations, and whether there is a Neural Engine to run them
-(macOS).
+`has_engine` and `engine_share` report whether there is a Neural Engine, and which operations Core ML plans for it.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
-"""Which package of a draft runs on which compute unit here: tried out once, remembered, chosen by time.
+"""Which package of a draft runs on which compute unit of this machine, by trials that are kept.
 
-At first use the tries end with the first good one; a thorough selection tries everything and takes the quickest. The
-Neural Engine comes first, because there the drafter costs the target least; then the CPU; then none, which means MLX.
+At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
+Neural Engine comes first, because there the drafter slows the target least; then the CPU; then MLX.
 
-`Verdicts`: what trials on this machine showed, kept between runs. A verdict holds for one package, by its hash, one
-build of macOS and one coremltools; any change tries again.
-
-`PackageSource`: the packages a draft can be had as on this machine: those made of a checkpoint, or the one that was
-named itself.
-
-`ProbeVerdict`: one package on one compute unit, tried out in a process that may die: good, or not and why.
+`try_out` runs one package on one unit in a process that may crash. `Verdicts` keeps the results: each holds for one
+package (by its hash), one build of macOS and one version of coremltools. The packages are those of a checkpoint
+(`OfCheckpoint`, converted when needed) or a single one that was named (`OnePackage`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,11 +25,15 @@ from typing import Any, TypeVar
 
 from outrider.drafters.coreml import converter, package, trial
 from outrider.drafters.coreml.converter import Options, Progress
+from outrider.drafters.coreml.interpreter import REFERENCE, NumpyRuntime
 from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.layout import read as read_architecture
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import os_build
 from outrider.drafters.coreml.trial import Trial
 from outrider.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 PREFERRED = ("CPU_AND_NE", "CPU_ONLY")
 PREDICTIONS = 300
@@ -335,3 +337,45 @@ def _cost(trial: Trial) -> float:
 
 def _final(rows: Sequence[Tried]) -> bool:
     return bool(rows) and rows[-1].verdict.final
+
+
+def place(packages: PackageSource, tell: Tell) -> Selection:
+    """Which package runs where on this machine: what the trials chose or, without Core ML, the interpreter.
+
+    Raises:
+        ModelError: not one package can be made.
+    """
+    if sys.platform == "darwin":
+        return choose(packages, converter.probes(), tell)
+    return Selection(packages.get(packages.variants[0]), REFERENCE, f"drafting with {NumpyRuntime.name}", ())
+
+
+def packages_of(checkpoint: Path, tell: Tell = log.info) -> OfCheckpoint:
+    """The packages of a model directory in this machine's cache; `tell` hears of conversions."""
+    return OfCheckpoint.of(checkpoint, context_of(checkpoint), _stages(tell))
+
+
+def checkpoint_of(model: str, tell: Tell = log.info) -> Path:
+    """The directory of a model that is given as a directory or a Hugging Face id. Raises ModelError for neither."""
+    from outrider.engine.loading import find
+
+    return find(model, tell)
+
+
+def context_of(checkpoint: Path) -> int:
+    """The default context, or the model's own where that is shorter."""
+    from mlx_lm.utils import load_config
+
+    return min(converter.DEFAULT_CONTEXT, read_architecture(load_config(checkpoint)).max_positions)
+
+
+def _stages(tell: Tell) -> converter.Progress:
+    """Tells each stage of a conversion once."""
+    told: set[str] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage not in told:
+            told.add(stage)
+            tell(f"converting the draft for Core ML: {stage}")
+
+    return progress

@@ -1,9 +1,7 @@
-"""`python -m outrider.drafters.coreml.trial`: one package on one compute unit, tried out. Writes what it saw.
+"""`python -m outrider.drafters.coreml.trial`: tries one package on one compute unit, and writes the result to a file.
 
-Meant to be sacrificed: a graph the Neural Engine's compiler dislikes can end the whole process, some only after a
-hundred predictions. So this runs in a process of its own (`selection` starts it), and a missing file is an answer too.
-
-`Ending`: a program run in a process that may die: what it wrote, or how it ended. Knows nothing of what it does.
+Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So this
+program runs in a process of its own, started by `run_program`; if it leaves no file, its `Ending` has the reason.
 """
 
 from __future__ import annotations

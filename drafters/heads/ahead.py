@@ -1,20 +1,17 @@
-"""A head in a process of its own: it works ahead like a draft model, on token trees fed with rows that the target
-tells it.
+"""A head in a draft worker: it works ahead like a draft model, on token trees fed with the target's rows.
 
-What it needs of the target's weights, as its embedding, is read from the target's files; nothing else of them is.
+Of the target's files only the weights that the head needs are read, such as the embedding. The trees are
+`FeatureTree`s, which cannot grow before the first rows arrive:
 
-`HeadTree`: a token tree of a head: what it drafts behind committed tokens, whose rows the target tells as they are
-made. Before the first rows come there is nothing to grow from. Where the target has spoken since, what was fed a guess
-is no node any more, so committed tokens are fed again with what is true. Where rows were missed, as those of a
-remembered prompt are, reading begins behind the gap. Satisfies `drafters.drafter.FeatureTree`.
+- `HeadTree` has pairs. Where a row is not known yet a guess stands for it. Once the target's row arrives, nodes fed
+  with the guess no longer count, and committed tokens are fed again with the true row. Where rows were missed, as those
+  of a remembered prompt are, reading begins behind the gap.
+- `BlockTree` has blocks, of known tokens and masks. Each outcome opens a block of its own: the tokens since the last
+  feature, then the bonus. What follows the block's own choice is in the block already. A block has a limited number of
+  slots, so there is `room` for that many tokens only.
 
-`BlockTree`: a token tree of a block head: branches are blocks, whose first tokens are known and the rest masks.
-Outcomes are told as tokens, so each opens a block of its own: the last token with a feature before it, what was
-committed or accepted since, and the bonus. What grows behind it is that block's. A block ends somewhere, so there is
-`room` for so many tokens only. Satisfies `drafters.drafter.FeatureTree`.
-
-`agrees`: may numpy grow a head's trees? Tried at load: ragged branches of several texts in one forward, some behind
-rows that have been heard and some behind guesses, and what became final, against MLX's.
+`agrees` tries at load whether numpy may grow a head's trees: ragged branches of several texts in one forward, behind
+true rows and behind guesses, and what is left after commits, are compared with MLX's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the tree of a block head has in place of columns: what follows a token is said by a slot of a block.
+"""The KV rows of a block head's tree: slots of blocks in place of columns of tokens.
 
-A block stands behind the features of all tokens before its first one, its *anchor*. The tokens from there on that are
-known stand in it as they are, masks behind them; each mask's slot (or that of the token before it) says what stands
-there. So a token that was told opens a block, in which what follows it has slots, too: who goes on with the block's own
-choice needs no forward. All blocks of all texts that are wanted at once are one forward. Features are remembered by
-their positions, so rows that were missed are a gap, and no more. Knows rows and blocks; nothing of nodes or sampling.
+A block stands behind the features of all tokens before its first one, its *anchor*. The known tokens from there on come
+first in it, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by the
+caller opens a block, which also has slots for what follows, so that continuing with the block's own choice needs no
+forward. All blocks that are opened at once, of all texts, are one forward. Features keep their positions, so missed
+rows only leave a gap. Knows rows and blocks; nothing of nodes or sampling.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class BlockKVRows:
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `Columns.forward`: what was heard is read, then all blocks are opened."""
+        """See `KVRows.forward`: what was heard is read, then all blocks are opened."""
         head = texts[0]._head
         asked = [(text, one) for text, one in zip(texts, new, strict=True) if isinstance(one, NewBlocks)]
         _read(head, texts)
@@ -205,8 +205,9 @@ class BlockCache:
             own = slice(begin, begin := begin + int(lengths.sum()))
             keys, values, mask = self._keys[:, :, own], self._values[:, :, own], part.mask(lengths, window)
             if known := part.context:
-                read = (one[..., :known, :] for one in part.text.layers[self._number].state)
-                keys, values = (mx.concatenate(both, axis=2) for both in zip(read, (keys, values), strict=True))
+                before, more = part.text.layers[self._number].state
+                keys = mx.concatenate([before[..., :known, :], keys], axis=2)
+                values = mx.concatenate([more[..., :known, :], values], axis=2)
             found.append(
                 mx.fast.scaled_dot_product_attention(
                     queries[:, :, own], keys, values, scale=scale, mask=mask, sinks=sinks

@@ -1,15 +1,13 @@
 """DFlash (arXiv 2602.06036): a block of masks over the target's fused rows, all of whose tokens are drafted at once.
 
-The forward of z-lab's heads and those that grew out of them, for their differences are switches: DSpark's Markov head
-and confidence, DFlash2's convolutions and selector. Names of weights are z-lab's. A layer's keys and values are those
-of the features, projected, and of the block's own rows; features know no layer below, so they are written once. Knows
-no files.
+One forward serves z-lab's heads and those derived from them; their differences are switches: DSpark's Markov head and
+confidence, DFlash2's convolutions (`BlockConvolution`) and selector. Names of weights are z-lab's. A layer's keys and
+values are those of the features, projected, and of the block's own rows; features do not depend on the layer below, so
+they are written once.
 
-`read`: reads block heads as they are published: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark,
-speculators'. What the formats count differently is made one here: layers are the target's outputs from 0 on, tokens
-its own, and a block's depth is what it drafts. Every reason why a head can't be used is one sentence.
-
-`BlockConvolution`: DFlash2's convolution over the rows of a block, whose kernel each row makes for itself.
+`read` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
+converts what they count differently: layers are the target's outputs from 0 on, tokens its own, and a block's depth is
+the number of tokens that it drafts. If a head can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations

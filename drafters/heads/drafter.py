@@ -1,17 +1,15 @@
-"""Chains by a head, for several requests in forwards that they share, and what it has heard of each text.
+"""A head as a drafter in the target's process: the features of each text, and chains in forwards that requests share.
 
-A text's new pairs are read, all true: each verify tells the features of what it accepted, and nothing that was drafted
-is kept. How chains come of them is the head's `HeadProposer`. Tokens are chosen by the target's own contract
-(`engine.sampling`): the same noise, by the target's names of tokens.
+After each verify the head reads the true pairs of what was accepted; drafted pairs are dropped. `proposers` grows the
+chains. Tokens are chosen by the target's own contract (`engine.sampling`), with its noise and its vocabulary.
 
-`FeatureFollower`: what a head has heard of one text: the features it has read, and those that wait for their turn. A
-target's slot tells the hidden rows of committed tokens as they come. They are read when drafting is first wanted, so
-plain decoding costs their keeping only; of many the newest are kept, and those alone that can matter. Where some were
-missed, reading begins behind the gap: positions count from there, and the head sees less of the text. Of a prompt that
-the target remembers the head remembers its own part, or goes without.
+`FeatureFollower` collects the features of one text. The target's slot reports the hidden rows of committed tokens as
+they are made; they are read when drafting is first wanted, so plain decoding only costs their storage. Of many, only
+the newest are kept. Where some were missed, reading begins behind the gap: positions count from there, and the head
+sees less of the text. For a prompt that the target remembers, the head uses its own prompt cache, or begins behind it.
 
-`SavedPairs`: what a head has read of a text, for later texts that begin like it. Pair j is made of tokens j and j + 1,
-so of so many tokens that two texts share one pair fewer serves.
+`SavedPairs` is what a head read of a text, for later texts with the same beginning. Pair j is made of tokens j and
+j + 1, so a common prefix of n tokens has n - 1 usable pairs.
 """
 
 from __future__ import annotations
@@ -192,7 +190,7 @@ class HeadDrafter:
         proposer: HeadProposer | None = None,
         agreement: float | None = None,
     ) -> None:
-        """`vocab_size`: the target's. `way`: None: its kind's."""
+        """`vocab_size`: the target's. `proposer`: None: its kind's."""
         self.head, self.note, self.agreement = head, note, agreement
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))

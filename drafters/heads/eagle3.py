@@ -1,11 +1,11 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer over the fused rows of three of the target's layers.
 
-The forward of the official, SpecForge and speculators heads, for their differences are switches: where the residual
-begins, which norms stand before and behind. Names of weights are speculators'. Knows no files.
+One forward serves the official, SpecForge's and speculators' heads; their differences are switches: where the residual
+begins, and which norms there are. Names of weights are speculators'.
 
-`read`: reads EAGLE-3 and P-EAGLE heads as they are published: SafeAI's and SpecForge's layout, and speculators'. What
-the formats count differently is made one here: layers are the target's outputs from 0 on, tokens its own. Every reason
-why a head can't be used is one sentence.
+`read` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts what they count
+differently: layers are the target's outputs from 0 on, tokens its own. If a head can't be used, the reason is one
+sentence.
 """
 
 from __future__ import annotations

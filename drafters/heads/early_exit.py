@@ -1,19 +1,11 @@
 """Early exit: drafts by the target's own first layers, its final norm and its output layer.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains a model whose early rows can be read so. For any other an
-*adapter*, a normed low-rank map that is added to the row, is trained while the target stays as it is. Knows rows and
-logits; nothing of files or of how the layers are run.
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early rows can be read in this way. For other
+models an *adapter*, a normed low-rank map that is added to the row, is trained while the target stays as it is.
 
-`load`: makes a target's early exit: of its layers alone, or with an adapter that was trained for it and lies in a
-folder. Every reason why there is none is one sentence.
-
-`agreements`: after which of its layers does a target say what it would say in the end? Tried on a text of its own.
-Knows agreement and layers; nothing of chains or files.
-
-`ExitDrafter`: drafts with a target's early exit, in its texts.
-
-`ExitProposer`: chains by the target's first layers, where it remembers its texts: what they write there the verify
-writes again. Stands where `Follower` and `Steps` stand for heads that read what the target thought.
+`load` makes a target's early exit, of its layers alone or with an adapter from a folder; if there is none, the reason
+is one sentence. `agreements` tries on a text of the target after which layers it predicts its own final tokens.
+`ExitDrafter` and `ExitProposer` draft in the target's own KV cache: the verify overwrites what they wrote there.
 """
 
 from __future__ import annotations

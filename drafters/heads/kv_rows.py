@@ -1,16 +1,12 @@
-"""Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens. By MLX;
-`HostKVRows` computes the same by numpy.
+"""The KV rows of a head's tree: columns of pairs in place of a model's columns of tokens, by MLX or by numpy.
 
-A pair is a token and the feature of the one before it: the target's, where that has been heard, else what stands for
-it. For a head that has learned one feature for all rows that are missing it is that; for others what the head made of
-the pair before, so tokens behind one another that the target has not told of are fed one a forward. Knows columns and
-rows; nothing of nodes or sampling.
+A pair is a token and the feature of the token before it: the target's, if that has arrived, else a stand-in. A masked
+head has learned one stand-in for any feature; for other heads it is what the head made of the pair before, so tokens in
+a row whose features have not arrived are fed one a forward. Knows columns and rows; nothing of nodes or sampling.
 
-`FeatureBuffer`: rows of the target's that a head has been told and not yet fed: a stretch of consecutive committed
-tokens. Knows positions and rows; nothing of tokens. Bounded: of a long stretch the newest are kept.
-
-`HostKVRows`: the columns of a head's tree by numpy: what grows, and short pieces of text; long ones are MLX's, over
-the same buffers. Nothing here is lazy: a forward returns when it is done.
+`FeatureBuffer` holds the target's rows that arrived and are not fed yet, of consecutive committed tokens. Of many, the
+newest are kept. `HostKVRows` computes tree nodes and short pieces of text by numpy, over the same buffers, and leaves
+long pieces to MLX. It is not lazy: a forward returns when it is done.
 """
 
 from __future__ import annotations
@@ -121,7 +117,7 @@ class PairKVRows:
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        """See `Columns.prefill`; the target's rows have been heard for all of them."""
+        """See `KVRows.prefill`; the target's rows of all of them have arrived."""
         for begin in range(start, len(tokens), PIECE):
             piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
             before = self.origin + begin - 1
@@ -135,7 +131,7 @@ class PairKVRows:
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `Columns.forward`. All texts together, as many forwards as tokens stand behind one another unheard of."""
+        """See `KVRows.forward`. All texts together, as many forwards as tokens stand behind one another unheard of."""
         depths = [text._depths(one) for text, one in zip(texts, new, strict=True)]
         found: list[Any] = []
         order: list[tuple[int, int]] = []

@@ -1,15 +1,11 @@
-"""Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind
-it.
+"""Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind it.
 
-Embedding and output layer are the target's, mostly. What families do differently is in a `MtpForm`: which row, in
-which order. Knows no files.
+The embedding and the output layer are mostly the target's. `MtpForm` says what families do differently (which row, in
+which order), `MtpFamily` where their tensors are. A family's layer is mlx-lm's, and so is the conversion of a
+repository's tensors into it, where mlx-lm has one.
 
-`MtpFamily`: what the families whose models have a head of their own do differently: where its tensors are, which row it
-reads. A family's layer is mlx-lm's, and so is what makes a repository's tensors into it, where mlx-lm has that. Knows
-names of tensors; nothing of files.
-
-`read`: reads the heads that mlx-lm leaves out of a target: from the original repository, or a copy of their tensors
-alone. Every reason why there is none to use is one sentence.
+`read` reads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors
+alone. If there is none to use, the reason is one sentence.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the
-target.
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the target.
 
-Of the text it reads the newest pair alone and remembers none, so all it knows goes along in the feature: the target's
-row, which stays the same for a chain, and the state, which each token moves on. Names of weights and fields of the
-config are those of Apple's checkpoints. Knows no files.
+It reads only the newest pair of a text and remembers none, so all that it knows is in the feature: the target's row,
+which stays the same for a chain, and the state, which each token advances. Names of weights and fields of the config
+are those of Apple's checkpoints.
 
-`read`: reads ReDrafters as Apple's trainers write them. Every reason why one can't be used is one sentence.
+`read` reads ReDrafters as Apple's trainers write them. If one can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ FROM_BESIDE = {"orchestrator/core/policy": {"ngram"}}
 IN_ORDER = {
     "drafters/coreml": (
         "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host", "kv_rows",
-        "drafter", "trial", "selection", "load", "prompts", "doctor", "convert",
+        "trial", "selection", "drafter", "prompts", "doctor", "convert",
     ),
 }  # fmt: skip
 """The modules of a room in which each may import only those before it."""

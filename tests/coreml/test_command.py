@@ -51,7 +51,7 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 def test_torch_and_tensorflow_are_never_imported() -> None:
     program = (
         "import sys\n"
-        "from drafters.coreml import load\n"
+        "from drafters.coreml import drafter\n"
         "from drafters.coreml import converter\n"
         "from drafters.coreml import saved\n"
         "saved.coremltools(), saved.mil(), saved.model_proto()\n"

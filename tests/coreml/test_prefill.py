@@ -232,7 +232,7 @@ def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
     assert prompts.reader_for(str(made.model_path), "auto", heard.append) is None and heard == []
     told(monkeypatch, (9, 20), (20, 9))
     monkeypatch.setattr(prompts.load, "context_of", lambda checkpoint: 256)
-    packages = prompts.load.packages_of(made.model_path)
+    packages = prompts.selection.packages_of(made.model_path)
     assert prompts.here(packages, heard.append).least == 128
     reader = prompts.reader_for(str(made.model_path), "auto", heard.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
