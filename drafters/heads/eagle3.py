@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from outrider.drafters.heads.checkpoint import (
     Weights,
@@ -31,9 +32,12 @@ from outrider.drafters.heads.checkpoint import (
 )
 from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine import positions
-from outrider.engine.flat import FlatCache
+from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
+from outrider.engine.flat import FlatCache, Ints
 from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.numpy_net import Ends, NumpyLayer, rope_of
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
@@ -132,6 +136,31 @@ class Eagle3(HeadModule):
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
+
+    def on_host(self, ends: Ends) -> NumpyHead:
+        """Its forwards by numpy. Raises AttributeError, TypeError or KeyError: its layers are not served."""
+        table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
+        layers, output = [NumpyLayer(block) for block in self.layers], BlockedLinear([self.lm_head])
+        seen, norm, config = Norm(self.layers[0].hidden_norm), Norm(self.norm), self.config
+        known = None if self.vocabulary.ids is None else np.array(self.vocabulary.ids)
+
+        def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+            normed = seen(features)
+            both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
+            return normed if config.norm_before_residual else features, both
+
+        def scores(hidden: Floats) -> Floats:
+            own = output(norm(hidden))
+            if known is None:
+                return own
+            whole = np.full((len(own), self.vocabulary.size), -np.inf, np.float32)
+            whole[:, known] = own
+            return whole
+
+        def stands_in(hidden: Floats) -> Floats:
+            return norm(hidden) if config.norm_output else hidden
+
+        return NumpyHead(layers, rope_of(self.layers[0]), begin, scores, stands_in)
 
     @property
     def _dtype(self) -> mx.Dtype:

@@ -26,11 +26,12 @@ from outrider.drafters.heads.checkpoint import stranger
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.early_exit import trial_text
 from outrider.drafters.heads.head import Head, StepHead
-from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache, numpy_head
+from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache
 from outrider.drafters.heads.proposers import ChainState, CheckableProposer, proposer_of, wrong_proposers_of
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
 from outrider.engine.kv_cache import open_slots
 from outrider.engine.loading import LoadedModel, find
+from outrider.engine.numpy_net import ends_of
 from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, named_errors
@@ -226,7 +227,7 @@ def host_of(
         return None
     try:
         with named_errors("numpy's forwards of the head", logging.INFO):
-            found = numpy_head(head, target)
+            found = _numpy_head(head, target)
             if trial(head, found, target):
                 return found
         reason = "its vectors differ"
@@ -234,6 +235,23 @@ def host_of(
         reason = first_line(error)
     log.info("numpy's forwards are not for this head: %s", reason)
     return None
+
+
+def _numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
+    """The head's weights, laid out for the host.
+
+    Raises:
+        ModelError: numpy does not serve the target, or not such a head.
+    """
+    if target.number_format != "float32":
+        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
+    ends = ends_of(target)
+    if not isinstance(head, mtp.Mtp | eagle3.Eagle3):
+        raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
+    try:
+        return head.on_host(ends)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"numpy can't serve this head: {error}") from error
 
 
 def alike(own: mx.array, found: mx.array) -> bool:

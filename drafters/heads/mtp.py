@@ -18,15 +18,19 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
 from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine import positions
-from outrider.engine.flat import FlatCache
+from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
+from outrider.engine.flat import FlatCache, Ints
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
 from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_net import Ends, NumpyLayer, rope_of
 from outrider.protocol.errors import CannotDraft, first_line
 
 Layer = Callable[[mx.array], mx.array]
@@ -100,6 +104,23 @@ class Mtp(HeadModule):
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.form.after_norm else hidden
+
+    def on_host(self, ends: Ends) -> NumpyHead:
+        """Its forwards by numpy. Raises AttributeError, TypeError or KeyError: its layers are not served."""
+        table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
+        output = BlockedLinear([self.lm_head]) if "lm_head" in self else ends.head
+        embedding, seen, norm = Norm(self.norm_embedding), Norm(self.norm_hidden), Norm(self.norm)
+        fuse, layer, form = BlockedLinear([self.fc]), NumpyLayer(self.layers[0]), self.form
+
+        def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+            both = [embedding(table[tokens]), seen(features)]
+            x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
+            return x, layer.before(x)
+
+        def stands_in(hidden: Floats) -> Floats:
+            return norm(hidden) if form.after_norm else hidden
+
+        return NumpyHead([layer], rope_of(self.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
 
 
 _LAYER = "layers.0."

@@ -16,15 +16,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.eagle3 import Eagle3
-from outrider.drafters.heads.head import Head, MaskedHead, PairHead
-from outrider.drafters.heads.mtp import Mtp
-from outrider.engine.blocks import BlockedLinear, Floats, Norm, host
+from outrider.drafters.heads.head import MaskedHead, PairHead
+from outrider.engine.blocks import Floats
 from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Ints, Segment
-from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import MOST_ROWS, Ends, NumpyLayer, NumpySegment, ends_of, rope_of, spans
+from outrider.engine.numpy_net import MOST_ROWS, NumpyLayer, NumpySegment, spans
 from outrider.engine.positions import RopeTable
-from outrider.protocol.errors import ModelError
 
 Begin = Callable[[Ints, Floats], tuple[Floats, Floats]]
 Rows = Callable[[Floats], Floats]
@@ -32,7 +28,9 @@ Rows = Callable[[Floats], Floats]
 
 @dataclass(frozen=True, slots=True)
 class NumpyHead:
-    """`begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
+    """A head's forwards on the host, from its weights as they lie there (`Mtp.on_host`, `Eagle3.on_host`).
+
+    `begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
 
     `scores`, `stands_in`: of hidden vectors, as a head's `logits` and `onward`.
     """
@@ -58,10 +56,8 @@ class NumpyHead:
         self, tokens: mx.array, features: mx.array, segments: Sequence[Segment], caches: Sequence[FlatCache]
     ) -> mx.array:
         """Hidden vectors [T, H] of pairs, piece after piece."""
-        positions, own = (
-            np.concatenate([segment.positions for segment in segments]),
-            spans(self.layers, segments, caches),
-        )
+        positions = np.concatenate([segment.positions for segment in segments])
+        own = spans(self.layers, segments, caches)
         return mx.array(self.rows(np.array(tokens), np.array(features, copy=False), positions, own))
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -69,67 +65,6 @@ class NumpyHead:
 
     def onward(self, hidden: mx.array) -> mx.array:
         return mx.array(self.stands_in(np.array(hidden, copy=False)))
-
-
-def numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
-    """The head's weights, laid out for the host.
-
-    Raises:
-        ModelError: numpy does not serve the target, or not such a head.
-    """
-    if target.number_format != "float32":
-        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
-    ends = ends_of(target)
-    try:
-        if isinstance(head, Mtp):
-            return _mtp(head, ends)
-        if isinstance(head, Eagle3):
-            return _eagle3(head, ends)
-    except (AttributeError, TypeError, KeyError) as error:
-        raise ModelError(f"numpy can't serve this head: {error}") from error
-    raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
-
-
-def _mtp(head: Mtp, ends: Ends) -> NumpyHead:
-    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
-    output = BlockedLinear([head.lm_head]) if "lm_head" in head else ends.head
-    embedding, seen, norm = Norm(head.norm_embedding), Norm(head.norm_hidden), Norm(head.norm)
-    fuse, layer, form = BlockedLinear([head.fc]), NumpyLayer(head.layers[0]), head.form
-
-    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-        both = [embedding(table[tokens]), seen(features)]
-        x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
-        return x, layer.before(x)
-
-    def stands_in(hidden: Floats) -> Floats:
-        return norm(hidden) if form.after_norm else hidden
-
-    return NumpyHead([layer], rope_of(head.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
-
-
-def _eagle3(head: Eagle3, ends: Ends) -> NumpyHead:
-    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
-    layers, output = [NumpyLayer(block) for block in head.layers], BlockedLinear([head.lm_head])
-    seen, norm, config = Norm(head.layers[0].hidden_norm), Norm(head.norm), head.config
-    known = None if head.vocabulary.ids is None else np.array(head.vocabulary.ids)
-
-    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-        normed = seen(features)
-        both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
-        return normed if config.norm_before_residual else features, both
-
-    def scores(hidden: Floats) -> Floats:
-        own = output(norm(hidden))
-        if known is None:
-            return own
-        whole = np.full((len(own), head.vocabulary.size), -np.inf, np.float32)
-        whole[:, known] = own
-        return whole
-
-    def stands_in(hidden: Floats) -> Floats:
-        return norm(hidden) if config.norm_output else hidden
-
-    return NumpyHead(layers, rope_of(head.layers[0]), begin, scores, stands_in)
 
 
 _LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others

@@ -69,6 +69,10 @@ IN_ORDER = {
         "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host", "kv_rows",
         "trial", "selection", "drafter", "prompts", "doctor", "convert",
     ),
+    "drafters/heads": (
+        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "block_kv_rows", "dflash", "eagle3", "mtp",
+        "redrafter", "proposers", "drafter", "early_exit", "load", "ahead",
+    ),
 }  # fmt: skip
 """The modules of a room in which each may import only those before it."""
 OUTSIDE = {"launch", "tests", "tools", "models", "docs"}
