@@ -75,16 +75,6 @@ class ChosenToken:
 
 
 @dataclass(slots=True)
-class Alternatives:
-    """What a chain behind `begin` tokens is to be told besides: tokens that hold with more than `min_prob`."""
-
-    calibration: Calibration
-    min_prob: float
-    begin: int
-    said: ChainAlternatives | None = None
-
-
-@dataclass(slots=True)
 class ChainState:
     """A committed text, and the chain that grows behind it to `depth` tokens: its `picks`.
 
@@ -96,7 +86,7 @@ class ChainState:
     width: int = 0
     depth: int = 0
     picks: list[ChosenToken] = field(default_factory=list)
-    alternatives: Alternatives | None = None
+    alternatives: AlternativesHistory | None = None
 
     @property
     def chain(self) -> tuple[int, ...]:
@@ -125,18 +115,9 @@ class ChainState:
     def continuation(self) -> Continuation:
         chain = self.chain
         if self.alternatives is not None:
-            places = [AlternativesAt.of(token, found) for token, found in zip(chain, self.candidates, strict=True)]
-            self.alternatives.said = ChainAlternatives(chain, places)
-            tree = self.alternatives.said.tree(self.alternatives.calibration, self.alternatives.min_prob)
-            return Continuation.of(tree)
+            return self.alternatives.continuation(chain, self.candidates)
         drawn = self.follower.sampler.params.is_residual and chain
         return Continuation(chain, one_hot(chain) if drawn else None, odds=self.odds)
-
-    def learn(self, committed: Sequence[int]) -> None:
-        """What became final behind its text: the calibration counts what held."""
-        asked = self.alternatives
-        if asked is not None and asked.said is not None and asked.said.places and (new := committed[asked.begin :]):
-            asked.said.teach(asked.calibration, new)
 
 
 def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
@@ -171,18 +152,24 @@ def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
 
 
 class AlternativesHistory:
-    """A request's chains, each of which learns from what became of the one before."""
+    """The next best tokens beside a request's chains; each chain learns from what became of the one before."""
 
     def __init__(self) -> None:
-        self._last: ChainState | None = None
+        self._said: ChainAlternatives | None = None
+        self._begin, self._calibration, self._min_prob = 0, Calibration(), 1.0
 
     def line(self, follower: FollowedText, tokens: Sequence[int], calibration: Calibration, least: float) -> ChainState:
-        """The next one; its continuation is a tree where other tokens, too, hold with a probability above `least`."""
-        if self._last is not None:
-            self._last.learn(tokens)
-        alternatives = Alternatives(calibration, least, len(tokens)) if least < 1.0 else None
-        self._last = ChainState(follower, tokens, WIDTH if alternatives else 0, alternatives=alternatives)
-        return self._last
+        """The next chain; with `least` below 1 it becomes a tree with tokens that hold with a higher probability."""
+        if self._said is not None and self._said.places and (new := tokens[self._begin :]):
+            self._said.teach(self._calibration, new)
+        self._said, self._begin, self._calibration, self._min_prob = None, len(tokens), calibration, least
+        return ChainState(follower, tokens, WIDTH, alternatives=self) if least < 1.0 else ChainState(follower, tokens)
+
+    def continuation(self, chain: tuple[int, ...], candidates: Sequence[Sequence[Candidate]]) -> Continuation:
+        """The tree of a chain and the best `candidates` of each of its places."""
+        places = [AlternativesAt.of(token, found) for token, found in zip(chain, candidates, strict=True)]
+        self._said = ChainAlternatives(chain, places)
+        return Continuation.of(self._said.tree(self._calibration, self._min_prob))
 
 
 class HeadProposer:
