@@ -37,7 +37,7 @@ class TokenTree(Protocol):
 
     @property
     def cached(self) -> int:
-        """How many of the tokens it was opened with were not read, for they were remembered."""
+        """How many of the tokens it was opened with were remembered, and so not read."""
         ...
 
     @property
@@ -75,10 +75,10 @@ class TokenTree(Protocol):
         ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        """Makes `tokens` final, which follow the root though nobody drafted them; the last becomes the root. Waits.
+        """Makes `tokens` final, which follow the root and were not drafted; the last becomes the root. Waits.
 
-        Every pending node is dropped. What may follow the tokens before the last is not looked at, so that many cost no
-        more memory than a prompt's. With `more` there is no root, until a later call reads the rest.
+        Every pending node is dropped. Logits are computed for the last token only, so that many tokens cost no more
+        memory than a prompt. With `more` there is no root until a later call reads the rest.
         """
         ...
 
@@ -90,12 +90,12 @@ class TokenTree(Protocol):
         ...
 
     def close(self, spoilt: bool = False) -> None:
-        """Frees what it holds; what a cache may keep for later texts goes there, unless it is `spoilt` by a failure."""
+        """Frees what it holds. A prompt cache may keep it for later texts, unless it is `spoilt` by a failure."""
         ...
 
 
 class Drafter(Protocol):
-    """What proposes: opens one tree a request."""
+    """Proposes tokens: opens one tree a request."""
 
     @property
     def backend(self) -> str: ...
@@ -114,12 +114,12 @@ class Drafter(Protocol):
 
     @property
     def prompt_cache(self) -> PromptCache:
-        """What it remembers of texts that have ended: nothing where it reads every text in full."""
+        """What it remembers of texts that have ended; nothing if it reads every text in full."""
         ...
 
     @property
     def note(self) -> str:
-        """What a person should know about how it runs; mostly nothing."""
+        """What a person should know about how it runs; mostly empty."""
         ...
 
     def open(
@@ -139,11 +139,11 @@ class Drafter(Protocol):
 class DrawingTree(TokenTree, Protocol):
     """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
 
-    By noise of its own wherever a chain begins, which is behind every token that was told (`engine.residual`).
+    Each chain has noise of its own, and begins behind a token that the caller gave (`engine.residual`).
     """
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """As `TokenTree.child`; `told` True: only a node that was fed as a token, False: only one fed as None."""
+        """As `TokenTree.child`; `told`: only a node that was fed as a token (True), or only one fed as None (False)."""
         ...
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
@@ -153,7 +153,7 @@ class DrawingTree(TokenTree, Protocol):
 
 @runtime_checkable
 class DrawingDrafter(Drafter, Protocol):
-    """A drafter that can draw. One that can't proposes for residual sampling all the same, what it thinks best."""
+    """A drafter that can draw. One that can't proposes its best tokens for residual sampling too."""
 
     def open_drawing(
         self,
@@ -163,26 +163,26 @@ class DrawingDrafter(Drafter, Protocol):
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
     ) -> DrawingTree:
-        """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
+        """As `open`. `cached`: the number of continuations of a node whose weight Saguaro's factor lowers."""
         ...
 
 
 @runtime_checkable
 class FeatureTree(TokenTree, Protocol):
-    """A tree of what reads the target's hidden rows."""
+    """A tree that reads the target's hidden rows."""
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """Rows [N, W] of committed tokens, the first at `position`, as they come: also of ones yet to be committed."""
+        """Rows [N, W] of tokens, the first at `position`, as they arrive: they may come before the tokens' commit."""
         ...
 
     def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could once `ahead` tokens more were read. Before that there is no root."""
+        """Whether it can grow, or could after reading `ahead` more tokens. Before that there is no root."""
         ...
 
 
 @runtime_checkable
 class FeatureDrafter(Drafter, Protocol):
-    """A drafter whose trees are told the target's rows. `features`: of what they are made, which both ends compare."""
+    """A drafter whose trees read the target's rows. `features` names their source; both ends compare it."""
 
     @property
     def features(self) -> str: ...
@@ -190,7 +190,7 @@ class FeatureDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class BatchingDrafter(Drafter, Protocol):
-    """A drafter whose trees can grow in one forward. Those of another are fed one after the other."""
+    """A drafter whose trees can grow in one forward. The trees of others are fed one after the other."""
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         """As `TokenTree.feed` for each tree; a call that fails leaves every tree as it was."""
@@ -198,7 +198,7 @@ class BatchingDrafter(Drafter, Protocol):
 
 
 class DrafterFault(OutriderError):
-    """The drafter can't go on with this request; the target goes on alone."""
+    """The drafter can't continue with this request; the target continues alone."""
 
 
 Progress = Callable[[str], None]
@@ -237,7 +237,7 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
     """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
 
     Args:
-        prefill: who reads prompts for `mlx`, see `drafters.coreml.prompts`.
+        prefill: what reads prompts for `mlx`, see `drafters.coreml.prompts`.
         target: the folder of the model whose rows a head reads.
     """
     if backend in AHEAD:

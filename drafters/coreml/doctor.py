@@ -190,7 +190,7 @@ def inspect() -> Machine:
 
 
 def blas_of(mapped: str, system: str) -> tuple[str, str]:
-    """Name and note of the BLAS that MLX calls, told from the libraries `mapped` into a process."""
+    """Name and note of the BLAS that MLX calls, by the libraries `mapped` into a process."""
     if system == "darwin":
         return "Accelerate", ""
     preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)

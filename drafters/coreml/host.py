@@ -54,8 +54,8 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class CallOutput:
-    """What a call gave: `logits` [R, vocab] where asked for; `keys` and `values` [layers, kv_heads, R, head_dim] where
-    the package hands them out."""
+    """A call's result: `logits` [R, vocab] from functions that have them; `keys` and `values` [layers, kv_heads, R,
+    head_dim] from packages that return them."""
 
     logits: NDArray[np.float32] | None
     keys: NDArray[np.float32] | None

@@ -131,7 +131,7 @@ class Verdicts:
 
 
 def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
-    """The rows of `file`; none when it is not there or can no longer be read: what it told is found out again."""
+    """The rows of `file`; none if it is missing or unreadable, so that trials run again."""
     try:
         return [parse(fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -139,7 +139,7 @@ def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """All of `rows` or, for whoever reads meanwhile, all of those before."""
+    """Writes `rows` in one step: a concurrent reader finds either the old rows or the new ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
@@ -242,7 +242,7 @@ def choose(
 
     Args:
         memory: directory where verdicts are kept.
-        tell: gets a sentence before each trial, which may take minutes.
+        tell: receives a sentence before each trial, which may take minutes.
         thorough: try every package on every unit; those made only for that are removed again.
 
     Raises:
@@ -351,7 +351,7 @@ def place(packages: PackageSource, tell: Tell) -> Selection:
 
 
 def packages_of(checkpoint: Path, tell: Tell = log.info) -> OfCheckpoint:
-    """The packages of a model directory in this machine's cache; `tell` hears of conversions."""
+    """The packages of a model directory in this machine's cache; `tell` receives the stages of conversions."""
     return OfCheckpoint.of(checkpoint, context_of(checkpoint), _stages(tell))
 
 

@@ -55,7 +55,7 @@ class HeadTree(Tree):
         super().__init__(columns, sampler, head.context_length, tokens)
 
     def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could once `ahead` tokens more were read."""
+        """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
@@ -81,7 +81,7 @@ class HeadTree(Tree):
         self._read_on(not more)
 
     def _read_on(self, to_end: bool) -> None:
-        """Feeds the committed tokens whose rows have been heard; behind the last one, if that may be, it can grow."""
+        """Feeds the committed tokens whose rows have arrived; with `to_end` the last one becomes the root."""
         heard, total = self.kv_rows.features, len(self._committed)
         if heard.begin == heard.end:
             return
@@ -105,7 +105,7 @@ class HeadTree(Tree):
 
 
 class BlockTree(Tree):
-    """One request's tree. Every committed token has a column; what is read of them are rows."""
+    """One request's tree. Every committed token has a column; only rows are read of them."""
 
     kv_rows: BlockKVRows
 
@@ -118,7 +118,7 @@ class BlockTree(Tree):
         return max(0, min(super().room, self.kv_rows.reach(len(self._committed) - 1)))
 
     def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could once `ahead` tokens more were read."""
+        """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or self.kv_rows.end >= len(self._committed) + ahead - 1
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
@@ -127,8 +127,8 @@ class BlockTree(Tree):
         self._plant()
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """A block's own choice is a node for who goes on with it: else what follows a token is asked of a block that
-        knows it. Where the target has spoken since, neither is."""
+        """With `told` False a block's own choice; else a token that opened a block of its own. Neither counts once its
+        features have arrived."""
         parent, own = self._node(node), told is False
         for child in parent.children:
             entry = self._nodes[child]
@@ -162,7 +162,7 @@ class BlockTree(Tree):
         return OpenedBlock(anchor, tokens, max(1, min(wanted, self._depth - (last - anchor))))
 
     def _down_to(self, feed: TreeFeed, index: int) -> list[int]:
-        """The pending tokens down to one that is to be fed, its own included. Waits for what was not read."""
+        """The pending tokens down to this token of the feed, its own included. Waits for unread ones."""
         parent, token = feed.parents[index], feed.tokens[index]
         above = self._path(parent) if parent < self._next else self._down_to(feed, parent - self._next)
         return [*above, self._best(self._node(parent)) if token is None else token]
@@ -176,7 +176,7 @@ class BlockTree(Tree):
             self._plant()
 
     def _plant(self) -> None:
-        """The last committed token becomes the root, once the rows before it have been heard."""
+        """Makes the last committed token the root, once the rows before it have arrived."""
         if self._nodes or not self.ready():
             return
         last = self._committed.pop()
@@ -254,7 +254,7 @@ class AheadHead:
         """`vocab_size`: the target's. `numpy` makes the forwards of few pairs.
 
         Raises:
-            CannotDraft: it has nothing to go on with where the target has not spoken yet.
+            CannotDraft: it can't continue where the target's rows have not arrived yet.
         """
         self._numpy = numpy
         self.note = _doubt(head, backend)
@@ -285,7 +285,7 @@ class AheadHead:
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
     ) -> TokenTree:
-        """A tree that reads `tokens` as it is told their rows."""
+        """A tree that reads `tokens` as their rows arrive."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         if isinstance(self.head, BlockHead):
             return BlockTree(self.head, sampler, tokens)

@@ -71,13 +71,13 @@ class BlockKVRows:
         self.frame = TreeAttentionMetadata()
         self.layers = [KVRowCache(self.frame) for _ in make_prompt_cache(head)]
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
-        self.end = 0  # the first position of which nothing has been heard
+        self.end = 0  # the first position whose feature has not arrived
         self._waiting: list[tuple[int, mx.array]] = []
         self._slots: dict[int, BlockSlot] = {}
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """The target's rows of committed tokens, the first at `position`; those it knows are left out. Many are read
-        at once, and waited for."""
+        """The target's rows of committed tokens, the first at `position`; known ones are skipped. Many are read at
+        once, and evaluated."""
         known = max(self.end - position, 0)
         if known >= len(rows):
             return
@@ -99,11 +99,11 @@ class BlockKVRows:
         return self._head.depth - max(position - self.end, 0)
 
     def goes_on(self, column: int) -> bool:
-        """Whether the block of this column's token has a slot for what follows its own choice."""
+        """Whether the block of this column's token has a slot behind its own choice."""
         return self._slots[column].left > 0
 
     def is_stale(self, column: int) -> bool:
-        """Whether the target has told of tokens since that its block had to know without their features."""
+        """Whether features have arrived since for tokens that its block had to read without them."""
         slot = self._slots[column]
         return slot.anchor < min(self.end, slot.position)
 
@@ -118,7 +118,7 @@ class BlockKVRows:
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `KVRows.forward`: what was heard is read, then all blocks are opened."""
+        """See `KVRows.forward`: features that arrived are read, then all blocks are opened."""
         head = texts[0]._head
         asked = [(text, one) for text, one in zip(texts, new, strict=True) if isinstance(one, NewBlocks)]
         _read(head, texts)
@@ -162,7 +162,7 @@ class BlockSegment:
         return cls(text, [column for column, _ in opened], [block for _, block in opened])
 
     def lengths(self, masks_more: int) -> Ints:
-        """How many rows each block has, where so many more masks than slots stand behind its last known token."""
+        """The number of rows of each block, with `masks_more` more masks than slots behind its last known token."""
         return np.array([len(block.tokens) + block.slots - 1 + masks_more for block in self.blocks], np.int32)
 
     def mask(self, lengths: Ints, window: int | None) -> mx.array | None:

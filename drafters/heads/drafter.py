@@ -36,7 +36,7 @@ from outrider.protocol.stats import KvCost
 
 @dataclass(frozen=True, slots=True)
 class SavedPairs(SavedPrefix):
-    """`length` counts tokens. `layers` hold the pairs from `begin` on: what came before was never heard."""
+    """`length` counts tokens. `layers` hold the pairs from `begin` on; earlier features never arrived."""
 
     begin: int = 0
 
@@ -52,11 +52,11 @@ class SavedPairs(SavedPrefix):
 
 MOST_WAITING = 2048
 PIECE = 512
-READ_AGAIN = 16  # tokens that the target reads though it remembers them, where the head would miss all before them else
+READ_AGAIN = 16  # remembered tokens that the target reads again, so that the head can continue its own prefix
 
 
 class FeatureFollower:
-    """One text's features. `sampler` chooses what is drafted for it; `reach`: so many of the newest can matter."""
+    """One text's features. `sampler` chooses its tokens; `reach`: only so many of the newest features matter."""
 
     def __init__(
         self, texts: HeadKVCache, sampler: Sampler, reach: int | None = None, cache: PromptCache | None = None
@@ -73,7 +73,7 @@ class FeatureFollower:
         self._closed = False
 
     def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
-        """Of these tokens the target remembers so many; from which on their rows should be told.
+        """The position from which the target should report rows; it remembers the first `length` of these tokens.
 
         `exact`: the target can forget some of them, and read them again.
         """
@@ -117,13 +117,13 @@ class FeatureFollower:
         return self._text.length if self._text is not None else 0
 
     def is_up_to(self, tokens: Sequence[int]) -> bool:
-        """Whether it has heard of all but the last of these, which has no feature yet, and has something to read."""
+        """Whether it has the features of all but the last of these tokens, and some of them are unread."""
         return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
 
     def catch_up(self, tokens: Sequence[int]) -> PairFeed:
-        """The last piece of what is to be read of committed `tokens`; what comes before it is read here.
+        """The last piece of the unread pairs of committed `tokens`; earlier pieces are read here.
 
-        `has_read` is to be said once it was fed.
+        Call `has_read` once it was fed.
         """
         waiting = mx.concatenate(self._waiting)
         while waiting.shape[0] > PIECE:
@@ -134,7 +134,7 @@ class FeatureFollower:
         return self._feed(tokens, waiting)
 
     def has_read(self) -> None:
-        """What `catch_up` gave has been fed."""
+        """The piece that `catch_up` returned has been fed."""
         self._waiting, self.waiting = [], 0
 
     def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
@@ -143,7 +143,7 @@ class FeatureFollower:
         return PairFeed(self.text, behind, features)
 
     def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The first of these committed tokens of which all pairs have been read; none where it began behind a gap."""
+        """The first of these committed tokens whose pairs have all been read; none if it began behind a gap."""
         return tokens[: self.length + 1] if self.length and not self._begin else ()
 
     def save(self, length: int) -> SavedPairs:
@@ -152,7 +152,7 @@ class FeatureFollower:
         return SavedPairs(length, pairs.layers, begin=self._begin)
 
     def read_all(self, tokens: Sequence[int]) -> int:
-        """Reads what waits of committed `tokens`; how many of them it knows then, 0: nothing that could be kept."""
+        """Reads the unread pairs of committed `tokens`. Returns how many tokens it knows then; 0: nothing to keep."""
         if self._text is None or self._next >= len(tokens):
             return 0
         if self._waiting:
@@ -161,7 +161,7 @@ class FeatureFollower:
         return self._next + 1
 
     def close(self) -> None:
-        """It hears no more, and gives its place back."""
+        """Ignores further features, and frees its place."""
         self._closed = True
         self._begin_anew(0)
 
@@ -180,7 +180,7 @@ log = logging.getLogger(__name__)
 
 class HeadDrafter:
     """Drafts with `head` in the target's process. `note`: what a person should know about it. `agreement`: how often it
-    said the target's next token in a trial, if there was one."""
+    predicted the target's next token in a trial, if there was one."""
 
     def __init__(
         self,
@@ -203,11 +203,11 @@ class HeadDrafter:
         return self._proposer.kv_cache
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> FeatureFollower:
-        """What is to hear the features of a text that chains are wanted for."""
+        """Collects the features of a text to draft for."""
         return FeatureFollower(self.kv_cache, self.sampler(sampling, constraint), self.head.reach, self.prompt_cache)
 
     def keep(self, follower: FeatureFollower, tokens: Sequence[int]) -> None:
-        """What was read of these committed tokens stays for later texts."""
+        """Keeps what was read of these committed tokens for later texts."""
         if not self.prompt_cache.wants(tokens):
             return
         try:
@@ -222,10 +222,9 @@ class HeadDrafter:
         return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
-        """The `depths` tokens that follow each committed text; nothing where it can't tell. Waits.
+        """The `depths` tokens that follow each committed text; empty where features are missing. Waits.
 
-        What fails with other requests is tried alone; who fails alone is followed no more, and its request goes on
-        without.
+        If a joint forward fails, each request is tried alone. One that fails alone gets no further drafts.
         """
         for chain, depth in zip(chains, depths, strict=True):
             room = self.head.context_length - len(chain.tokens)

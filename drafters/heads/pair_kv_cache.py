@@ -107,7 +107,7 @@ class PairKVCache(HeadKVCache):
         self.hidden([feed])
 
     def forward(self, feeds: Sequence[PairFeed]) -> mx.array:
-        """Feeds them all, which stand in the order of their rows; the hidden vector of each one's last pair [R, H]."""
+        """Feeds them all, in the order of their rows; the hidden vector of each one's last pair [R, H]."""
         order = sorted(feeds, key=lambda feed: feed.count > _LONG)
         hidden = self.hidden(order)
         ends = np.cumsum([feed.count for feed in order]) - 1
@@ -139,7 +139,7 @@ class MaskedPairKVCache(PairKVCache):
         self._masked = head
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Feeds them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
+        """Feeds them all, in the order of their rows; the hidden vectors of `depths` tokens behind each, [sum, H]."""
         longer = [self._with_masks(feed, depth - 1) for feed, depth in zip(feeds, depths, strict=True)]
         order = sorted(range(len(feeds)), key=lambda n: longer[n].count > _LONG)
         hidden = self.hidden([longer[n] for n in order])

@@ -90,12 +90,12 @@ class ChainState:
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """What was chosen. Waits."""
+        """The chosen tokens. Waits."""
         return tuple(pick.of(pick.chosen) for pick in self.picks)
 
     @property
     def odds(self) -> tuple[float, ...]:
-        """What the head says of each token; (): nothing. Waits."""
+        """The head's estimate for each token; (): it has none. Waits."""
         return tuple(pick.of(pick.odds) for pick in self.picks if pick.odds is not None)
 
     @property
@@ -104,7 +104,7 @@ class ChainState:
         return [_ranked(*map(pick.of, pick.few))[: self.width] for pick in self.picks if pick.few is not None]
 
     def asked(self, count: int = 1) -> SamplingMetadata:
-        """How its next tokens are chosen; one where the choice looks at those before."""
+        """How its next tokens are chosen; a single one if the choice depends on the tokens before."""
         sampler, history = self.follower.sampler, None
         if sampler.needs_history:
             history = [[*self.tokens, *self.chain][-sampler.reach :]]
@@ -121,7 +121,7 @@ class ChainState:
 
 
 def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
-    """Each line's next token [R] by its row of logits [R, V]; those that ask for the same are scored together."""
+    """Each chain's next token [R] by its row of logits [R, V]; equal samplers are scored together."""
     groups: dict[Hashable, list[int]] = {}
     for row, chain in enumerate(chains):
         groups.setdefault(chain.follower.sampler.kind, []).append(row)
@@ -138,7 +138,7 @@ def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
 
 
 def take(step: Step, places: Sequence[tuple[ChainState, Iterable[int]]]) -> None:
-    """Each line's next tokens, by these rows of what was scored."""
+    """Adds each chain's next tokens, from these rows of `step`."""
     chosen, width = step.chosen(), max(chain.width for chain, _ in places)
     few = step.few(width) if width else None
     for chain, rows in places:
@@ -212,9 +212,9 @@ def grow(
     logits: Callable[[mx.array], mx.array],
     onward: Callable[[mx.array], mx.array],
 ) -> mx.array:
-    """Each line's chain behind its feed, one token of all a forward; what came of the feeds themselves, [R, H].
+    """Grows each chain behind its feed, one token of all chains a forward. Returns the feeds' own vectors, [R, H].
 
-    `forward` gives the hidden vector behind each feed, `onward` the features that stand in for those to come.
+    `forward` gives the hidden vector behind each feed, `onward` the stand-ins for the features to come.
     """
     hidden = read = forward(feeds)
     while True:
@@ -238,9 +238,9 @@ Ints = np.ndarray[Any, np.dtype[np.int_]]
 
 
 def walk(chains: Sequence[ChainState], logits: mx.array, hidden: mx.array, link: BlockLink | None) -> None:
-    """Chooses each line's `depth` tokens by its rows of logits [S, V] and vectors [S, H], one line's after the other's.
+    """Chooses each chain's `depth` tokens by its rows of logits [S, V] and vectors [S, H], chain after chain.
 
-    Those that ask for the same are scored together. Lazy where nothing looks at tokens.
+    Equal samplers are scored together. Lazy where nothing looks at tokens.
     """
     begins = np.cumsum([0, *(chain.depth for chain in chains)])[:-1].tolist()
     groups: dict[Hashable, list[int]] = {}
@@ -358,7 +358,7 @@ class FeatureKVCache(HeadKVCache):
         self._read([feed])
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Reads them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
+        """Reads all feeds, in the order of their rows; the hidden vectors of `depths` tokens behind each, [sum, H]."""
         self._read(feeds)
         counts = [depth + self._masks_more for depth in depths]
         texts = [feed.text for feed in feeds]
