@@ -95,32 +95,19 @@ class TokenTree(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens: opens one tree a request."""
+    """Proposes tokens: opens one tree a request.
 
-    @property
-    def backend(self) -> str: ...
+    `prompt_cache`: what it remembers of texts that have ended; nothing if it reads every text in full. `note`: what a
+    person should know about how it runs; mostly empty.
+    """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def parameters(self) -> int: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    @property
-    def prompt_cache(self) -> PromptCache:
-        """What it remembers of texts that have ended; nothing if it reads every text in full."""
-        ...
-
-    @property
-    def note(self) -> str:
-        """What a person should know about how it runs; mostly empty."""
-        ...
+    backend: str
+    vocab_size: int
+    context_length: int
+    parameters: int
+    weight_bytes: int
+    prompt_cache: PromptCache
+    note: str
 
     def open(
         self,
@@ -184,8 +171,7 @@ class FeatureTree(TokenTree, Protocol):
 class FeatureDrafter(Drafter, Protocol):
     """A drafter whose trees read the target's rows. `features` names their source; both ends compare it."""
 
-    @property
-    def features(self) -> str: ...
+    features: str
 
 
 @runtime_checkable

@@ -230,16 +230,11 @@ class PacedDrafter:
     """Wraps `drafter`; its trees share one `pace`. `ready` tells when the newest message arrived."""
 
     def __init__(self, drafter: Drafter, name: str, pace: Pace, ready: Callable[[], float]) -> None:
-        self._drafter = drafter
-        self._pace = pace
-        self._ready = ready
-        self.backend = f"{drafter.backend}, simulating {name}"
-        self.vocab_size = drafter.vocab_size
-        self.context_length = drafter.context_length
-        self.parameters = drafter.parameters
-        self.weight_bytes = drafter.weight_bytes
+        self._drafter, self._pace, self._ready = drafter, pace, ready
+        self.backend, self.note = f"{drafter.backend}, simulating {name}", drafter.note
+        self.vocab_size, self.context_length = drafter.vocab_size, drafter.context_length
+        self.parameters, self.weight_bytes = drafter.parameters, drafter.weight_bytes
         self.prompt_cache = drafter.prompt_cache
-        self.note = drafter.note
 
     def open(
         self,
@@ -266,9 +261,9 @@ class PacedTree:
     """A `TokenTree` whose answers come when the profile's machine would give them."""
 
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
-        self.inner = tree
-        self._pace = pace
-        self._ready = ready
+        self.inner, self._pace, self._ready = tree, pace, ready
+        self.column_tokens, self.child = tree.column_tokens, tree.child
+        self.commit, self.close = tree.commit, tree.close
 
     @property
     def root(self) -> int:
@@ -289,12 +284,6 @@ class PacedTree:
     @property
     def room(self) -> int:
         return self.inner.room
-
-    def column_tokens(self) -> list[int]:
-        return self.inner.column_tokens()
-
-    def child(self, node: int, token: int) -> int | None:
-        return self.inner.child(node, token)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         self._pace.begin(self._ready())
@@ -317,9 +306,3 @@ class PacedTree:
         self.inner.read(tokens, more)
         self._pace.end(len(tokens))
         self._pace.wait()
-
-    def commit(self, path: Sequence[int]) -> None:
-        self.inner.commit(path)
-
-    def close(self, spoilt: bool = False) -> None:
-        self.inner.close(spoilt)

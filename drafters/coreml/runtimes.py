@@ -36,12 +36,12 @@ class RuntimeState(Protocol):
 
 
 class Runtime(Protocol):
-    """Runs the functions of one package. Every call comes from one and the same thread."""
+    """Runs the functions of one package. Every call comes from one and the same thread.
 
-    @property
-    def name(self) -> str:
-        """For a person: what runs it, and where."""
-        ...
+    `name`: for a person: what runs it, and where.
+    """
+
+    name: str
 
     def new_state(self) -> RuntimeState | None:
         """An empty cache; None for a package whose cache lies with the host."""
