@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +22,8 @@ from outrider.protocol.digest import digest, fits
 from outrider.protocol.errors import CannotDraft, first_line
 
 Weights = dict[str, mx.array]
+Settings = TypeVar("Settings")
+_PLAIN: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 _FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 
@@ -103,6 +106,13 @@ def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise CannotDraft(f"{name}: config.json lacks {error}; expected {what}") from error
+
+
+def settings_of(kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes") -> Settings:
+    """A dataclass of numbers and texts from the fields of a config.json. Raises CannotDraft as `complete` does."""
+    with complete(name, what):
+        wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
+        return kind(**{field.name: _PLAIN[field.type](config[field.name]) for field in wanted})
 
 
 def check_taps(taps: Sequence[int], layers: int, name: str) -> None:

@@ -11,7 +11,7 @@ is one sentence. `agreements` tries on a text of the target after which layers i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import complete, fill, read_config, read_weights, refuse_quantised, stranger
+from outrider.drafters.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, settings_of, stranger
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.pair_kv_cache import PairFeed
@@ -251,7 +251,7 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     if head_kind(config) != "early-exit":
         raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
     refuse_quantised(config, weights, name)
-    settings = _settings(config, name)
+    settings = settings_of(AdapterConfig, config, name, "an adapter's sizes")
     _check(settings, target, count, name)
     adapter = ExitAdapter(settings)
     fill(adapter, weights, name)
@@ -268,19 +268,6 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     if agreement < _LEAST:
         note += ": few drafts will be accepted; use an adapter trained for this target"
     return ExitDrafter(exit, target, note, agreement)
-
-
-def _settings(config: Mapping[str, Any], name: str) -> AdapterConfig:
-    with complete(name, "an adapter's sizes"):
-        return AdapterConfig(
-            exit_layer=int(config["exit_layer"]),
-            rank=int(config["rank"]),
-            hidden_size=int(config["hidden_size"]),
-            vocab_size=int(config["vocab_size"]),
-            num_hidden_layers=int(config["num_hidden_layers"]),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-            target=str(config.get("target", "")),
-        )
 
 
 def _check(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:

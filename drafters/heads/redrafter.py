@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import Weights, complete, fill, read_config, read_weights, refuse_quantised
+from outrider.drafters.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised, settings_of
 from outrider.drafters.heads.head import HeadModule
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding
@@ -112,7 +112,7 @@ def build(
             f"{name} is not a ReDrafter: its config.json does not say model_type recurrent_drafting_drafter"
         )
     refuse_quantised(config, weights, name)
-    settings = _settings(config, name)
+    settings = settings_of(RedrafterConfig, config, name)
     size = int(embed(mx.array([0])).shape[-1])
     if settings.hidden_size != size:
         raise CannotDraft(
@@ -127,14 +127,3 @@ def build(
     head = Redrafter(settings, embed, target.vocab_size, target.context_length)
     fill(head, weights, name)  # emb_norm.weight, too, is in some checkpoints: their own forward leaves it out
     return head
-
-
-def _settings(config: Mapping[str, Any], name: str) -> RedrafterConfig:
-    with complete(name):
-        return RedrafterConfig(
-            hidden_size=int(config["hidden_size"]),
-            vocab_size=int(config["vocab_size"]),
-            exit_dim=int(config["exit_dim"]),
-            num_draft_layers=int(config["num_draft_layers"]),
-            rnn=bool(config.get("rnn", False)),
-        )
