@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from outrider.draft_worker.inbox import DraftLink, SlowLink
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.backends import NAMES, make
-from outrider.drafters.drafter import FeatureDrafter
+from outrider.drafters.drafter import NAMES, FeatureDrafter, make
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import PacedDrafter, ReplayDrafter
 from outrider.engine.memory import PeakMemory

@@ -1,1 +1,1 @@
-"""Drafters behind one interface, and how their branches grow. Below both workers: a drafter can live in either."""
+"""Drafters behind one interface, and how their branches grow. Both workers use them: a drafter can run in either."""

@@ -1,8 +1,6 @@
-"""What a drafter says comes next: a chain, or a tree with what it thought next best beside its tokens.
+"""What a drafter proposes: a chain, or a tree that also has the next best tokens beside the chain's.
 
-`AlternativesAt`: a chain with what the drafter thought next best beside its tokens: a tree whose first branch is the
-chain. What a token's odds are is `calibration`'s to say; that a guess of outcomes (k, t) is the sibling t of chain
-token k is all that is known here. Pure.
+A token beside token k of a chain covers one outcome (k, t). `fan_out.Calibration` estimates the probabilities. Pure.
 """
 
 from __future__ import annotations

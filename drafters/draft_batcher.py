@@ -1,10 +1,10 @@
-"""Several requests' work in forwards that they share, under one budget of branches.
+"""Joins the forwards of several requests' drafting, under one budget of branches.
 
-What each wants fed is collected, fed at once, and handed back. What fails with other requests is tried alone, so that
-only the request whose own forward fails ends.
+The tokens that each request wants fed are collected and fed in one forward. If a joint forward fails, each request is
+tried alone, so that only the request whose own forward fails ends.
 
-`Capacity`: how many branches can be ready when the target is: what a forward takes by its rows, against how long a
-round is. Counts and times only; knows nothing of what is drafted. Old measurements fade.
+`Capacity` estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows
+and the length of a round. Old measurements fade.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from outrider.drafters.continuation import Continuation
-from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree, TreeFeed
+from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, shares
 from outrider.drafters.growth import ReadyBranches, Result, Steps
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.pace import FADE, ForwardCost
+from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol import clock
 from outrider.protocol.errors import OutriderError, named_errors
 
-# Until so much has been seen nothing is said.
+# Below this many measurements there is no estimate.
 ENOUGH = 8.0
 
 
@@ -33,18 +34,18 @@ class Capacity:
         self._rounds = self._round_ms = 0.0
 
     def forward(self, rows: int, ms: float) -> None:
-        """A forward of so many tokens took `ms`."""
+        """Records a forward of `rows` tokens, which took `ms`."""
         self._cost.add(rows, ms)
 
     def round(self, ms: float) -> None:
-        """From one commit of a request, with a chain to verify, to the next it took `ms`."""
+        """Records the time between two commits of a request, with a chain to verify."""
         self._rounds = self._rounds * FADE + 1.0
         self._round_ms = self._round_ms * FADE + ms
 
     def branches(self, depth: int) -> int | None:
-        """How many branches of this depth can grow while a round lasts, all requests' together; None: not known yet.
+        """How many branches of this depth can grow in a round, of all requests together; None: not known yet.
 
-        Their forwards are one more than they are deep: those of full acceptance begin with the second.
+        They take one forward more than their depth: branches of full acceptance begin with the second.
         """
         if min(self._rounds, self._cost.seen) < ENOUGH:
             return None
@@ -57,7 +58,7 @@ Found = TypeVar("Found")
 
 
 class DraftBatcher:
-    """Makes forwards of `drafter` for all requests that want one."""
+    """Makes the forwards of `drafter` for all requests that need one."""
 
     def __init__(self, drafter: Drafter, calibration: Calibration | None = None) -> None:
         self.capacity = Capacity()
@@ -65,9 +66,9 @@ class DraftBatcher:
         self._calibration = calibration or Calibration()
 
     def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
-        """One forward for each of `works`; in place of an answer, the error of one that failed.
+        """One forward for each of `works`; for one that failed, its error.
 
-        `active`: among how many requests the drafter's time is shared.
+        `active`: the number of requests that share the drafter's time.
         """
         started_ns = clock.now()
         wishes = [_tried(work.wish) for work in works]
@@ -84,7 +85,7 @@ class DraftBatcher:
         return [failed[id(work)] if id(work) in failed else next(found).found() for work in works]
 
     def _grant(self, asked: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
-        """Shares out what can be ready in time; who comes later finds the like left."""
+        """Divides the branches that can be ready in time; a share is left for requests that come later in the round."""
         wishes = [wish for _, wish in asked]
         budget = self.capacity.branches(max((wish.depth for wish in wishes), default=0)) if active > 1 else None
         if budget is not None:
@@ -93,13 +94,13 @@ class DraftBatcher:
             work.grant(wish, share)
 
     def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
-        """What follows each one's committed text, `depths` tokens of it; or why there is nothing."""
+        """The `depths` tokens that follow each committed text, or the error of one that failed."""
         jobs = [_Job(work.tree, work.continuation(depth)) for work, depth in zip(works, depths, strict=True)]
         self._run(jobs)
         return [job.found() for job in jobs]
 
     def _run(self, jobs: Sequence[_Job[Result]]) -> int:
-        """Works until all have ended; how many tokens were fed."""
+        """Works until all have ended. Returns the number of tokens that were fed."""
         rows = 0
         for job in jobs:
             job.begin()
@@ -120,7 +121,7 @@ class DraftBatcher:
 
 
 class _Job(Generic[Result]):
-    """One request's work: `feed` is what it waits for, None once it has ended."""
+    """One request's work, which waits for `feed`; None: it has ended."""
 
     def __init__(self, tree: TokenTree, steps: Steps[Result]) -> None:
         self.tree, self._steps = tree, steps

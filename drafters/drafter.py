@@ -1,4 +1,5 @@
-"""The interface of a drafter: anything that proposes tokens. A new drafter is one new file behind these two classes.
+"""The interface of a drafter: anything that proposes tokens. A new drafter is one file behind `Drafter` and
+`TokenTree`, a line in `BACKENDS` and a name in the settings.
 
 A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or which outcomes are worth preparing.
 """
@@ -6,28 +7,17 @@ A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import InvalidRequest, OutriderError
+from outrider.protocol.heads import AHEAD
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 from outrider.protocol.trees import SparseQ
-
-__all__ = [
-    "BatchingDrafter",
-    "Candidate",
-    "Drafter",
-    "DrafterFault",
-    "DrawingDrafter",
-    "DrawingTree",
-    "FeatureDrafter",
-    "FeatureTree",
-    "TokenTree",
-    "TreeFeed",
-]
 
 
 class TokenTree(Protocol):
@@ -47,7 +37,7 @@ class TokenTree(Protocol):
 
     @property
     def cached(self) -> int:
-        """How many of the tokens it was opened with were not read, for they were remembered."""
+        """How many of the tokens it was opened with were remembered, and so not read."""
         ...
 
     @property
@@ -85,10 +75,10 @@ class TokenTree(Protocol):
         ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        """Makes `tokens` final, which follow the root though nobody drafted them; the last becomes the root. Waits.
+        """Makes `tokens` final, which follow the root and were not drafted; the last becomes the root. Waits.
 
-        Every pending node is dropped. What may follow the tokens before the last is not looked at, so that many cost no
-        more memory than a prompt's. With `more` there is no root, until a later call reads the rest.
+        Every pending node is dropped. Logits are computed for the last token only, so that many tokens cost no more
+        memory than a prompt. With `more` there is no root until a later call reads the rest.
         """
         ...
 
@@ -100,37 +90,24 @@ class TokenTree(Protocol):
         ...
 
     def close(self, spoilt: bool = False) -> None:
-        """Frees what it holds; what a cache may keep for later texts goes there, unless it is `spoilt` by a failure."""
+        """Frees what it holds. A prompt cache may keep it for later texts, unless it is `spoilt` by a failure."""
         ...
 
 
 class Drafter(Protocol):
-    """What proposes: opens one tree a request."""
+    """Proposes tokens: opens one tree a request.
 
-    @property
-    def backend(self) -> str: ...
+    `prompt_cache`: what it remembers of texts that have ended; nothing if it reads every text in full. `note`: what a
+    person should know about how it runs; mostly empty.
+    """
 
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def parameters(self) -> int: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    @property
-    def prompt_cache(self) -> PromptCache:
-        """What it remembers of texts that have ended: nothing where it reads every text in full."""
-        ...
-
-    @property
-    def note(self) -> str:
-        """What a person should know about how it runs; mostly nothing."""
-        ...
+    backend: str
+    vocab_size: int
+    context_length: int
+    parameters: int
+    weight_bytes: int
+    prompt_cache: PromptCache
+    note: str
 
     def open(
         self,
@@ -149,11 +126,11 @@ class Drafter(Protocol):
 class DrawingTree(TokenTree, Protocol):
     """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
 
-    By noise of its own wherever a chain begins, which is behind every token that was told (`engine.residual`).
+    Each chain has noise of its own, and begins behind a token that the caller gave (`engine.residual`).
     """
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """As `TokenTree.child`; `told` True: only a node that was fed as a token, False: only one fed as None."""
+        """As `TokenTree.child`; `told`: only a node that was fed as a token (True), or only one fed as None (False)."""
         ...
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
@@ -163,7 +140,7 @@ class DrawingTree(TokenTree, Protocol):
 
 @runtime_checkable
 class DrawingDrafter(Drafter, Protocol):
-    """A drafter that can draw. One that can't proposes for residual sampling all the same, what it thinks best."""
+    """A drafter that can draw. One that can't proposes its best tokens for residual sampling too."""
 
     def open_drawing(
         self,
@@ -173,34 +150,33 @@ class DrawingDrafter(Drafter, Protocol):
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
     ) -> DrawingTree:
-        """As `open`. `cached`: of how many continuations of a node Saguaro's factor lowers the weight."""
+        """As `open`. `cached`: the number of continuations of a node whose weight Saguaro's factor lowers."""
         ...
 
 
 @runtime_checkable
 class FeatureTree(TokenTree, Protocol):
-    """A tree of what reads the target's hidden rows."""
+    """A tree that reads the target's hidden rows."""
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """Rows [N, W] of committed tokens, the first at `position`, as they come: also of ones yet to be committed."""
+        """Rows [N, W] of tokens, the first at `position`, as they arrive: they may come before the tokens' commit."""
         ...
 
     def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could once `ahead` tokens more were read. Before that there is no root."""
+        """Whether it can grow, or could after reading `ahead` more tokens. Before that there is no root."""
         ...
 
 
 @runtime_checkable
 class FeatureDrafter(Drafter, Protocol):
-    """A drafter whose trees are told the target's rows. `features`: of what they are made, which both ends compare."""
+    """A drafter whose trees read the target's rows. `features` names their source; both ends compare it."""
 
-    @property
-    def features(self) -> str: ...
+    features: str
 
 
 @runtime_checkable
 class BatchingDrafter(Drafter, Protocol):
-    """A drafter whose trees can grow in one forward. Those of another are fed one after the other."""
+    """A drafter whose trees can grow in one forward. The trees of others are fed one after the other."""
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         """As `TokenTree.feed` for each tree; a call that fails leaves every tree as it was."""
@@ -208,4 +184,50 @@ class BatchingDrafter(Drafter, Protocol):
 
 
 class DrafterFault(OutriderError):
-    """The drafter can't go on with this request; the target goes on alone."""
+    """The drafter can't continue with this request; the target continues alone."""
+
+
+Progress = Callable[[str], None]
+
+
+def _mlx(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafters.coreml.prompts import reader_for
+    from outrider.drafters.mlx import MlxDrafter
+
+    return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
+
+
+def _replay(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafters.replay import ReplayDrafter, Script
+
+    return ReplayDrafter(Script.read(Path(model)))
+
+
+def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
+    from outrider.drafters.coreml.drafter import load
+
+    return load(model, progress)
+
+
+BACKENDS: dict[str, Callable[[str, str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
+NAMES = (*sorted(BACKENDS), *AHEAD)
+
+
+def _head(kind: str, model: str, target: str, progress: Progress) -> Drafter:
+    from outrider.drafters.heads.ahead import AheadHead
+
+    return AheadHead.load(kind, model, target, progress)
+
+
+def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
+    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
+
+    Args:
+        prefill: what reads prompts for `mlx`, see `drafters.coreml.prompts`.
+        target: the folder of the model whose rows a head reads.
+    """
+    if backend in AHEAD:
+        return _head(backend, model, target, progress)
+    if backend not in BACKENDS:
+        raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
+    return BACKENDS[backend](model, prefill, progress)

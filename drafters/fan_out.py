@@ -1,12 +1,11 @@
-"""Which outcomes to prepare, and what past rounds taught about them.
+"""Which outcomes to prepare, and what past rounds say about them. Paper, section 4.
 
-`BranchRequest`: which outcomes to prepare: how many bonus candidates at each number of accepted tokens, under a budget
-of branches. Paper section 4 (fan-out). A policy returns F_k for k = 0..chain_length; it is told what the drafter thinks
-at each fork point, None where that is not known yet.
+A policy (`FanOut`) divides a budget of branches among the numbers of accepted tokens: it returns F_k for k =
+0..chain_length, from what the drafter thinks at each fork point (None where that is not known yet).
 
-`Calibration`: what past rounds taught: how often a chain token holds, and where the bonus token was found among the
-candidates. Both depend on how sure the drafter was, so both are counted by *gap*: by how much the token chosen beats
-the next, or a candidate lies below the first. Counts only; knows nothing of branches or budgets. Old rounds fade.
+`Calibration` counts how often a chain token holds, and which candidate the bonus token was. Both depend on how sure the
+drafter was, so both are counted by *gap*: how far the chosen token is above the next one, or a candidate below the
+first. Old rounds fade.
 """
 
 from __future__ import annotations

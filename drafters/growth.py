@@ -1,11 +1,8 @@
-"""The branches of one chain under verification: which outcomes get one, and how all grow a token deeper a forward.
+"""The branches of one chain under verification: which outcomes get one, and how each forward makes all a token deeper.
 
-Paper sections 3 and 4; the words are docs/architecture.md's. Works on one tree; knows nothing of what became of rounds
-before, but that their nodes are still there.
-
-`Paths`: a tree followed by tokens, and what is thought on the way: what has been fed already is not fed again.
-
-Work on a tree, cut where it waits for a forward, so that several requests' can share one (`drafters.draft_batcher`).
+Paper, sections 3 and 4. Works on one tree, and on the nodes that earlier rounds left there. `Paths` follows tokens
+through a tree, so that nothing is fed twice. Work is a generator (`Steps`) that yields wherever it needs a forward, so
+that several requests can share one (`draft_batcher`).
 """
 
 from __future__ import annotations
@@ -23,8 +20,9 @@ from outrider.drafters.continuation import (
     with_alternatives,
     worthwhile,
 )
-from outrider.drafters.drafter import DrawingTree, TokenTree, TreeFeed
+from outrider.drafters.drafter import DrawingTree, TokenTree
 from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, ranks
+from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.trees import SparseQ
 
@@ -41,7 +39,7 @@ class Paths:
         return self._drawing is not None
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """What followed these nodes was drawn from it, if it was."""
+        """The distributions that the tokens after these nodes were drawn from, if they were drawn."""
         return self._drawing.drawn_from(nodes) if self._drawing is not None else None
 
     def child(self, node: int, token: int, told: bool) -> int | None:
@@ -66,7 +64,7 @@ class Paths:
         return path
 
     def committed(self, tokens: Sequence[int]) -> list[int]:
-        """The fed nodes along committed `tokens`; the last of them is to be one that a chain may begin with."""
+        """The fed nodes along committed `tokens`; a chain can begin at the last of them."""
         path = self.along(self.tree.root, tokens[:-1])
         if tokens and len(path) == len(tokens) - 1:
             last = self.child((path or [self.tree.root])[-1], tokens[-1], told=True)
@@ -74,12 +72,12 @@ class Paths:
         return path
 
     def line(self, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
-        """What feeds `tokens` one behind the other, the first behind `node`. `wanted`: so many more behind the last."""
+        """Feeds `tokens` in a row, the first behind `node`. `wanted`: how many more will follow the last."""
         following = range(self.tree.next_node, self.tree.next_node + len(tokens) - 1)
         return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
 
     def places(self, chain: Sequence[int], nodes: Sequence[int], ends: int) -> list[AlternativesAt]:
-        """What is thought at each place of a chain; `nodes[i]` is the one that its token i follows.
+        """The alternatives at each place of a chain; `nodes[i]` is the node that its token i follows.
 
         `ends`: so many tokens may be told that nothing follows.
         """
@@ -89,15 +87,15 @@ class Paths:
 
 Result = TypeVar("Result")
 Steps = Generator[TreeFeed, list[int], Result]
-"""Yields what its tree is to be fed, and is sent the new nodes."""
+"""Yields what to feed its tree, and is sent the new nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchTask:
-    """What a commit asks for: `branches` outcomes of the chain `verifying`, `depth` deep; with None, nothing.
+    """A commit's request: `branches` outcomes of the chain `verifying` (None: none of them), `depth` deep.
 
-    The `rank_offset` likeliest are other drafters'. Beside a chain's tokens others are told that hold with a
-    probability of more than `min_prob`.
+    The `rank_offset` likeliest outcomes belong to other drafters. Branches also name tokens beside the chain's that
+    hold with a probability above `min_prob`.
     """
 
     verifying: tuple[int, ...] | None
@@ -109,7 +107,7 @@ class BranchTask:
 
 @dataclass(frozen=True, slots=True)
 class ReadyBranches:
-    """What one forward brought: branches to push, as deep as they are, and whether that is all of the round.
+    """The result of one forward: branches to push at their current depth, and whether the round is complete.
 
     `q`: what the chains' tokens were drawn from, if they were.
     """
@@ -118,14 +116,6 @@ class ReadyBranches:
     depth: int
     final: bool
     q: SparseQ | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BonusCandidates:
-    """The bonus tokens that may follow at a fork point, best first, and how they compare."""
-
-    bonuses: tuple[int, ...]
-    point: ForkPoint
 
 
 @dataclass(slots=True)
@@ -167,7 +157,7 @@ class BranchGrowth:
         self._fan_out, self._calibration = fan_out, calibration
         self._depth = min(wanted.depth, self._tree.room - len(chain) - 1)
         self._spine = [self._tree.root, *known]
-        self._candidates: list[BonusCandidates | None] = [None] * (len(chain) + 1)
+        self._candidates: list[AlternativesAt | None] = [None] * (len(chain) + 1)
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []
         self._found: list[GrowingBranch] = []
@@ -178,11 +168,11 @@ class BranchGrowth:
 
     @property
     def busy(self) -> bool:
-        """True while there is a forward worth making, or it is still to be said that there is none."""
+        """True while a forward is worth making, or the answer that there is none has not been given."""
         return bool(not self._begun or self._unfed or self._unforked or self._growing)
 
     def request(self) -> BranchRequest | None:
-        """How many branches it wants, and where; None: it has its share, or wants none."""
+        """The branches that it wants; None: it has its share, or wants none."""
         if self._ranks or not self._unforked:
             return None
         self._look([k for k in self._unforked if k < len(self._spine)])
@@ -212,7 +202,7 @@ class BranchGrowth:
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Counts what its outcome was, by the `tokens` that became final, before the tree forgets it."""
+        """Counts its outcome, by the `tokens` that became final, before the tree drops its nodes."""
         accepted = common(self._chain, tokens[:-1])  # what follows is the bonus, or a token beside the chain
         if accepted >= len(self._spine):
             return
@@ -220,11 +210,11 @@ class BranchGrowth:
         if unseen:
             self._look(unseen)
         thoughts = [thought for thought in self._candidates[: accepted + 1] if thought is not None]
-        stood = rank(thoughts[accepted].bonuses, tokens[accepted])
+        stood = rank(thoughts[accepted].others, tokens[accepted])
         self._calibration.learn([thought.point for thought in thoughts], len(self._chain), accepted, stood)
 
     def _feed(self) -> Steps[list[int]]:
-        """The forward: the unfed chain, and every growing branch's next token. Returns the bests."""
+        """The forward: the unfed chain, and every growing branch's next token. Returns each branch's best."""
         line = self._paths.line(self._spine[-1], self._unfed)
         parents = [*line.parents, *(self._spine[g.accepted] if g.tip is None else g.tip for g in self._growing)]
         tokens = [*line.tokens, *(g.bonus if g.tip is None else None for g in self._growing)]
@@ -246,11 +236,11 @@ class BranchGrowth:
         self._look([k for k in ready if self._candidates[k] is None])
         for k in ready:
             thought, wanted = self._candidates[k], self._ranks[k]
-            for bonus in thought.bonuses[wanted.start : wanted.stop] if thought else ():
+            for bonus in thought.others[wanted.start : wanted.stop] if thought else ():
                 self._begin(k, bonus)
 
     def _look(self, points: Sequence[int]) -> None:
-        """What the drafter thinks at these fork points: never the chain's own token, never EOS."""
+        """Reads the drafter's candidates at these fork points, without the chain's own token and EOS."""
         if not points:
             return
         wide = max(self._wanted.rank_offset + self._wanted.branches, MAX_RANK) + 1 + len(self._eos)
@@ -262,10 +252,10 @@ class BranchGrowth:
             own_gap = None
             if own is not None and others:
                 own_gap = gaps[0] - next((c.gap for c in candidates if c.token == own), gaps[-1])
-            self._candidates[k] = BonusCandidates(tuple(c.token for c in others), ForkPoint(own_gap, gaps))
+            self._candidates[k] = AlternativesAt(tuple(c.token for c in others), ForkPoint(own_gap, gaps))
 
     def _begin(self, accepted: int, bonus: int) -> None:
-        """A new branch; where an earlier round already fed its first tokens, they are taken over."""
+        """A new branch; its first tokens may have been fed in an earlier round."""
         growing = GrowingBranch(accepted, bonus, self._paths.child(self._spine[accepted], bonus, told=True))
         node = growing.tip
         while node is not None:
@@ -276,7 +266,7 @@ class BranchGrowth:
         (self._growing if len(growing.chain) < self._depth else self._found).append(growing)
 
     def _alternatives(self, growing: GrowingBranch) -> Alternatives | None:
-        """What is thought next best beside a whole branch's tokens, where that may pay at all."""
+        """The next best tokens beside those of a complete branch, where they may pay at all."""
         chain, least = growing.chain[: min(len(growing.nodes), self._wanted.depth)], self._wanted.min_prob
         worth = worthwhile(len(chain), self._calibration, least)
         if not worth:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from outrider.drafters.coreml.host.prefill import PackageReader
-from outrider.drafters.drafter import DrawingTree, TokenTree, TreeFeed
+from outrider.drafters.coreml.host import PackageReader
+from outrider.drafters.drafter import DrawingTree, TokenTree
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.load_checks import open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.tree import Tree, feed_together
+from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 

@@ -1,12 +1,10 @@
-"""Drafters of simulated machines: a known text with a prescribed acceptance, and forwards held to a latency profile.
+"""Drafters of simulated machines: a known text with a given acceptance, and forwards as slow as a latency profile says.
 
-`Script`: the drafter `replay`: proposes a known text with a prescribed acceptance, for tests and for simulated
-machines. It holds the true continuations and errs on purpose: a proposal at chain position i is right with probability
-`acceptance[i]`, and after a wrong one the true token stands at a rank drawn from `bonus_ranks`. Every draw is a
-function of (seed, position), so a run repeats exactly. Knows no model.
+`ReplayDrafter` proposes the text of a `Script`, for tests and for simulated machines, and errs on purpose: a proposal
+at chain position i is right with probability `acceptance[i]`, and after a wrong one the true token has a rank drawn
+from `bonus_ranks`. Every draw is a function of (seed, position), so a run can be repeated exactly. There is no model.
 
-`PacedDrafter`: a drafter held to a latency profile: each forward of its trees takes as long as the profile says for
-its rows.
+`PacedDrafter` wraps a drafter: each forward of its trees takes as long as the profile says for its rows.
 """
 
 from __future__ import annotations
@@ -17,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from outrider.drafters.drafter import BatchingDrafter, Candidate, Drafter, TokenTree, TreeFeed
+from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
 from outrider.engine.pace import Pace
 from outrider.engine.prompt_cache import PromptCache
+from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.profile import Profile
@@ -231,16 +230,11 @@ class PacedDrafter:
     """Wraps `drafter`; its trees share one `pace`. `ready` tells when the newest message arrived."""
 
     def __init__(self, drafter: Drafter, name: str, pace: Pace, ready: Callable[[], float]) -> None:
-        self._drafter = drafter
-        self._pace = pace
-        self._ready = ready
-        self.backend = f"{drafter.backend}, simulating {name}"
-        self.vocab_size = drafter.vocab_size
-        self.context_length = drafter.context_length
-        self.parameters = drafter.parameters
-        self.weight_bytes = drafter.weight_bytes
+        self._drafter, self._pace, self._ready = drafter, pace, ready
+        self.backend, self.note = f"{drafter.backend}, simulating {name}", drafter.note
+        self.vocab_size, self.context_length = drafter.vocab_size, drafter.context_length
+        self.parameters, self.weight_bytes = drafter.parameters, drafter.weight_bytes
         self.prompt_cache = drafter.prompt_cache
-        self.note = drafter.note
 
     def open(
         self,
@@ -267,9 +261,9 @@ class PacedTree:
     """A `TokenTree` whose answers come when the profile's machine would give them."""
 
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
-        self.inner = tree
-        self._pace = pace
-        self._ready = ready
+        self.inner, self._pace, self._ready = tree, pace, ready
+        self.column_tokens, self.child = tree.column_tokens, tree.child
+        self.commit, self.close = tree.commit, tree.close
 
     @property
     def root(self) -> int:
@@ -290,12 +284,6 @@ class PacedTree:
     @property
     def room(self) -> int:
         return self.inner.room
-
-    def column_tokens(self) -> list[int]:
-        return self.inner.column_tokens()
-
-    def child(self, node: int, token: int) -> int | None:
-        return self.inner.child(node, token)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         self._pace.begin(self._ready())
@@ -318,9 +306,3 @@ class PacedTree:
         self.inner.read(tokens, more)
         self._pace.end(len(tokens))
         self._pace.wait()
-
-    def commit(self, path: Sequence[int]) -> None:
-        self.inner.commit(path)
-
-    def close(self, spoilt: bool = False) -> None:
-        self.inner.close(spoilt)

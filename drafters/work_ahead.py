@@ -1,10 +1,10 @@
-"""The drafter's work ahead for one request: which tokens to feed next, and what is ready to be pushed.
+"""A drafter's work for one request: which tokens to feed next, and which branches are ready to be pushed.
 
-Works on a `TokenTree` and on commits: what became final is kept, learned from and caught up with, and the branches of
-what is verified next grow (`growth`). Knows nothing of sockets. One `advance` is one forward of the drafter, so that
-its caller can look for news between two.
+A commit makes tokens final: they are kept in the token tree, learned from, and fed if nobody drafted them; then the
+branches of the chain that is verified next grow (`growth`). One `advance` is one forward of the drafter, so that its
+caller can read messages between two. Knows nothing of sockets.
 
-`begin`: begins a request's drafting: the drafter reads its text, in the way that the request's sampling wants.
+`begin` opens a request: the drafter reads its text, with drawn continuations where the request's sampling needs them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from outrider.drafters.drafter import (
     DrawingTree,
     FeatureTree,
     TokenTree,
-    TreeFeed,
 )
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut
 from outrider.drafters.growth import BranchGrowth, BranchTask, Paths, ReadyBranches, Steps
+from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
@@ -34,8 +34,9 @@ _BESIDE = 16
 class WorkAhead:
     """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward.
 
-    Committed tokens that nobody drafted wait until an `advance` feeds them: after a few beside the chain, after a
-    stretch without drafts in pieces that are only read. So they do while a tree that is to be told rows can't grow yet.
+    Committed tokens that were not drafted wait until an `advance` feeds them: a few of them together with the chain,
+    many (after a time without drafts) in pieces that are only read. They also wait while a tree that reads the target's
+    rows can't grow yet.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class WorkAhead:
 
     @property
     def busy(self) -> bool:
-        """True while there is a forward worth making, or it is still to be said that there is none."""
+        """True while a forward is worth making, or the answer that there is none has not been given."""
         if self._is_blind:
             return False
         return self._growth.busy if self._growth is not None else bool(self._behind)
 
     def commit(self, tokens: Sequence[int], wanted: BranchTask) -> None:
-        """Makes `tokens` final, then plans what is wanted behind them.
+        """Makes `tokens` final, then plans the branches behind them.
 
-        What was drafted along that path is kept, all else is dropped. Near the end of the context branches get shorter,
-        then none are prepared. Makes no forward: of several commits in a row only the last one's work is done.
+        Nodes along that path are kept, all others are dropped. Near the end of the context branches get shorter, then
+        none are prepared. Makes no forward: of several commits in a row only the last one costs work.
         """
         self._learn(tokens)
         self.said = None
@@ -94,7 +95,7 @@ class WorkAhead:
             self._begin_growth()
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """The target's rows of committed tokens, the first at `position`; only a tree of what reads them is told."""
+        """The target's rows of committed tokens, the first at `position`; ignored by trees that do not read them."""
         if self._hearing is None:
             return
         self._hearing.add_features(position, rows)
@@ -103,7 +104,7 @@ class WorkAhead:
 
     @property
     def _is_blind(self) -> bool:
-        """Whether nothing can grow or be read, for rows are to come first."""
+        """Whether nothing can grow or be read before more rows arrive."""
         return self._hearing is not None and not self._hearing.ready(len(self._behind))
 
     @property
@@ -129,7 +130,7 @@ class WorkAhead:
         return Continuation.of(self.said.tree(self._calibration, self._wanted.min_prob))
 
     def wish(self) -> BranchRequest | None:
-        """How many branches are wanted, and where; None: it has its share, or wants none."""
+        """The branches that it wants; None: it has its share, or wants none."""
         return self._growth.request() if self._growth is not None else None
 
     def grant(self, wish: BranchRequest, branches: int) -> None:
@@ -138,9 +139,9 @@ class WorkAhead:
             self._growth.grant(wish, branches)
 
     def advance(self) -> Steps[ReadyBranches | None]:
-        """One forward: of what is to be caught up with, or of all branches. A wish is to be granted before.
+        """One forward, over committed tokens that are not fed yet or over all branches. A wish must be granted before.
 
-        None: committed tokens were fed, which brings nothing to push.
+        None: committed tokens were fed, and there is nothing to push.
         """
         if self._behind:
             yield from self._catch_up()
@@ -150,7 +151,7 @@ class WorkAhead:
         return (yield from self._growth.advance())
 
     def _catch_up(self) -> Steps[None]:
-        """One forward over committed tokens; once there are no more, what is wanted can be planned."""
+        """One forward over committed tokens; after the last of them, branches can be planned."""
         if self.far_behind or not self._has_root:
             piece, self._behind = self._behind[:_PIECE], self._behind[_PIECE:]
             self.tree.read(piece, more=len(self._behind) > _BESIDE)
@@ -164,13 +165,13 @@ class WorkAhead:
             self._begin_growth()
 
     def _begin_growth(self) -> None:
-        """What is wanted may grow from here on."""
+        """Begins the branches of the chain under verification."""
         wanted, eos = self._wanted, self._eos
         if wanted.verifying is not None:
             self._growth = BranchGrowth(self._paths, wanted.verifying, wanted, eos, self._fan_out, self._calibration)
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Counts what became of what was said and prepared, before the tree forgets it."""
+        """Counts what became of proposals and branches, before the tree drops their nodes."""
         if self.said is not None and tokens:
             self.said.teach(self._calibration, tokens)
         if self._growth is not None and tokens:
@@ -213,7 +214,7 @@ def begin(
 
 
 def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:
-    """The target may have more tokens than the draft: padding, which nobody but a random model says.
+    """The target may have more tokens than the draft: padding, which only a random model produces.
 
     Raises:
         DrafterFault: one of these is such a token.

@@ -77,7 +77,7 @@ step "From which length on prompts are read by Core ML for a draft on MLX" \
     "$python" -P -m outrider.drafters.coreml.prompts --model "$draft"
 step "Tests that need macOS" "$python" -m pytest -m macos -rs -v --timeout 1800 tests/coreml
 step "Every mode, weight kind and unit: agreement, placement, latency, a soak of $predictions predictions; the GPU beside it" \
-    "$python" -P -m outrider.drafters.coreml.survey --model "$draft" --target "$target" --predictions "$predictions"
+    "$python" -P -m tools.coreml_survey --model "$draft" --target "$target" --predictions "$predictions"
 keep_stderr=yes step "Overlap timing, MLX drafter" "$python" -P launch/overlap_timing.py --model "$target" \
     --draft-model "$draft"
 keep_stderr=yes step "Overlap timing, CoreML drafter" "$python" -P launch/overlap_timing.py --model "$target" \

@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.coreml.host.prefill import PackageReader
-from outrider.drafters.coreml.readers import reader_for
+from outrider.drafters.coreml.host import PackageReader
+from outrider.drafters.coreml.prompts import reader_for
 from outrider.engine.flat import FlatSequence, Floats
 from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache
 from outrider.engine.kv_transfer import KVLayout, ReadingFault

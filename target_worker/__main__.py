@@ -74,7 +74,6 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     link.send(Loading("target", "importing MLX"))
     models_only()
     from outrider.drafters.heads import load as heads
-    from outrider.drafters.heads.pairing import step_cost
     from outrider.engine import memory
     from outrider.engine.load_checks import abilities
     from outrider.engine.loading import load
@@ -95,7 +94,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
     kv_cache = rank_zero.texts(options.model, model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
     wanted = [in_process_drafters.DrafterSpec(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
-    cost = step_cost if profile is None else None
+    cost = heads.step_cost if profile is None else None
     loaded = in_process_drafters.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
     able = replace(able, drafters=loaded.infos, left_out=loaded.left_out)
     own, publisher, untold = InProcessDrafters(loaded.drafters), None, ""

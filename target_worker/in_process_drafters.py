@@ -21,10 +21,9 @@ from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads import load as heads
-from outrider.drafters.heads.chain_state import AlternativesHistory, FollowedText
 from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter, SavedPairs
 from outrider.drafters.heads.early_exit import ExitDrafter
-from outrider.drafters.heads.pairing import step_cost
+from outrider.drafters.heads.proposers import AlternativesHistory, FollowedText
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
@@ -353,7 +352,7 @@ def load(
     model: LoadedModel,
     progress: Callable[[str], None],
     alone: bool,
-    cost: Cost | None = step_cost,
+    cost: Cost | None = heads.step_cost,
 ) -> LoadedDrafters:
     """Loads the drafters. `alone`: the whole model is in this process (see `drafters.heads.load`).
 

@@ -4,6 +4,8 @@ A *package* is a directory: `model.mlpackage` (one function per row count, one s
 `rope.npy` and `manifest.json`. Its graphs hold no positions and no tree: the host supplies embedded tokens, rotations,
 a mask and, by mode, the cache. So branches, ragged lengths and rollback are data. See docs/coreml.md.
 
-Rooms, each knowing only those before it: `package/` (what is on disk), `converter/` (makes it), `runtime/` (runs it),
-`host/` (feeds it and drafts), `trials/` (which one works here and what it costs).
+Modules, each importing only those before it: `layout`, `saved`, `package` (what is on disk); `weights`, `graph`,
+`converter` (make it); `runtimes`, `interpreter` (run it); `host`, `kv_rows` (feed it); `trial`, `selection` (which
+package works here, and on which unit); `drafter` (drafts with it), `prompts` (reads prompts, where that is quicker);
+`convert`, `doctor` (the programs behind `outrider convert` and `outrider doctor`).
 """

@@ -1,6 +1,6 @@
 """`python -m outrider.drafters.coreml.convert`: one checkpoint to one package, with a progress bar; JSON on stdout.
 
-What `outrider convert` runs, so that the command line itself never imports MLX.
+`outrider convert` runs this program, so that the command line itself never imports MLX.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.package.layout import Mode
+from outrider.drafters.coreml.layout import Mode
 from outrider.protocol.errors import OutriderError
 
 _BAR = 30
@@ -23,8 +23,8 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     try:
-        from outrider.drafters.coreml.converter.converter import Options, convert
-        from outrider.drafters.coreml.load import checkpoint_of
+        from outrider.drafters.coreml.converter import Options, convert
+        from outrider.drafters.coreml.selection import checkpoint_of
 
         wanted = Options(Mode(options.mode), options.weights, options.context)
         model = checkpoint_of(options.model, lambda stage: _say(f"{stage}\n"))

@@ -1,12 +1,8 @@
-"""`python -m outrider.drafters.coreml.doctor`: this machine and what each placement of a drafter would cost, as
-JSON.
+"""`python -m outrider.drafters.coreml.doctor`: this machine, and what each placement of a drafter would cost, as JSON.
 
-The data of `outrider doctor`, which renders it; here so that the command line never imports MLX.
-
-`Placement`: what drafting would cost in each place this machine has: milliseconds for one token, and for a tree of
-eight. Measured where that takes seconds; for Core ML what the probe remembers, or a new probe when asked for.
-
-`Machine`: what this machine is: chip, memory, system, the libraries that compute, and what they may wire.
+`outrider doctor` renders this; the program is separate so that the command line never imports MLX. A `Placement` is the
+time of one token and of a tree of eight in one place of this machine. MLX and the interpreter are measured at once,
+which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
 from __future__ import annotations
@@ -25,20 +21,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import load, prompts
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.host.host import LinearCache, PackageHost
-from outrider.drafters.coreml.package.layout import PackageFunction
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import os_build
-from outrider.drafters.coreml.trials import selection
-from outrider.drafters.coreml.trials.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
+from outrider.drafters.coreml import converter, prompts, selection, trial
+from outrider.drafters.coreml.host import LinearCache, PackageHost
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.layout import PackageFunction
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import os_build
+from outrider.drafters.coreml.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 
@@ -144,13 +137,7 @@ def _untried(units: str) -> Placement:
 
 
 def _time(task: Callable[[], object]) -> float:
-    """Median milliseconds of `task`, warmed up."""
-    taken = []
-    for _ in range(_ROUNDS + _WARM_UP):
-        started = time.perf_counter()
-        task()
-        taken.append(time.perf_counter() - started)
-    return round(1e3 * median(taken[_WARM_UP:]), 3)
+    return round(trial.median_ms(task, _ROUNDS, _WARM_UP), 3)
 
 
 _LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
@@ -203,7 +190,7 @@ def inspect() -> Machine:
 
 
 def blas_of(mapped: str, system: str) -> tuple[str, str]:
-    """Name and note of the BLAS that MLX calls, told from the libraries `mapped` into a process."""
+    """Name and note of the BLAS that MLX calls, by the libraries `mapped` into a process."""
     if system == "darwin":
         return "Accelerate", ""
     preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)
@@ -264,12 +251,12 @@ def examine(model: str | None, try_now: bool) -> DoctorReport:
     found = inspect()
     if model is None:
         return DoctorReport(found, None, ())
-    checkpoint = load.checkpoint_of(model)
+    checkpoint = selection.checkpoint_of(model)
     places = [on_mlx(checkpoint, mx.cpu)]
     if found.mlx_device == "gpu":
         places.insert(0, on_mlx(checkpoint, mx.gpu))
     try:
-        places += _converted(load.packages_of(checkpoint), try_now)
+        places += _converted(selection.packages_of(checkpoint), try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
     return DoctorReport(found, str(checkpoint), tuple(places))

@@ -1,6 +1,11 @@
-"""`python -m outrider.drafters.coreml.prompts --model D`: from which length on the package reads prompts quicker.
+"""Which prompts a Core ML package reads in place of a drafter on MLX, and from which length on that is quicker.
 
-Measured once for a package, a system and an MLX device, and kept: a drafter on MLX looks it up. Prints one JSON object.
+`reader_for` follows the setting `draft_prefill`: `auto` (the package where a kept measurement found it quicker), `mlx`
+(never), `coreml` (always), or the directory of a package (always that one).
+
+`python -m outrider.drafters.coreml.prompts --model D` measures once for each package, system and MLX device, keeps the
+result and prints it as JSON. With `--result` it is the measurement itself: it reads prompts with both and may crash, so
+`found` runs it in a process of its own, as `trial` is.
 """
 
 from __future__ import annotations
@@ -13,33 +18,105 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from outrider.drafters.coreml import load
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.runtimes import os_build
-from outrider.drafters.coreml.trials import trial
-from outrider.drafters.coreml.trials.prompt_trial import PromptTimes
-from outrider.drafters.coreml.trials.selection import OfCheckpoint, read, write
-from outrider.protocol.errors import OutriderError
+from outrider.drafters.coreml import converter, package, selection, trial
+from outrider.drafters.coreml.host import PackageReader
+from outrider.drafters.coreml.interpreter import NAMES, runtime_of
+from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.runtimes import os_build
+from outrider.drafters.coreml.selection import OfCheckpoint, OnePackage, PackageSource, read, write
+from outrider.engine.kv_transfer import FillableKVRows
+from outrider.engine.load_checks import open_kv_rows
+from outrider.engine.loading import LoadedModel
+from outrider.engine.loading import load as load_model
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 
-MODULE = "outrider.drafters.coreml.trials.prompt_trial"
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+MODULE = "outrider.drafters.coreml.prompts"
+_ROUNDS = 3
 _SECONDS = 900.0
 _WORTH_IT = 0.95  # of MLX's time
 
 log = logging.getLogger(__name__)
 
 Measure = Callable[[Path, Package, str], trial.Ending]
+Tell = Callable[[str], None]
+
+
+def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
+    """What reads prompts for the draft `model`; None: MLX does.
+
+    Raises:
+        InvalidRequest: `prefill` is neither one of the words nor a package.
+        ModelError: the package is of other weights, or the draft can't be converted.
+    """
+    match prefill:
+        case "mlx":
+            return None
+        case "auto":
+            return _measured_quicker(model, tell)
+        case "coreml":
+            return _always(selection.packages_of(selection.checkpoint_of(model, tell), tell), tell)
+    directory = Path(prefill).expanduser()
+    if not (directory / package.FILE).is_file():
+        raise InvalidRequest(f"draft prefill is {prefill!r}; expected auto, mlx, coreml or the directory of a package")
+    return _always(OnePackage(open_package(directory, selection.checkpoint_of(model, tell))), tell)
+
+
+def _always(packages: PackageSource, tell: Tell) -> PackageReader | None:
+    placed = selection.place(packages, tell)
+    if placed.package is None or placed.units is None:
+        tell(f"prompts are read by MLX: {placed.sentence}")
+        return None
+    return _reader(placed.package, placed.units, 1, tell)
+
+
+def _measured_quicker(model: str, tell: Tell) -> PackageReader | None:
+    memory = converter.probes()
+    if not any(memory.glob("*.prompts.json")):  # nothing was ever measured: spares hashing the weights
+        return None
+    try:
+        packages = selection.packages_of(selection.checkpoint_of(model, tell), tell)
+        for variant in filter(packages.made, packages.variants):
+            made = packages.get(variant)
+            kept = recall(made, memory)
+            if kept is not None and kept.least is not None:
+                return _reader(made, kept.units, kept.least, tell)
+    except ModelError as error:  # `auto` may find no package
+        tell(f"prompts are read by MLX: {error}")
+    return None
+
+
+def _reader(package: Package, units: str, least: int, tell: Tell) -> PackageReader | None:
+    try:
+        runtime = runtime_of(package, units, [package.layout.prefill.name])
+    except ModelError as error:
+        tell(f"prompts are read by MLX: {error}")
+        return None
+    reader = PackageReader(package, runtime, least)
+    tell(reader.note)
+    return reader
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTimes:
+    """Median milliseconds to read prompts of `lengths` tokens, by MLX and by the package on `units`."""
+
+    units: str
+    lengths: tuple[int, ...]
+    mlx_ms: tuple[float, ...]
+    package_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTrial:
-    """`times` as measured, None when the trial failed, and then `reason` says why."""
+    """`times` as measured; None: the trial failed, for this `reason`."""
 
     units: str
     times: PromptTimes | None
@@ -47,12 +124,12 @@ class PromptTrial:
 
     @property
     def least(self) -> int | None:
-        """Prompts of so many tokens and more are read quicker by the package; None: none are."""
+        """The package reads prompts of at least this many tokens quicker; None: none."""
         if self.times is None:
             return None
         found = None
-        for length, mlx, package in zip(self.times.lengths, self.times.mlx_ms, self.times.package_ms, strict=True):
-            quicker = package < _WORTH_IT * mlx
+        for length, mlx, own in zip(self.times.lengths, self.times.mlx_ms, self.times.package_ms, strict=True):
+            quicker = own < _WORTH_IT * mlx
             found = (found or length) if quicker else None
         return found
 
@@ -68,26 +145,26 @@ class PromptTrial:
 
 
 def recall(package: Package, memory: Path) -> PromptTrial | None:
-    """What was found out about `package` on this machine, if anything was."""
+    """The trial of `package` that was kept on this machine, if there is one."""
     kept = read(_file(package, memory), _prompts)
     return kept[0] if kept else None
 
 
 def found(checkpoint: Path, package: Package, units: str, memory: Path, measure: Measure | None = None) -> PromptTrial:
-    """What `recall` knows or, if nothing, what a measurement in a process that may die finds now."""
+    """The kept trial or, if there is none, a new one in a process that may die."""
     known = recall(package, memory)
     if known is not None and known.units == units:
         return known
     ending = (measure or measured)(checkpoint, package, units)
-    told = None if ending.written is None else _times(json.loads(ending.written))
-    prompts = PromptTrial(units, told, ending.reason)
+    times = None if ending.written is None else _times(json.loads(ending.written))
+    prompts = PromptTrial(units, times, ending.reason)
     write(_file(package, memory), [dataclasses.asdict(prompts)])
     return prompts
 
 
-def here(packages: OfCheckpoint, tell: Callable[[str], None]) -> PromptTrial:
-    """What is found for the package and the unit that a drafter would run on this machine. Raises ModelError."""
-    placed = load.place(packages, tell)
+def here(packages: OfCheckpoint, tell: Tell) -> PromptTrial:
+    """`found` for the package and the unit that a drafter would run on this machine. Raises ModelError."""
+    placed = selection.place(packages, tell)
     if placed.package is None or placed.units is None:
         return PromptTrial("no unit", None, placed.sentence)
     return found(packages.checkpoint, placed.package, placed.units, converter.probes())
@@ -97,11 +174,6 @@ def measured(checkpoint: Path, package: Package, units: str) -> trial.Ending:
     """The measurement itself."""
     line = ["--model", str(checkpoint), "--package", str(package.path), "--units", units]
     return trial.run_program(MODULE, line, _SECONDS)
-
-
-def any_kept(memory: Path) -> bool:
-    """Whether anything was ever measured here; a package need not be looked for where nothing was."""
-    return any(memory.glob("*.prompts.json"))
 
 
 def _file(package: Package, memory: Path) -> Path:
@@ -121,12 +193,48 @@ def _times(fields: dict[str, Any]) -> PromptTimes:
     return PromptTimes(str(fields["units"]), lengths, mlx_ms, package_ms)
 
 
+def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
+    """Reads prompts as the drafter would.
+
+    Raises:
+        OutriderError: the package can't be run, or its model can't draft.
+    """
+    reader = PackageReader(package, runtime_of(package, units, [package.layout.prefill.name]), least=1)
+    vocabulary = package.layout.architecture.vocab_size
+    lengths = tuple(length for length in LENGTHS if length <= package.layout.context)
+
+    def by_mlx(tokens: list[int]) -> None:
+        open_kv_rows(model).prefill(tokens, None, len(tokens))
+
+    def by_package(tokens: list[int]) -> None:
+        kv_rows = open_kv_rows(model, reader)
+        kv_rows.prefill(tokens, None, len(tokens))
+        if not isinstance(kv_rows, FillableKVRows) or kv_rows.read != len(tokens):
+            raise OutriderError("the package did not read the prompt")
+
+    prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
+    mlx_ms, package_ms = (
+        tuple(round(trial.median_ms(partial(read_by, tokens), _ROUNDS, 1), 3) for tokens in prompts)
+        for read_by in (by_mlx, by_package)
+    )
+    return PromptTimes(units, lengths, mlx_ms, package_ms)
+
+
+def _measured(model: str, package: Path, units: str) -> PromptTimes:
+    return measure(load_model(model), open_package(package, source=Path(model)), units)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.prompts", description=__doc__)
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
+    parser.add_argument("--package", type=Path, help="with --result: the package to measure")
+    parser.add_argument("--units", choices=NAMES, help="with --result: where the package runs")
+    parser.add_argument("--result", type=Path, help="measure now, and write the times there")
     options = parser.parse_args()
+    if options.result is not None:
+        return trial.written(options.result, lambda: _measured(options.model, options.package, options.units))
     try:
-        prompts = here(load.packages_of(load.checkpoint_of(options.model)), log.info)
+        prompts = here(selection.packages_of(selection.checkpoint_of(options.model)), log.info)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

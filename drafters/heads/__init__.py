@@ -1,1 +1,1 @@
-"""Drafters that read the target: small heads that make of its hidden rows what it will say next."""
+"""Drafters that read the target's hidden states: small heads that predict its next tokens from them."""

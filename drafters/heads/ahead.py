@@ -1,20 +1,17 @@
-"""A head in a process of its own: it works ahead like a draft model, on token trees fed with rows that the target
-tells it.
+"""A head in a draft worker: it works ahead like a draft model, on token trees fed with the target's rows.
 
-What it needs of the target's weights, as its embedding, is read from the target's files; nothing else of them is.
+Of the target's files only the weights that the head needs are read, such as the embedding. The trees are
+`FeatureTree`s, which cannot grow before the first rows arrive:
 
-`HeadTree`: a token tree of a head: what it drafts behind committed tokens, whose rows the target tells as they are
-made. Before the first rows come there is nothing to grow from. Where the target has spoken since, what was fed a guess
-is no node any more, so committed tokens are fed again with what is true. Where rows were missed, as those of a
-remembered prompt are, reading begins behind the gap. Satisfies `drafters.drafter.FeatureTree`.
+- `HeadTree` has pairs. Where a row is not known yet a guess stands for it. Once the target's row arrives, nodes fed
+  with the guess no longer count, and committed tokens are fed again with the true row. Where rows were missed, as those
+  of a remembered prompt are, reading begins behind the gap.
+- `BlockTree` has blocks, of known tokens and masks. Each outcome opens a block of its own: the tokens since the last
+  feature, then the bonus. What follows the block's own choice is in the block already. A block has a limited number of
+  slots, so there is `room` for that many tokens only.
 
-`BlockTree`: a token tree of a block head: branches are blocks, whose first tokens are known and the rest masks.
-Outcomes are told as tokens, so each opens a block of its own: the last token with a feature before it, what was
-committed or accepted since, and the bonus. What grows behind it is that block's. A block ends somewhere, so there is
-`room` for so many tokens only. Satisfies `drafters.drafter.FeatureTree`.
-
-`agrees`: may numpy grow a head's trees? Tried at load: ragged branches of several texts in one forward, some behind
-rows that have been heard and some behind guesses, and what became final, against MLX's.
+`agrees` tries at load whether numpy may grow a head's trees: ragged branches of several texts in one forward, behind
+true rows and behind guesses, and what is left after commits, are compared with MLX's.
 """
 
 from __future__ import annotations
@@ -30,11 +27,10 @@ from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.block_kv_rows import BlockKVRows, NewBlocks, OpenedBlock
-from outrider.drafters.heads.head import BlockHead, GuessingHead
-from outrider.drafters.heads.kv_rows import NO_NUMBERS, HostKVRows, PairKVRows
-from outrider.drafters.heads.load import features_of, read
+from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, GuessingHead
+from outrider.drafters.heads.kv_rows import HostKVRows, PairKVRows
+from outrider.drafters.heads.load import alike, features_of, host_of, read
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.drafters.heads.pairing import alike, host_of
 from outrider.engine.loading import LoadedModel, outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
@@ -59,7 +55,7 @@ class HeadTree(Tree):
         super().__init__(columns, sampler, head.context_length, tokens)
 
     def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could once `ahead` tokens more were read."""
+        """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
@@ -85,7 +81,7 @@ class HeadTree(Tree):
         self._read_on(not more)
 
     def _read_on(self, to_end: bool) -> None:
-        """Feeds the committed tokens whose rows have been heard; behind the last one, if that may be, it can grow."""
+        """Feeds the committed tokens whose rows have arrived; with `to_end` the last one becomes the root."""
         heard, total = self.kv_rows.features, len(self._committed)
         if heard.begin == heard.end:
             return
@@ -109,7 +105,7 @@ class HeadTree(Tree):
 
 
 class BlockTree(Tree):
-    """One request's tree. Every committed token has a column; what is read of them are rows."""
+    """One request's tree. Every committed token has a column; only rows are read of them."""
 
     kv_rows: BlockKVRows
 
@@ -122,7 +118,7 @@ class BlockTree(Tree):
         return max(0, min(super().room, self.kv_rows.reach(len(self._committed) - 1)))
 
     def ready(self, ahead: int = 0) -> bool:
-        """Whether it can grow, or could once `ahead` tokens more were read."""
+        """Whether it can grow, or could after reading `ahead` more tokens."""
         return bool(self._nodes) or self.kv_rows.end >= len(self._committed) + ahead - 1
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
@@ -131,8 +127,8 @@ class BlockTree(Tree):
         self._plant()
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """A block's own choice is a node for who goes on with it: else what follows a token is asked of a block that
-        knows it. Where the target has spoken since, neither is."""
+        """With `told` False a block's own choice; else a token that opened a block of its own. Neither counts once its
+        features have arrived."""
         parent, own = self._node(node), told is False
         for child in parent.children:
             entry = self._nodes[child]
@@ -166,7 +162,7 @@ class BlockTree(Tree):
         return OpenedBlock(anchor, tokens, max(1, min(wanted, self._depth - (last - anchor))))
 
     def _down_to(self, feed: TreeFeed, index: int) -> list[int]:
-        """The pending tokens down to one that is to be fed, its own included. Waits for what was not read."""
+        """The pending tokens down to this token of the feed, its own included. Waits for unread ones."""
         parent, token = feed.parents[index], feed.tokens[index]
         above = self._path(parent) if parent < self._next else self._down_to(feed, parent - self._next)
         return [*above, self._best(self._node(parent)) if token is None else token]
@@ -180,7 +176,7 @@ class BlockTree(Tree):
             self._plant()
 
     def _plant(self) -> None:
-        """The last committed token becomes the root, once the rows before it have been heard."""
+        """Makes the last committed token the root, once the rows before it have arrived."""
         if self._nodes or not self.ready():
             return
         last = self._committed.pop()
@@ -258,7 +254,7 @@ class AheadHead:
         """`vocab_size`: the target's. `numpy` makes the forwards of few pairs.
 
         Raises:
-            CannotDraft: it has nothing to go on with where the target has not spoken yet.
+            CannotDraft: it can't continue where the target's rows have not arrived yet.
         """
         self._numpy = numpy
         self.note = _doubt(head, backend)
@@ -289,7 +285,7 @@ class AheadHead:
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
     ) -> TokenTree:
-        """A tree that reads `tokens` as it is told their rows."""
+        """A tree that reads `tokens` as their rows arrive."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         if isinstance(self.head, BlockHead):
             return BlockTree(self.head, sampler, tokens)

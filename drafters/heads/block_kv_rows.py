@@ -1,10 +1,10 @@
-"""What the tree of a block head has in place of columns: what follows a token is said by a slot of a block.
+"""The KV rows of a block head's tree: slots of blocks in place of columns of tokens.
 
-A block stands behind the features of all tokens before its first one, its *anchor*. The tokens from there on that are
-known stand in it as they are, masks behind them; each mask's slot (or that of the token before it) says what stands
-there. So a token that was told opens a block, in which what follows it has slots, too: who goes on with the block's own
-choice needs no forward. All blocks of all texts that are wanted at once are one forward. Features are remembered by
-their positions, so rows that were missed are a gap, and no more. Knows rows and blocks; nothing of nodes or sampling.
+A block stands behind the features of all tokens before its first one, its *anchor*. The known tokens from there on come
+first in it, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by the
+caller opens a block, which also has slots for what follows, so that continuing with the block's own choice needs no
+forward. All blocks that are opened at once, of all texts, are one forward. Features keep their positions, so missed
+rows only leave a gap. Knows rows and blocks; nothing of nodes or sampling.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.kv_rows import picked
-from outrider.engine.cache import with_room
 from outrider.engine.flat import Bools, Ints, WindowMask
-from outrider.engine.kv_rows import NewRows
+from outrider.engine.kv_rows import JointKVRowCache, KVRowCache, NewRows, TreeAttentionMetadata
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 
 PIECE = 512
@@ -60,25 +59,6 @@ class BlockSlot:
         return replace(self, row=self.row + 1, left=self.left - 1, position=self.position + 1)
 
 
-class FeatureBuffers:
-    """A layer's keys and values of features, [1, H, capacity, D]."""
-
-    def __init__(self) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-
-    def append(self, start: int, keys: mx.array, values: mx.array) -> None:
-        end = start + keys.shape[2]
-        self.keys, self.values = with_room(self.keys, 1, end, keys), with_room(self.values, 1, end, values)
-        self.keys[..., start:end, :], self.values[..., start:end, :] = keys, values
-
-    def first(self, count: int) -> list[tuple[mx.array, mx.array]]:
-        """Keys and values of the first so many features, if there are any."""
-        if self.keys is None or self.values is None or not count:
-            return []
-        return [(self.keys[..., :count, :], self.values[..., :count, :])]
-
-
 class BlockKVRows:
     """`engine.kv_rows.KVRows` of one text; a column is a token that was fed, as its slot."""
 
@@ -88,15 +68,16 @@ class BlockKVRows:
     def __init__(self, head: BlockHead) -> None:
         self._head = head
         self._dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[attr-defined]
-        self.layers = [FeatureBuffers() for _ in make_prompt_cache(head)]
+        self.frame = TreeAttentionMetadata()
+        self.layers = [KVRowCache(self.frame) for _ in make_prompt_cache(head)]
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
-        self.end = 0  # the first position of which nothing has been heard
+        self.end = 0  # the first position whose feature has not arrived
         self._waiting: list[tuple[int, mx.array]] = []
         self._slots: dict[int, BlockSlot] = {}
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """The target's rows of committed tokens, the first at `position`; those it knows are left out. Many are read
-        at once, and waited for."""
+        """The target's rows of committed tokens, the first at `position`; known ones are skipped. Many are read at
+        once, and evaluated."""
         known = max(self.end - position, 0)
         if known >= len(rows):
             return
@@ -104,7 +85,7 @@ class BlockKVRows:
         self.end = position + len(rows)
         if sum(part.shape[0] for _, part in self._waiting) >= PIECE:
             _read(self._head, [self])
-            mx.eval([[layer.keys, layer.values] for layer in self.layers])
+            mx.eval([layer.state for layer in self.layers])
 
     def anchor(self, position: int) -> int:
         """Where a block begins in which the token at `position` is known, and what follows it is not.
@@ -118,11 +99,11 @@ class BlockKVRows:
         return self._head.depth - max(position - self.end, 0)
 
     def goes_on(self, column: int) -> bool:
-        """Whether the block of this column's token has a slot for what follows its own choice."""
+        """Whether the block of this column's token has a slot behind its own choice."""
         return self._slots[column].left > 0
 
     def is_stale(self, column: int) -> bool:
-        """Whether the target has told of tokens since that its block had to know without their features."""
+        """Whether features have arrived since for tokens that its block had to read without them."""
         slot = self._slots[column]
         return slot.anchor < min(self.end, slot.position)
 
@@ -137,7 +118,7 @@ class BlockKVRows:
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `Columns.forward`: what was heard is read, then all blocks are opened."""
+        """See `KVRows.forward`: features that arrived are read, then all blocks are opened."""
         head = texts[0]._head
         asked = [(text, one) for text, one in zip(texts, new, strict=True) if isinstance(one, NewBlocks)]
         _read(head, texts)
@@ -181,7 +162,7 @@ class BlockSegment:
         return cls(text, [column for column, _ in opened], [block for _, block in opened])
 
     def lengths(self, masks_more: int) -> Ints:
-        """How many rows each block has, where so many more masks than slots stand behind its last known token."""
+        """The number of rows of each block, with `masks_more` more masks than slots behind its last known token."""
         return np.array([len(block.tokens) + block.slots - 1 + masks_more for block in self.blocks], np.int32)
 
     def mask(self, lengths: Ints, window: int | None) -> mx.array | None:
@@ -204,20 +185,6 @@ class BlockSegment:
         return int(np.searchsorted(self.text.places, max(block.anchor for block in self.blocks)))
 
 
-class ReadCache:
-    """One layer while features are read: those of one text after the other."""
-
-    def __init__(self, texts: Sequence[tuple[BlockKVRows, int]], number: int, offset: mx.array) -> None:
-        self._texts, self._number, self.offset = texts, number, offset
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        begin = 0
-        for text, count in self._texts:
-            own = slice(begin, begin := begin + count)
-            text.layers[self._number].append(len(text.places), keys[:, :, own], values[:, :, own])
-        return keys, values
-
-
 class BlockCache:
     """One layer while blocks are open: their own keys and values go with the forward."""
 
@@ -237,8 +204,10 @@ class BlockCache:
         for part, lengths in zip(self._parts, self._lengths, strict=True):
             own = slice(begin, begin := begin + int(lengths.sum()))
             keys, values, mask = self._keys[:, :, own], self._values[:, :, own], part.mask(lengths, window)
-            for known, more in part.text.layers[self._number].first(part.context):
-                keys, values = mx.concatenate([known, keys], axis=2), mx.concatenate([more, values], axis=2)
+            if known := part.context:
+                before, more = part.text.layers[self._number].state
+                keys = mx.concatenate([before[..., :known, :], keys], axis=2)
+                values = mx.concatenate([more[..., :known, :], values], axis=2)
             found.append(
                 mx.fast.scaled_dot_product_attention(
                     queries[:, :, own], keys, values, scale=scale, mask=mask, sinks=sinks
@@ -255,8 +224,13 @@ def _read(head: BlockHead, texts: Sequence[BlockKVRows]) -> None:
     places = [np.concatenate([at + np.arange(rows.shape[0]) for at, rows in text._waiting]) for text in reading]
     features = mx.concatenate([rows for text in reading for _, rows in text._waiting])
     offset = mx.array(np.concatenate(places).astype(np.int32))
-    counts = [(text, len(own)) for text, own in zip(reading, places, strict=True)]
-    caches: list[Any] = [ReadCache(counts, number, offset) for number in range(len(reading[0].layers))]
+    ends = np.cumsum([len(own) for own in places]).tolist()
+    spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    for text, own in zip(reading, places, strict=True):
+        text.frame.plain(len(text.places), len(own))
+    caches: list[Any] = [
+        JointKVRowCache(layers, spans, offset) for layers in zip(*(t.layers for t in reading), strict=True)
+    ]
     head.read(features[None], caches)
     for text, own in zip(reading, places, strict=True):
         text.places, text._waiting = np.concatenate([text.places, own.astype(np.int32)]), []

@@ -1,25 +1,29 @@
-"""A head's files: its config.json, its tensors, and these put into a module. Every failure is one sentence.
+"""Reads a head's config.json and tensors, and puts these into a module. Every failure is one sentence.
 
-Knows no layout: which tensors a kind has, and by which names, is that kind's.
+Which tensors a kind of head has, and under which names, is known to that kind's module only.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from outrider.drafters.heads.layers import LayerSizes
 from outrider.protocol.digest import digest, fits
 from outrider.protocol.errors import CannotDraft, first_line
 
 Weights = dict[str, mx.array]
+Settings = TypeVar("Settings")
+_PLAIN: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 _FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 
@@ -75,27 +79,11 @@ def rope_of(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return float(sizes.get("rope_theta") or both.get("rope_theta") or 10000.0), scaling
 
 
-class TransformerFields(TypedDict):
-    """What all heads of transformer layers have."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    context_length: int
-    qk_norm: bool
-    attention_bias: bool
-
-
-def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> TransformerFields:
+def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
     """Sizes by the config of its layers, switches by the weights that are there; to be read where it is `complete`."""
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
     theta, scaling = rope_of(layer)
-    return TransformerFields(
+    return LayerSizes(
         hidden_size=hidden,
         intermediate_size=int(layer["intermediate_size"]),
         num_attention_heads=heads,
@@ -118,6 +106,13 @@ def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise CannotDraft(f"{name}: config.json lacks {error}; expected {what}") from error
+
+
+def settings_of(kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes") -> Settings:
+    """A dataclass of numbers and texts from the fields of a config.json. Raises CannotDraft as `complete` does."""
+    with complete(name, what):
+        wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
+        return kind(**{field.name: _PLAIN[field.type](config[field.name]) for field in wanted})
 
 
 def check_taps(taps: Sequence[int], layers: int, name: str) -> None:

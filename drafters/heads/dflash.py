@@ -1,21 +1,19 @@
 """DFlash (arXiv 2602.06036): a block of masks over the target's fused rows, all of whose tokens are drafted at once.
 
-The forward of z-lab's heads and those that grew out of them, for their differences are switches: DSpark's Markov head
-and confidence, DFlash2's convolutions and selector. Names of weights are z-lab's. A layer's keys and values are those
-of the features, projected, and of the block's own rows; features know no layer below, so they are written once. Knows
-no files.
+One forward serves z-lab's heads and those derived from them; their differences are switches: DSpark's Markov head and
+confidence, DFlash2's convolutions (`BlockConvolution`) and selector. Names of weights are z-lab's. A layer's keys and
+values are those of the features, projected, and of the block's own rows; features do not depend on the layer below, so
+they are written once.
 
-`read`: reads block heads as they are published: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark,
-speculators'. What the formats count differently is made one here: layers are the target's outputs from 0 on, tokens
-its own, and a block's depth is what it drafts. Every reason why a head can't be used is one sentence.
-
-`BlockConvolution`: DFlash2's convolution over the rows of a block, whose kernel each row makes for itself.
+`read` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
+converts what they count differently: layers are the target's outputs from 0 on, tokens its own, and a block's depth is
+the number of tokens that it drafts. If a head can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,13 @@ from outrider.drafters.heads.checkpoint import (
     refuse_quantised,
     sizes_of,
 )
+from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.layers import (
     Attention,
     BlockLink,
     Confidence,
-    Confident,
     DraftVocabulary,
+    LayerSizes,
     Markov,
     Mlp,
     Selector,
@@ -82,8 +81,8 @@ def _convolved(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
 Layer = Callable[[mx.array], mx.array]
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DFlashConfig(LayerSizes):
     """Sizes and switches. `taps`: layers' outputs. `depth`: the most tokens that a block drafts.
 
     `from_anchor`: the last token's own row drafts the first. `windows`: what each layer sees, None for everything.
@@ -92,23 +91,12 @@ class DFlashConfig:
     vectors before the output layer, and of logits behind it.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     taps: tuple[int, ...]
     windows: tuple[int | None, ...]
     mask_token: int
     depth: int
     from_anchor: bool = False
     sees_prefixes: bool = False
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    context_length: int = 2048
-    qk_norm: bool = True
-    attention_bias: bool = False
     own_output: bool = False
     multiplier: float = 1.0
     softcap: float = 0.0
@@ -147,7 +135,7 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         return around
 
 
-class DFlash(nn.Module):  # type: ignore[misc]
+class DFlash(HeadModule):
     """A `BlockHead`. `embed`, `output`: the target's own."""
 
     def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
@@ -155,34 +143,22 @@ class DFlash(nn.Module):  # type: ignore[misc]
         size, eps = config.hidden_size, config.rms_norm_eps
         self._config, self._embed, self._output = config, embed, output
         self._vocabulary = vocabulary
+        self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
+        self.depth, self.mask_token = config.depth, config.mask_token
+        self.from_anchor, self.sees_prefixes = config.from_anchor, config.sees_prefixes
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.layers = [DFlashBlock(config, window) for window in config.windows]
         self.norm = nn.RMSNorm(size, eps=eps)
         if config.own_output:
             self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
-        if config.markov_rank:
-            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary)
         if config.confidence:
             self.confidence_head = Confidence(size, config.confidence_with_markov * config.markov_rank)
+        if config.markov_rank:
+            confidence = self.get("confidence_head")
+            self.markov_head = Markov(config.markov, config.markov_rank, size, vocabulary, confidence)
         if config.selector_rank:
             self.candidate_selector = Selector(config.selector_rank, size, vocabulary.size)
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(self._config.taps)
-
-    @property
-    def context_length(self) -> int:
-        return self._config.context_length
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
-
-    @property
-    def reach(self) -> int | None:
-        return None
 
     @property
     def bytes_per_pair(self) -> int:
@@ -191,25 +167,7 @@ class DFlash(nn.Module):  # type: ignore[misc]
         return numbers * int(self.fc.weight.dtype.size)
 
     @property
-    def depth(self) -> int:
-        return self._config.depth
-
-    @property
-    def mask_token(self) -> int:
-        return self._config.mask_token
-
-    @property
-    def from_anchor(self) -> bool:
-        return self._config.from_anchor
-
-    @property
-    def sees_prefixes(self) -> bool:
-        return self._config.sees_prefixes
-
-    @property
     def link(self) -> BlockLink | None:
-        if "confidence_head" in self and "markov_head" in self:
-            return Confident(self.markov_head, self.confidence_head, self._config.confidence_with_markov)
         found: BlockLink | None = self.get("candidate_selector", self.get("markov_head"))
         return found
 
@@ -237,7 +195,6 @@ class DFlash(nn.Module):  # type: ignore[misc]
         return self._vocabulary.spread(found)
 
 
-_Layer = Callable[[mx.array], mx.array]
 _FAMILIES = ("qwen3", "llama", "dflash", "dspark", "")
 _TARGETS = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
 _BLOCK = 16
@@ -264,8 +221,8 @@ def build(
     weights: Weights,
     target: Mapping[str, Any],
     vocab_size: int,
-    embed: _Layer,
-    output: _Layer,
+    embed: Layer,
+    output: Layer,
     name: str = "the head",
 ) -> DFlash:
     """The same from what was read. Raises CannotDraft."""
@@ -309,7 +266,7 @@ def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, 
     if markov and kind not in ("vanilla", "gated", "rnn"):
         raise CannotDraft(f"{name} links its tokens by {kind!r}, which is not supported")
     return DFlashConfig(
-        **sizes_of(config, weights, target),
+        **asdict(sizes_of(config, weights, target)),
         taps=_taps(config, int(target["num_hidden_layers"]), name),
         windows=_windows(config, name),
         mask_token=int(config["mask_token_id"]),

@@ -1,17 +1,15 @@
-"""Chains by a head, for several requests in forwards that they share, and what it has heard of each text.
+"""A head as a drafter in the target's process: the features of each text, and chains in forwards that requests share.
 
-A text's new pairs are read, all true: each verify tells the features of what it accepted, and nothing that was drafted
-is kept. How chains come of them is the head's `HeadProposer`. Tokens are chosen by the target's own contract
-(`engine.sampling`): the same noise, by the target's names of tokens.
+After each verify the head reads the true pairs of what was accepted; drafted pairs are dropped. `proposers` grows the
+chains. Tokens are chosen by the target's own contract (`engine.sampling`), with its noise and its vocabulary.
 
-`FeatureFollower`: what a head has heard of one text: the features it has read, and those that wait for their turn. A
-target's slot tells the hidden rows of committed tokens as they come. They are read when drafting is first wanted, so
-plain decoding costs their keeping only; of many the newest are kept, and those alone that can matter. Where some were
-missed, reading begins behind the gap: positions count from there, and the head sees less of the text. Of a prompt that
-the target remembers the head remembers its own part, or goes without.
+`FeatureFollower` collects the features of one text. The target's slot reports the hidden rows of committed tokens as
+they are made; they are read when drafting is first wanted, so plain decoding only costs their storage. Of many, only
+the newest are kept. Where some were missed, reading begins behind the gap: positions count from there, and the head
+sees less of the text. For a prompt that the target remembers, the head uses its own prompt cache, or begins behind it.
 
-`SavedPairs`: what a head has read of a text, for later texts that begin like it. Pair j is made of tokens j and j + 1,
-so of so many tokens that two texts share one pair fewer serves.
+`SavedPairs` is what a head read of a text, for later texts with the same beginning. Pair j is made of tokens j and
+j + 1, so a common prefix of n tokens has n - 1 usable pairs.
 """
 
 from __future__ import annotations
@@ -24,10 +22,9 @@ import mlx.core as mx
 
 from outrider.drafters.continuation import Continuation
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.heads.chain_state import ChainState
-from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.head import NO_NUMBERS, Head
 from outrider.drafters.heads.pair_kv_cache import HeadKVCache, PairFeed
-from outrider.drafters.heads.proposers import HeadProposer, proposer_of
+from outrider.drafters.heads.proposers import ChainState, HeadProposer, proposer_of
 from outrider.engine.flat import FlatSequence
 from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.sampling import Sampler
@@ -39,7 +36,7 @@ from outrider.protocol.stats import KvCost
 
 @dataclass(frozen=True, slots=True)
 class SavedPairs(SavedPrefix):
-    """`length` counts tokens. `layers` hold the pairs from `begin` on: what came before was never heard."""
+    """`length` counts tokens. `layers` hold the pairs from `begin` on; earlier features never arrived."""
 
     begin: int = 0
 
@@ -55,11 +52,11 @@ class SavedPairs(SavedPrefix):
 
 MOST_WAITING = 2048
 PIECE = 512
-READ_AGAIN = 16  # tokens that the target reads though it remembers them, where the head would miss all before them else
+READ_AGAIN = 16  # remembered tokens that the target reads again, so that the head can continue its own prefix
 
 
 class FeatureFollower:
-    """One text's features. `sampler` chooses what is drafted for it; `reach`: so many of the newest can matter."""
+    """One text's features. `sampler` chooses its tokens; `reach`: only so many of the newest features matter."""
 
     def __init__(
         self, texts: HeadKVCache, sampler: Sampler, reach: int | None = None, cache: PromptCache | None = None
@@ -76,7 +73,7 @@ class FeatureFollower:
         self._closed = False
 
     def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
-        """Of these tokens the target remembers so many; from which on their rows should be told.
+        """The position from which the target should report rows; it remembers the first `length` of these tokens.
 
         `exact`: the target can forget some of them, and read them again.
         """
@@ -120,13 +117,13 @@ class FeatureFollower:
         return self._text.length if self._text is not None else 0
 
     def is_up_to(self, tokens: Sequence[int]) -> bool:
-        """Whether it has heard of all but the last of these, which has no feature yet, and has something to read."""
+        """Whether it has the features of all but the last of these tokens, and some of them are unread."""
         return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
 
     def catch_up(self, tokens: Sequence[int]) -> PairFeed:
-        """The last piece of what is to be read of committed `tokens`; what comes before it is read here.
+        """The last piece of the unread pairs of committed `tokens`; earlier pieces are read here.
 
-        `has_read` is to be said once it was fed.
+        Call `has_read` once it was fed.
         """
         waiting = mx.concatenate(self._waiting)
         while waiting.shape[0] > PIECE:
@@ -137,7 +134,7 @@ class FeatureFollower:
         return self._feed(tokens, waiting)
 
     def has_read(self) -> None:
-        """What `catch_up` gave has been fed."""
+        """The piece that `catch_up` returned has been fed."""
         self._waiting, self.waiting = [], 0
 
     def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
@@ -146,7 +143,7 @@ class FeatureFollower:
         return PairFeed(self.text, behind, features)
 
     def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The first of these committed tokens of which all pairs have been read; none where it began behind a gap."""
+        """The first of these committed tokens whose pairs have all been read; none if it began behind a gap."""
         return tokens[: self.length + 1] if self.length and not self._begin else ()
 
     def save(self, length: int) -> SavedPairs:
@@ -155,7 +152,7 @@ class FeatureFollower:
         return SavedPairs(length, pairs.layers, begin=self._begin)
 
     def read_all(self, tokens: Sequence[int]) -> int:
-        """Reads what waits of committed `tokens`; how many of them it knows then, 0: nothing that could be kept."""
+        """Reads the unread pairs of committed `tokens`. Returns how many tokens it knows then; 0: nothing to keep."""
         if self._text is None or self._next >= len(tokens):
             return 0
         if self._waiting:
@@ -164,7 +161,7 @@ class FeatureFollower:
         return self._next + 1
 
     def close(self) -> None:
-        """It hears no more, and gives its place back."""
+        """Ignores further features, and frees its place."""
         self._closed = True
         self._begin_anew(0)
 
@@ -180,12 +177,10 @@ class FeatureFollower:
 
 log = logging.getLogger(__name__)
 
-_NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
-
 
 class HeadDrafter:
     """Drafts with `head` in the target's process. `note`: what a person should know about it. `agreement`: how often it
-    said the target's next token in a trial, if there was one."""
+    predicted the target's next token in a trial, if there was one."""
 
     def __init__(
         self,
@@ -195,7 +190,7 @@ class HeadDrafter:
         proposer: HeadProposer | None = None,
         agreement: float | None = None,
     ) -> None:
-        """`vocab_size`: the target's. `way`: None: its kind's."""
+        """`vocab_size`: the target's. `proposer`: None: its kind's."""
         self.head, self.note, self.agreement = head, note, agreement
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
@@ -208,11 +203,11 @@ class HeadDrafter:
         return self._proposer.kv_cache
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> FeatureFollower:
-        """What is to hear the features of a text that chains are wanted for."""
+        """Collects the features of a text to draft for."""
         return FeatureFollower(self.kv_cache, self.sampler(sampling, constraint), self.head.reach, self.prompt_cache)
 
     def keep(self, follower: FeatureFollower, tokens: Sequence[int]) -> None:
-        """What was read of these committed tokens stays for later texts."""
+        """Keeps what was read of these committed tokens for later texts."""
         if not self.prompt_cache.wants(tokens):
             return
         try:
@@ -227,10 +222,9 @@ class HeadDrafter:
         return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
-        """The `depths` tokens that follow each committed text; nothing where it can't tell. Waits.
+        """The `depths` tokens that follow each committed text; empty where features are missing. Waits.
 
-        What fails with other requests is tried alone; who fails alone is followed no more, and its request goes on
-        without.
+        If a joint forward fails, each request is tried alone. One that fails alone gets no further drafts.
         """
         for chain, depth in zip(chains, depths, strict=True):
             room = self.head.context_length - len(chain.tokens)
@@ -270,7 +264,7 @@ class HeadDrafter:
                 sound = mx.isfinite(self._proposer.draft(chains, feeds)).all()
                 mx.eval(sound, [pick.arrays for chain in chains for pick in chain.picks])
             if not sound.item():
-                raise ModelFault(_NO_NUMBERS)
+                raise ModelFault(NO_NUMBERS)
             read = begun
             for follower in followers:
                 follower.has_read()

@@ -1,23 +1,23 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer over the fused rows of three of the target's layers.
 
-The forward of the official, SpecForge and speculators heads, for their differences are switches: where the residual
-begins, which norms stand before and behind. Names of weights are speculators'. Knows no files.
+One forward serves the official, SpecForge's and speculators' heads; their differences are switches: where the residual
+begins, and which norms there are. Names of weights are speculators'.
 
-`read`: reads EAGLE-3 and P-EAGLE heads as they are published: SafeAI's and SpecForge's layout, and speculators'. What
-the formats count differently is made one here: layers are the target's outputs from 0 on, tokens its own. Every reason
-why a head can't be used is one sentence.
+`read` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts what they count
+differently: layers are the target's outputs from 0 on, tokens its own. If a head can't be used, the reason is one
+sentence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import numpy as np
 
 from outrider.drafters.heads.checkpoint import (
     Weights,
@@ -30,41 +30,33 @@ from outrider.drafters.heads.checkpoint import (
     refuse_quantised,
     sizes_of,
 )
-from outrider.drafters.heads.layers import Attention, DraftVocabulary, Mlp
+from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine import positions
-from outrider.engine.flat import FlatCache
+from outrider.engine.flat import FlatCache, Floats, Ints
 from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.numpy_net import BlockedLinear, Ends, Norm, NumpyLayer, host, rope_of
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(LayerSizes):
     """Sizes and switches. `taps`: layers' outputs. `embeds`: it has an embedding of its own.
 
     `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
     before they are fused, `input_norm`: all of them as one. `norm_output`: what stands in for a feature is normed.
     """
 
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     taps: tuple[int, ...]
     num_hidden_layers: int = 1
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
-    context_length: int = 2048
     embeds: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
     fc_norm: bool = False
     input_norm: bool = False
-    qk_norm: bool = False
-    attention_bias: bool = False
 
 
 class Eagle3Layer(nn.Module):  # type: ignore[misc]
@@ -94,7 +86,7 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Eagle3(nn.Module):  # type: ignore[misc]
+class Eagle3(HeadModule):
     """A `StepHead`. `embed`: the target's embedding, for one without."""
 
     def __init__(
@@ -103,6 +95,7 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config, self._embed, self.vocabulary = config, embed, vocabulary
+        self.points, self.context_length = HiddenStatePoints(config.taps), config.context_length
         fused = len(config.taps) * config.target_hidden_size
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in config.taps]
@@ -114,26 +107,6 @@ class Eagle3(nn.Module):  # type: ignore[misc]
         self.layers = [Eagle3Layer(config, number == 0) for number in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(size, eps=eps)
         self.lm_head = nn.Linear(size, vocabulary.known, bias=False)
-
-    @property
-    def together(self) -> bool:
-        return True
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(self.config.taps)
-
-    @property
-    def context_length(self) -> int:
-        return self.config.context_length
-
-    @property
-    def reach(self) -> None:
-        return None
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
     @property
     def bytes_per_pair(self) -> int:
@@ -162,6 +135,31 @@ class Eagle3(nn.Module):  # type: ignore[misc]
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
+
+    def on_host(self, ends: Ends) -> NumpyHead:
+        """Its forwards by numpy. Raises AttributeError, TypeError or KeyError: its layers are not served."""
+        table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
+        layers, output = [NumpyLayer(block) for block in self.layers], BlockedLinear([self.lm_head])
+        seen, norm, config = Norm(self.layers[0].hidden_norm), Norm(self.norm), self.config
+        known = None if self.vocabulary.ids is None else np.array(self.vocabulary.ids)
+
+        def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+            normed = seen(features)
+            both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
+            return normed if config.norm_before_residual else features, both
+
+        def scores(hidden: Floats) -> Floats:
+            own = output(norm(hidden))
+            if known is None:
+                return own
+            whole = np.full((len(own), self.vocabulary.size), -np.inf, np.float32)
+            whole[:, known] = own
+            return whole
+
+        def stands_in(hidden: Floats) -> Floats:
+            return norm(hidden) if config.norm_output else hidden
+
+        return NumpyHead(layers, rope_of(self.layers[0]), begin, scores, stands_in)
 
     @property
     def _dtype(self) -> mx.Dtype:
@@ -246,8 +244,8 @@ def _settings(
         sizes = sizes_of(layer, weights, target)
         layers = len({key.split(".")[1] for key in weights if key.startswith("layers.")})
         settings = Eagle3Config(
-            **sizes,
-            target_hidden_size=int(config.get("target_hidden_size") or sizes["hidden_size"]),
+            **asdict(sizes),
+            target_hidden_size=int(config.get("target_hidden_size") or sizes.hidden_size),
             taps=_taps(config, int(target["num_hidden_layers"]), name),
             num_hidden_layers=max(layers, 1),
             embeds="embed_tokens.weight" in weights,

@@ -1,40 +1,29 @@
 """Early exit: drafts by the target's own first layers, its final norm and its output layer.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains a model whose early rows can be read so. For any other an
-*adapter*, a normed low-rank map that is added to the row, is trained while the target stays as it is. Knows rows and
-logits; nothing of files or of how the layers are run.
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early rows can be read in this way. For other
+models an *adapter*, a normed low-rank map that is added to the row, is trained while the target stays as it is.
 
-`load`: makes a target's early exit: of its layers alone, or with an adapter that was trained for it and lies in a
-folder. Every reason why there is none is one sentence.
-
-`agreements`: after which of its layers does a target say what it would say in the end? Tried on a text of its own.
-Knows agreement and layers; nothing of chains or files.
-
-`ExitDrafter`: drafts with a target's early exit, in its texts.
-
-`ExitProposer`: chains by the target's first layers, where it remembers its texts: what they write there the verify
-writes again. Stands where `Follower` and `Steps` stand for heads that read what the target thought.
+`load` makes a target's early exit, of its layers alone or with an adapter from a folder; if there is none, the reason
+is one sentence. `agreements` tries on a text of the target after which layers it predicts its own final tokens.
+`ExitDrafter` and `ExitProposer` draft in the target's own KV cache: the verify overwrites what they wrote there.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.chain_state import ChainState
-from outrider.drafters.heads.checkpoint import complete, fill, read_config, read_weights, refuse_quantised, stranger
+from outrider.drafters.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, settings_of, stranger
 from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.pair_kv_cache import PairFeed
-from outrider.drafters.heads.pairing import trial_text
-from outrider.drafters.heads.proposers import grow
+from outrider.drafters.heads.proposers import ChainState, HeadProposer, grow
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
@@ -45,9 +34,10 @@ from outrider.engine.hidden_states import (
     output_layer,
 )
 from outrider.engine.kv_cache import Feed, FlatKVCache
-from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.load_checks import open_kv_cache, open_slots
 from outrider.engine.loading import LoadedModel
 from outrider.engine.sampling import Sampler
+from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
@@ -86,7 +76,7 @@ class ExitAdapter(nn.Module):  # type: ignore[misc]
         return out
 
 
-class EarlyExit:
+class EarlyExit(HeadModule):
     """A `Head` whose vectors are the target's rows behind its first `layers` layers; nothing is tapped for it."""
 
     reach = 1
@@ -97,12 +87,9 @@ class EarlyExit:
         self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
     ) -> None:
         """`norm`, `output`: the target's last."""
+        super().__init__()
         self.layers, self.context_length, self.adapter = layers, context_length, adapter
         self._norm, self._output = norm, output
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.adapter.parameters())) if self.adapter else 0
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows
@@ -113,6 +100,13 @@ class EarlyExit:
 
 
 _MOST = 8  # tokens of a chain
+_LENGTH = 64  # of a trial
+
+
+def trial_text(model: LoadedModel) -> list[int]:
+    """What the target writes by itself."""
+    slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
+    return [0, *(verify(slot).bonus for _ in range(_LENGTH))]
 
 
 def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
@@ -146,17 +140,13 @@ def speedup(agreement: float, share: float) -> float:
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
-class ExitProposer:
-    """A `Way`, with `kv_cache` of the target once these are known."""
+class ExitProposer(HeadProposer):
+    """Grows chains in the target's own texts, once `kv_cache` is theirs: the verify overwrites what it wrote there."""
 
-    depth = sys.maxsize
+    kv_cache: Any = None
 
     def __init__(self, exit: EarlyExit, layers: FirstLayers) -> None:
         self._exit, self._layers = exit, layers
-        self.kv_cache: Any = None
-
-    def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
-        self.kv_cache = kv_cache
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
         return grow(chains, feeds, self._rows, self._exit.logits, lambda hidden: hidden[:, :0])
@@ -200,7 +190,7 @@ class ExitDrafter(HeadDrafter):
         super().__init__(exit, target.vocab_size, note, self._exits, agreement)
 
     def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
-        self._exits.attach_kv_cache(kv_cache)
+        self._exits.kv_cache = kv_cache
 
     def follow_text(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
@@ -261,7 +251,7 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     if head_kind(config) != "early-exit":
         raise CannotDraft(f"{name} is not an early-exit adapter; expected one, or no draft model")
     refuse_quantised(config, weights, name)
-    settings = _settings(config, name)
+    settings = settings_of(AdapterConfig, config, name, "an adapter's sizes")
     _check(settings, target, count, name)
     adapter = ExitAdapter(settings)
     fill(adapter, weights, name)
@@ -278,19 +268,6 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
     if agreement < _LEAST:
         note += ": few drafts will be accepted; use an adapter trained for this target"
     return ExitDrafter(exit, target, note, agreement)
-
-
-def _settings(config: Mapping[str, Any], name: str) -> AdapterConfig:
-    with complete(name, "an adapter's sizes"):
-        return AdapterConfig(
-            exit_layer=int(config["exit_layer"]),
-            rank=int(config["rank"]),
-            hidden_size=int(config["hidden_size"]),
-            vocab_size=int(config["vocab_size"]),
-            num_hidden_layers=int(config["num_hidden_layers"]),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-            target=str(config.get("target", "")),
-        )
 
 
 def _check(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:

@@ -1,13 +1,13 @@
-"""The interface of a head: what reads the target's hidden rows. A new kind of head is one file that offers it.
+"""The interface of a head, a drafter that reads the target's hidden states. A new kind of head is one file behind it.
 
-A head is fed *pairs*: the *feature* of a token (made of the target's hidden row there) and the token behind it. What it
-makes of them is a hidden vector a token to draft, and of that the token's logits. It remembers what it was fed as keys
-and values. It knows nothing of texts, sampling or requests.
+A head is fed *pairs*: the *feature* of a token (made of the target's hidden row there) and the token behind it. From a
+pair it makes a hidden vector, and from that the logits of the next token. It remembers pairs as keys and values. It
+knows nothing of texts, sampling or requests.
 
-There are three kinds. A `StepHead` drafts one token behind its last pair, and goes on with its own vector in place of
-the feature that is not known yet. A `MaskedHead` is fed the same pairs, and pairs of a mask behind them, so that one
-forward drafts several tokens. A `BlockHead` reads the features alone, and drafts by a block of masks behind the last
-token, whose rows all see each other.
+There are three kinds. A `StepHead` drafts one token behind its last pair, and continues with its own vector in place of
+the feature that is not known yet. A `MaskedHead` is fed the same pairs, then pairs of a mask, so that one forward
+drafts several tokens. A `BlockHead` reads features alone, and drafts by a block of masks behind the last token, whose
+rows all see each other.
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.layers import BlockLink
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
 
+NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
+
 
 class Head(Protocol):
-    """Arrays: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary."""
+    """Arrays: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.
 
-    @property
-    def points(self) -> HiddenStatePoints:
-        """Where the target is tapped for it."""
-        ...
+    `points`: where the target is tapped. `reach`: only so many of the newest pairs decide the draft; None: all do.
+    """
 
-    @property
-    def context_length(self) -> int: ...
+    points: HiddenStatePoints
+    context_length: int
+    reach: int | None
 
     @property
     def weight_bytes(self) -> int: ...
 
     @property
-    def reach(self) -> int | None:
-        """So many of the newest pairs decide what it says; None: all."""
-        ...
-
-    @property
     def bytes_per_pair(self) -> int:
-        """What it remembers of a pair."""
+        """The size of what it remembers of a pair."""
         ...
 
     def fuse(self, rows: mx.array) -> mx.array:
@@ -54,13 +52,21 @@ class Head(Protocol):
         ...
 
 
-class PairHead(Head, Protocol):
-    """Answers each pair with the hidden vector of the token behind it."""
+class HeadModule(nn.Module):  # type: ignore[misc]
+    """What most heads have in common."""
+
+    reach: int | None = None
+    together = True
 
     @property
-    def together(self) -> bool:
-        """Whether one forward may hold several texts; else they are fed one after the other."""
-        ...
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+
+class PairHead(Head, Protocol):
+    """Answers each pair with a hidden vector. `together`: one forward may hold several texts; else one at a time."""
+
+    together: bool
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         """Hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
@@ -80,11 +86,8 @@ class StepHead(PairHead, Protocol):
 class MaskedHead(PairHead, Protocol):
     """Drafts up to `depth` tokens at once: one behind its last pair, one behind each pair of a mask."""
 
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def mask_token(self) -> int: ...
+    depth: int
+    mask_token: int
 
     @property
     def mask_feature(self) -> mx.array:
@@ -93,28 +96,21 @@ class MaskedHead(PairHead, Protocol):
 
 
 GuessingHead = StepHead | MaskedHead
-"""Goes on where a feature is not known: by its own vector, or by what it has learned to stand for any."""
+"""Goes on where a feature is not known: by its own vector, or by a learned one that stands for any feature."""
 
 
 @runtime_checkable
 class BlockHead(Head, Protocol):
-    """Drafts up to `depth` tokens at once, as a block behind the features of all tokens before it."""
+    """Drafts up to `depth` tokens at once, as a block behind the features of all tokens before it.
 
-    @property
-    def depth(self) -> int: ...
+    `from_anchor`: the block's first row, the last token's, drafts the first token; else the mask behind it does.
+    `sees_prefixes`: it was trained to continue behind tokens of a block whose features are not known.
+    """
 
-    @property
-    def mask_token(self) -> int: ...
-
-    @property
-    def from_anchor(self) -> bool:
-        """Whether the block's first row, the last token's, drafts the first token; else the mask behind it does."""
-        ...
-
-    @property
-    def sees_prefixes(self) -> bool:
-        """Whether it has learned to go on behind tokens of a block that are known while their features are not."""
-        ...
+    depth: int
+    mask_token: int
+    from_anchor: bool
+    sees_prefixes: bool
 
     @property
     def link(self) -> BlockLink | None:

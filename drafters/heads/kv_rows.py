@@ -1,16 +1,12 @@
-"""Where a head's tree has its keys and values: columns of pairs, in place of a model's columns of tokens. By MLX;
-`HostKVRows` computes the same by numpy.
+"""The KV rows of a head's tree: columns of pairs in place of a model's columns of tokens, by MLX or by numpy.
 
-A pair is a token and the feature of the one before it: the target's, where that has been heard, else what stands for
-it. For a head that has learned one feature for all rows that are missing it is that; for others what the head made of
-the pair before, so tokens behind one another that the target has not told of are fed one a forward. Knows columns and
-rows; nothing of nodes or sampling.
+A pair is a token and the feature of the token before it: the target's, if that has arrived, else a stand-in. A masked
+head has learned one stand-in for any feature; for other heads it is what the head made of the pair before, so tokens in
+a row whose features have not arrived are fed one a forward. Knows columns and rows; nothing of nodes or sampling.
 
-`FeatureBuffer`: rows of the target's that a head has been told and not yet fed: a stretch of consecutive committed
-tokens. Knows positions and rows; nothing of tokens. Bounded: of a long stretch the newest are kept.
-
-`HostKVRows`: the columns of a head's tree by numpy: what grows, and short pieces of text; long ones are MLX's, over
-the same buffers. Nothing here is lazy: a forward returns when it is done.
+`FeatureBuffer` holds the target's rows that arrived and are not fed yet, of consecutive committed tokens. Of many, the
+newest are kept. `HostKVRows` computes tree nodes and short pieces of text by numpy, over the same buffers, and leaves
+long pieces to MLX. It is not lazy: a forward returns when it is done.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.heads.head import GuessingHead, MaskedHead
+from outrider.drafters.heads.head import NO_NUMBERS, GuessingHead, MaskedHead
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine.cache import window_of, with_room
 from outrider.engine.flat import Bools, Floats, Ints, WindowMask, install
@@ -48,7 +44,7 @@ class FeatureBuffer:
         self._parts: list[tuple[int, Floats]] = []
 
     def add(self, position: int, rows: Floats) -> None:
-        """The next ones, the first at `position`; behind a gap the stretch begins anew. What is known is left out."""
+        """Adds rows, the first at `position`. Known ones are skipped; after a gap only the new ones are kept."""
         end = position + rows.shape[0]
         if end <= self.end:
             return
@@ -61,7 +57,7 @@ class FeatureBuffer:
         self.forget(end - MOST)
 
     def forget(self, position: int) -> None:
-        """Rows before this position are not wanted any more."""
+        """Drops the rows before this position."""
         if position > self.begin:
             self.begin = min(position, self.end)
             self._parts = [part for part in self._parts if part[0] + part[1].shape[0] > position]
@@ -85,7 +81,6 @@ class FeatureBuffer:
 
 
 PIECE = 512
-NO_NUMBERS = "the head's vectors are not numbers: its weights or the target's rows are beyond its number format"
 
 
 class PairKVRows:
@@ -104,7 +99,7 @@ class PairKVRows:
         self.begin_at(0)
 
     def begin_at(self, origin: int) -> None:
-        """Nothing is remembered, and the text is read from here on."""
+        """Forgets everything; the text is read from this position on."""
         self.origin = origin
         self.leaves = [KVRowCache(self._frame, window_of(cache)) for cache in make_prompt_cache(self._head)]
         self._stand_ins: dict[int, Row] = {}  # what stands for the feature of a column's token
@@ -115,13 +110,13 @@ class PairKVRows:
         self.features.add(position, np.array(rows, np.float32))
 
     def is_stale(self, column: int) -> bool:
-        """Whether it was fed a guess where the target has spoken since."""
+        """Whether it was fed a guess, and the target's row has arrived since."""
         return column in self._guessed and self._guessed[column] in self.features
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        """See `Columns.prefill`; the target's rows have been heard for all of them."""
+        """See `KVRows.prefill`; the target's rows of all of them have arrived."""
         for begin in range(start, len(tokens), PIECE):
             piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
             before = self.origin + begin - 1
@@ -135,7 +130,7 @@ class PairKVRows:
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `Columns.forward`. All texts together, as many forwards as tokens stand behind one another unheard of."""
+        """See `KVRows.forward`. All texts share forwards: one for each token in a row whose feature has not arrived."""
         depths = [text._depths(one) for text, one in zip(texts, new, strict=True)]
         found: list[Any] = []
         order: list[tuple[int, int]] = []
@@ -163,13 +158,13 @@ class PairKVRows:
         return hidden
 
     def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
-        """Of what forwards brought, one behind the other, at these places of it: [R, V]."""
+        """The logits [R, V] of the vectors that forwards made, in a row, at these places."""
         hidden = found[0] if len(found) == 1 else mx.concatenate(list(found))
         in_order = list(back) == list(range(len(back)))
         return self._head.logits(hidden if in_order else mx.take(hidden, mx.array(list(back)), axis=0))
 
     def _depths(self, new: NewRows) -> Ints:
-        """How many forwards each token has to wait for: until the one before it has made what stands for its row."""
+        """The number of forwards that each token waits for, until the token before it has made its stand-in feature."""
         depths: list[int] = []
         for parent, place in zip(new.parents, new.positions[new.start :].tolist(), strict=True):
             known = parent < new.start or self._missing is not None or self.origin + place - 1 in self.features
@@ -177,7 +172,7 @@ class PairKVRows:
         return np.array(depths, np.int32)
 
     def feature(self, column: int, parent: int, position: int) -> Row:
-        """What the token of this column is fed, which stands at `position` behind that of `parent`."""
+        """The feature that the token of this column is fed, at `position`, behind the token of column `parent`."""
         before = position - 1
         if before in self.features:
             self._guessed.pop(column, None)
@@ -186,7 +181,7 @@ class PairKVRows:
         return self._missing or self._stand_ins[parent]
 
     def made(self, column: int, row: Row) -> None:
-        """What stands for the feature of this column's token from now on."""
+        """Sets the stand-in for the feature of this column's token."""
         self._stand_ins[column] = row
 
     def keep(self, prefix: int, columns: Ints) -> None:
@@ -194,7 +189,7 @@ class PairKVRows:
         self.renumber(prefix, columns)
 
     def renumber(self, prefix: int, columns: Ints) -> None:
-        """What is known of columns follows them there."""
+        """Moves what is known of columns along with them."""
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
         self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
@@ -265,7 +260,7 @@ class PairRowCache:
         return WindowMask(window_size or self._parts[0][1].window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Each text remembers its own; what is returned nobody reads."""
+        """Each text remembers its own; the result is not used."""
         for part, leaf in self._parts:
             end = part.new.end
             place = part.place if isinstance(part.place, slice) else mx.array(part.place)
@@ -285,7 +280,7 @@ class PairRowCache:
 
 
 def made(parts: Sequence[PairSegment], onward: mx.array | Floats) -> None:
-    """Of a forward of these parts came what stands in for the features to come."""
+    """Sets the stand-ins that a forward of these parts made."""
     for part in parts:
         for index, column in enumerate(part.columns.tolist(), part.begin):
             part.text.made(column, (onward, index))

@@ -1,20 +1,15 @@
-"""What heads are made of: layers by Llama's and Qwen3's names, a vocabulary of their own, links between a block's
-tokens.
+"""What heads are made of: layers by Llama's and Qwen3's names, a draft vocabulary, links between a block's tokens.
 
-`AttentionSizes`: what layers of heads are made of, by Llama's and Qwen3's names.
-
-`DraftVocabulary`: a head's own tokens, where it knows fewer than its target, by the target's names.
-
-`BlockLink`: what binds the tokens of a block together: each slot's candidates are scored anew once the token before is
-known. A block's slots are drafted at once and know nothing of each other's choice. DSpark (arXiv 2607.05147) adds a
-product of low rank of the token before and the token to come, DFlash2's selector one that looks at the slot's vector,
-too. Along a walk both are asked about a few candidates only; the selector never looks at more than `FEW`.
+A block's slots are drafted at once and do not know each other's choice. A `BlockLink` scores each slot's candidates
+anew once the token before is known: DSpark (arXiv 2607.05147) adds a product of low rank of the token before and the
+token to come, DFlash2's selector one that also looks at the slot's vector. Along a walk both are asked about a few
+candidates only; the selector never looks at more than `FEW`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,44 +19,27 @@ from outrider.engine.flat import FlatCache, attention
 from outrider.protocol.errors import CannotDraft
 
 
-class AttentionSizes(Protocol):
-    """What of a head's settings attention depends on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Sizes and switches of a head's transformer layers, by the names of Llama's and Qwen3's configs."""
 
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_key_value_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-    @property
-    def rope_theta(self) -> float: ...
-
-    @property
-    def rope_scaling(self) -> dict[str, Any] | None: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    @property
-    def qk_norm(self) -> bool: ...
-
-    @property
-    def attention_bias(self) -> bool: ...
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    context_length: int = 2048
+    qk_norm: bool = False
+    attention_bias: bool = False
 
 
 class Attention(nn.Module):  # type: ignore[misc]
     """Over vectors of `width`, which may be wider than what it gives."""
 
-    def __init__(self, sizes: AttentionSizes, width: int) -> None:
+    def __init__(self, sizes: LayerSizes, width: int) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self._dim = sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim
         self.scale = self._dim**-0.5
@@ -157,12 +135,17 @@ class DraftVocabulary:
 FEW = 16
 
 
-class BlockLink(Protocol):
-    """Arrays: R rows, C candidates of each, H the width of hidden vectors."""
+class BlockLink(nn.Module):  # type: ignore[misc]
+    """Arrays: R rows, C candidates of each, H the width of hidden vectors.
+
+    `recalls`: what it says depends on more of the chain than the token before.
+    """
+
+    recalls = False
 
     def begin(self, rows: int) -> mx.array:
         """What it remembers of so many chains before their first token, [R, ...]."""
-        ...
+        return mx.zeros((rows, 0))
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
@@ -171,31 +154,39 @@ class BlockLink(Protocol):
 
         And what it remembers then.
         """
-        ...
-
-    @property
-    def recalls(self) -> bool:
-        """Whether what it says depends on more of the chain than the token before."""
-        ...
+        raise NotImplementedError
 
     def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
         """Logits [R, V] behind tokens `before` [R] of what these slots say alone; -inf for what it does not look at.
 
-        Of one that recalls nothing.
+        Only of a link that recalls nothing.
         """
-        ...
+        raise NotImplementedError
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
         """The chance [R] that what such slots draft holds where the token before does, if it can tell."""
-        ...
+        return None
 
 
-class Markov(nn.Module):  # type: ignore[misc]
+class Confidence(nn.Module):  # type: ignore[misc]
+    """DSpark's: the chance that a slot's token holds, by its vector and `rank` numbers of the token before (or 0)."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size + rank, 1)
+        self.sees_token = rank > 0
+
+
+class Markov(BlockLink):
     """DSpark's head: `kind` vanilla, gated (the slot's vector opens it) or rnn (it knows the chain so far)."""
 
-    def __init__(self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary) -> None:
+    def __init__(
+        self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary, confidence: Confidence | None = None
+    ) -> None:
+        """`confidence` belongs to the head: its weights are not among these."""
         super().__init__()
-        self._kind, self._rank, self._vocabulary = kind, rank, vocabulary
+        self._kind, self._rank, self._vocabulary, self._confidence = kind, rank, vocabulary, confidence
+        self.recalls = kind == "rnn"
         self.markov_w1 = nn.Embedding(vocabulary.size, rank)
         self.markov_w2 = nn.Linear(rank, vocabulary.known, bias=False)
         if kind == "gated":
@@ -206,24 +197,22 @@ class Markov(nn.Module):  # type: ignore[misc]
     def begin(self, rows: int) -> mx.array:
         return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
 
-    @property
-    def recalls(self) -> bool:
-        return self._kind == "rnn"
-
     def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
         found, _ = self._found(self.markov_w1(before), hidden, self.begin(before.shape[0]))
         return logits + self._vocabulary.spread(self.markov_w2(found).astype(mx.float32))
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
-        return None
+        confidence = self._confidence
+        if confidence is None:
+            return None
+        seen = mx.concatenate([hidden, self.markov_w1(before)], axis=-1) if confidence.sees_token else hidden
+        return mx.sigmoid(confidence.proj(seen)[:, 0].astype(mx.float32))
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
         found, memory = self._found(self.markov_w1(before), hidden, memory)
-        return (self.markov_w2.weight[self._vocabulary.own(candidates)] @ found[..., None])[..., 0].astype(
-            mx.float32
-        ), memory
+        return _products(self.markov_w2.weight[self._vocabulary.own(candidates)], found), memory
 
     def _found(self, known: mx.array, hidden: mx.array, memory: mx.array) -> tuple[mx.array, mx.array]:
         if self._kind == "gated":
@@ -235,7 +224,7 @@ class Markov(nn.Module):  # type: ignore[misc]
         return known, memory
 
 
-class Selector(nn.Module):  # type: ignore[misc]
+class Selector(BlockLink):
     """DFlash2's: a token fits behind another as far as the slot's vector lets their codes meet."""
 
     def __init__(self, rank: int, size: int, vocab_size: int) -> None:
@@ -244,63 +233,17 @@ class Selector(nn.Module):  # type: ignore[misc]
         self.successor_codebook = mx.zeros((vocab_size, rank))
         self.hidden_projection = nn.Linear(size, rank, bias=False)
 
-    def begin(self, rows: int) -> mx.array:
-        return mx.zeros((rows, 0))
-
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
         wanted = self.predecessor_codebook[before] * self.hidden_projection(hidden)
         return _products(self.successor_codebook[candidates], wanted), memory
 
-    @property
-    def recalls(self) -> bool:
-        return False
-
     def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
         few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
         gains, _ = self(before, hidden, few, hidden)
         found = mx.take_along_axis(logits, few, axis=-1) + gains
         return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), few, found, axis=-1)
-
-    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
-        return None
-
-
-class Confidence(nn.Module):  # type: ignore[misc]
-    """DSpark's: the chance that a slot's token holds, by its vector and `rank` numbers of the token before."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size + rank, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Confident:
-    """A Markov head whose `confidence` is known. `sees`: it sees the token before."""
-
-    markov: Markov
-    confidence: Confidence
-    sees: bool
-
-    def begin(self, rows: int) -> mx.array:
-        return self.markov.begin(rows)
-
-    @property
-    def recalls(self) -> bool:
-        return self.markov.recalls
-
-    def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        return self.markov.over(logits, before, hidden)
-
-    def __call__(
-        self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        return self.markov(before, hidden, candidates, memory)
-
-    def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
-        seen = mx.concatenate([hidden, self.markov.markov_w1(before)], axis=-1) if self.sees else hidden
-        return mx.sigmoid(self.confidence.proj(seen)[:, 0].astype(mx.float32))
 
 
 def _products(codes: mx.array, wanted: mx.array) -> mx.array:

@@ -1,23 +1,42 @@
-"""From a checkpoint to a drafter beside its target. A new kind of head is its forward, its files and a line here."""
+"""From a checkpoint to a drafter beside its target, tried at load. A new kind of head is its file and a line here.
+
+- `agreement`: is the head fed what it was trained on? Which row goes with which token, and how layers are counted,
+  differs among formats. A mistake raises no error and only lowers the acceptance rate. So the head is fed a text of the
+  target rightly and in a few wrong ways, and its guesses of the target's next token are compared.
+- `agrees`: may numpy compute the head's forwards? Pairs of ragged texts and a rollback are compared with MLX's.
+- `step_cost`: the time of a drafted token over that of a target's step, in the target's process, both in turns. The
+  minimum of a few turns counts, so that most of what else runs on the machine is left out.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import stranger
 from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.pairing import agreement, host_of
-from outrider.drafters.heads.proposers import proposer_of
-from outrider.engine.hidden_states import backbone_of, embedding
+from outrider.drafters.heads.early_exit import trial_text
+from outrider.drafters.heads.head import Head, StepHead
+from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache
+from outrider.drafters.heads.proposers import ChainState, CheckableProposer, proposer_of, wrong_proposers_of
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
+from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, find
+from outrider.engine.numpy_net import ends_of
+from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
-from outrider.protocol.errors import CannotDraft, OutriderError, named_errors
+from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, named_errors
 from outrider.protocol.heads import OF_TARGET
+from outrider.protocol.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -91,3 +110,182 @@ def _named(what: str) -> Iterator[None]:
         raise
     except OutriderError as error:
         raise CannotDraft(str(error)) from error
+
+
+_LEAST = 0.1  # a head of this target agrees far more often, and chance is far less
+_CLEARLY = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often the head says the target's next token: as it is fed, and fed in other ways, by their names."""
+
+    own: float
+    others: dict[str, float]
+
+    @property
+    def doubt(self) -> str:
+        """What looks wrong, in a sentence; empty if nothing does."""
+        best = max(self.others, key=self.others.__getitem__, default="")
+        if best and self.others[best] > self.own + _CLEARLY:
+            return (
+                f"the head agrees with the target in {self.own:.0%} of the tokens of a trial, and in"
+                f" {self.others[best]:.0%} with {best}: its config.json may count layers differently;"
+                " few drafts will be accepted"
+            )
+        if self.own < _LEAST:
+            return (
+                f"the head agrees with the target in {self.own:.0%} of the tokens of a trial; expected one that was"
+                " trained for this target: few drafts will be accepted"
+            )
+        return ""
+
+
+def agreement(head: Head, model: LoadedModel) -> Agreement:
+    """Writes a text with the target and lets the head foretell it."""
+    text = trial_text(model)
+    own = _share(head, proposer_of(head), model, text)
+    others = {f"tokens {_away(by)}": _share(head, proposer_of(head), model, text, tokens=by) for by in (-1, 1)}
+    others |= {name: _share(head, proposer, model, text) for name, proposer in wrong_proposers_of(head)}
+    for name, points in _other_points(head.points):
+        try:
+            others[name] = _share(head, proposer_of(head), model, text, points)
+        except ModelError:  # there is no such layer
+            continue
+    return Agreement(own, others)
+
+
+def _other_points(points: HiddenStatePoints) -> Iterator[tuple[str, HiddenStatePoints]]:
+    for by in (-1, 1) if points.layers else ():
+        yield f"layers {_away(by)}", replace(points, layers=tuple(number + by for number in points.layers))
+    if points.before_norm != points.after_norm:
+        other = replace(points, before_norm=points.after_norm, after_norm=points.before_norm)
+        yield "rows from the other side of the norm", other
+
+
+def _away(by: int) -> str:
+    return "one further on" if by > 0 else "one further back"
+
+
+def _share(
+    head: Head,
+    proposer: CheckableProposer,
+    model: LoadedModel,
+    text: list[int],
+    points: HiddenStatePoints | None = None,
+    tokens: int = 0,
+) -> float:
+    """How often it is right with rows from these points, and tokens so far from where they belong."""
+    rows: list[mx.array] = []
+    logits = HiddenStates(model.model, points or head.points, head.fuse).forward(
+        lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
+    )
+    begin, end = 0, len(text) - 1 - max(tokens, 0)
+    behind = slice(begin + 1 + tokens, end + 1 + tokens)
+    said, truth = (
+        proposer.foretell(mx.array(text[behind], mx.int32), rows[0][begin:end]),
+        mx.argmax(logits[behind], axis=-1),
+    )
+    return cast(float, (said == truth).mean().item())
+
+
+_COUNTS = ((9, 1, 4), (4, 2, 5))  # pairs of three texts, in two forwards
+_BACK = 3
+_NEAR = 1e-3  # of the largest
+
+
+def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
+    """Whether pairs of no meaning get the vectors and logits that MLX gives them."""
+    draws, ways = np.random.default_rng(0), (PairKVCache(head), PairKVCache(head, numpy))
+    texts = [[way.open() for _ in _COUNTS[0]] for way in ways]
+    for counts in _COUNTS:
+        rows = draws.standard_normal((sum(counts), head.points.count * int(target.config["hidden_size"])))
+        features, tokens = head.fuse(mx.array(rows, mx.float32)), mx.array(draws.integers(0, 9, sum(counts)), mx.int32)
+        begins = np.cumsum((0, *counts)).tolist()
+        own, found = (
+            way.hidden(
+                [
+                    PairFeed(sequence, tokens[begin : begin + count], features[begin : begin + count])
+                    for sequence, begin, count in zip(of_way, begins, counts, strict=False)
+                ]
+            )
+            for way, of_way in zip(ways, texts, strict=True)
+        )
+        same = (own, found), (head.logits(own), numpy.logits(found)), (head.onward(own), numpy.onward(found))
+        if not all(alike(*both) for both in same):
+            return False
+        for of_way in texts:
+            of_way[0].roll_back(counts[0] - _BACK)
+    return True
+
+
+def host_of(
+    head: Head, target: LoadedModel, trial: Callable[[StepHead, NumpyHead, LoadedModel], bool] = agrees
+) -> NumpyHead | None:
+    """What makes its forwards of few pairs; None: MLX does. `trial`: whether it does so rightly."""
+    if not isinstance(head, StepHead):
+        return None
+    try:
+        with named_errors("numpy's forwards of the head", logging.INFO):
+            found = _numpy_head(head, target)
+            if trial(head, found, target):
+                return found
+        reason = "its vectors differ"
+    except ModelError as error:
+        reason = first_line(error)
+    log.info("numpy's forwards are not for this head: %s", reason)
+    return None
+
+
+def _numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
+    """The head's weights, laid out for the host.
+
+    Raises:
+        ModelError: numpy does not serve the target, or not such a head.
+    """
+    if target.number_format != "float32":
+        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
+    ends = ends_of(target)
+    if not isinstance(head, mtp.Mtp | eagle3.Eagle3):
+        raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
+    try:
+        return head.on_host(ends)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ModelError(f"numpy can't serve this head: {error}") from error
+
+
+def alike(own: mx.array, found: mx.array) -> bool:
+    largest = cast(float, mx.abs(mx.where(mx.isinf(own), 0.0, own)).max().item())
+    return bool(mx.allclose(own, found, rtol=0.0, atol=_NEAR * max(largest, 1.0)).item())
+
+
+DEPTH = 4  # as deep as chains are by default: a block's price is that of all its tokens
+_PROMPT, _TURNS = 16, 6
+
+
+def step_cost(
+    drafter: HeadDrafter, target: LoadedModel, seconds: Callable[[], float] = time.perf_counter
+) -> float | None:
+    """None: it drafts nothing here. Rows are of no meaning: what they are changes no time."""
+    draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
+    tokens = draws.integers(0, min(target.vocab_size, 9), _PROMPT).tolist()
+    slot, follower = open_slots(target, [tokens], [sampling])[0], drafter.follow(sampling)
+    width, heard = drafter.head.points.count * int(target.config["hidden_size"]), 0
+    steps, chains = list[float](), list[float]()
+    try:
+        for _ in range(_TURNS):
+            began = seconds()
+            tokens.append(verify(slot).bonus)
+            verified = seconds()
+            rows = mx.array(draws.standard_normal((len(tokens) - 1 - heard, width)), mx.float32)
+            follower.add_features(heard, drafter.head.fuse(rows))
+            heard = len(tokens) - 1
+            (found,) = drafter.continuations([ChainState(follower, tokens)], [DEPTH])
+            if not found.chain:
+                return None
+            chains.append((seconds() - verified) / len(found.chain))
+            steps.append(verified - began)
+    finally:
+        follower.close()
+        slot.close()
+    return min(chains[1:]) / max(min(steps[1:]), 1e-9)

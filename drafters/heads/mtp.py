@@ -1,15 +1,11 @@
-"""Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind
-it.
+"""Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind it.
 
-Embedding and output layer are the target's, mostly. What families do differently is in a `MtpForm`: which row, in
-which order. Knows no files.
+The embedding and the output layer are mostly the target's. `MtpForm` says what families do differently (which row, in
+which order), `MtpFamily` where their tensors are. A family's layer is mlx-lm's, and so is the conversion of a
+repository's tensors into it, where mlx-lm has one.
 
-`MtpFamily`: what the families whose models have a head of their own do differently: where its tensors are, which row it
-reads. A family's layer is mlx-lm's, and so is what makes a repository's tensors into it, where mlx-lm has that. Knows
-names of tensors; nothing of files.
-
-`read`: reads the heads that mlx-lm leaves out of a target: from the original repository, or a copy of their tensors
-alone. Every reason why there is none to use is one sentence.
+`read` reads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors
+alone. If there is none to use, the reason is one sentence.
 """
 
 from __future__ import annotations
@@ -22,14 +18,18 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
+from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine import positions
-from outrider.engine.flat import FlatCache
+from outrider.engine.flat import FlatCache, Floats, Ints
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
 from outrider.engine.loading import LoadedModel
+from outrider.engine.numpy_net import BlockedLinear, Ends, Norm, NumpyLayer, host, rope_of
 from outrider.protocol.errors import CannotDraft, first_line
 
 Layer = Callable[[mx.array], mx.array]
@@ -46,7 +46,7 @@ class MtpForm:
     together: bool = True
 
 
-class Mtp(nn.Module):  # type: ignore[misc]
+class Mtp(HeadModule):
     """A `StepHead`. `block`: a layer of the target's kind; `embed`, `output`: the target's own."""
 
     def __init__(
@@ -63,7 +63,9 @@ class Mtp(nn.Module):  # type: ignore[misc]
     ) -> None:
         """`own_embedding`, `own_output`: of so many tokens in place of the target's, if any."""
         super().__init__()
-        self.form, self._embed, self._output, self._context_length = form, embed, output, context_length
+        self.form, self._embed, self._output, self.context_length = form, embed, output, context_length
+        self.points = HiddenStatePoints(before_norm=not form.after_norm, after_norm=form.after_norm)
+        self.together = form.together
         self.norm_embedding = nn.RMSNorm(size, eps=eps)
         self.norm_hidden = nn.RMSNorm(size, eps=eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -73,26 +75,6 @@ class Mtp(nn.Module):  # type: ignore[misc]
             self.embed_tokens = nn.Embedding(own_embedding, size)
         if own_output:
             self.lm_head = nn.Linear(size, own_output, bias=False)
-
-    @property
-    def together(self) -> bool:
-        return self.form.together
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(before_norm=not self.form.after_norm, after_norm=self.form.after_norm)
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
-    def reach(self) -> None:
-        return None
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
     @property
     def bytes_per_pair(self) -> int:
@@ -121,6 +103,23 @@ class Mtp(nn.Module):  # type: ignore[misc]
     def onward(self, hidden: mx.array) -> mx.array:
         normed: mx.array = self.norm(hidden)
         return normed if self.form.after_norm else hidden
+
+    def on_host(self, ends: Ends) -> NumpyHead:
+        """Its forwards by numpy. Raises AttributeError, TypeError or KeyError: its layers are not served."""
+        table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
+        output = BlockedLinear([self.lm_head]) if "lm_head" in self else ends.head
+        embedding, seen, norm = Norm(self.norm_embedding), Norm(self.norm_hidden), Norm(self.norm)
+        fuse, layer, form = BlockedLinear([self.fc]), NumpyLayer(self.layers[0]), self.form
+
+        def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
+            both = [embedding(table[tokens]), seen(features)]
+            x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
+            return x, layer.before(x)
+
+        def stands_in(hidden: Floats) -> Floats:
+            return norm(hidden) if form.after_norm else hidden
+
+        return NumpyHead([layer], rope_of(self.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
 
 
 _LAYER = "layers.0."

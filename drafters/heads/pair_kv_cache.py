@@ -1,43 +1,25 @@
-"""What a head remembers of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
+"""A head's keys and values of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
 
-Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of what is
-chosen by them.
+Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of how tokens
+are chosen.
 
-`NumpyHead`: a head's forwards of few pairs by numpy, wherever its keys and values lie, as `engine.numpy_net` makes a
-model's. Serves MTP heads and EAGLE-3's, P-EAGLE's too, of Llama's and Qwen3's layers, in the target's process over the
-buffers of `engine.flat` and in the draft worker over those of `HostKVRows`. Not lazy. `pairing` says whether it
-may be used.
+`NumpyHead` computes a head's forwards of few pairs by numpy, wherever its keys and values are: those of MTP and EAGLE-3
+heads (P-EAGLE's too) with Llama's or Qwen3's layers, in the target's process over the buffers of `engine.flat` and in
+the draft worker over those of `HostKVRows`. Not lazy. `load` tries at load whether it agrees with MLX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.eagle3 import Eagle3
-from outrider.drafters.heads.head import Head, MaskedHead, PairHead
-from outrider.drafters.heads.mtp import Mtp
+from outrider.drafters.heads.head import MaskedHead, PairHead
 from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Floats, Ints, Segment
-from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import (
-    MOST_ROWS,
-    BlockedLinear,
-    Ends,
-    Norm,
-    NumpyLayer,
-    NumpySegment,
-    ends_of,
-    host,
-    rope_of,
-    spans,
-)
+from outrider.engine.numpy_net import MOST_ROWS, NumpyLayer, NumpySegment, spans
 from outrider.engine.positions import RopeTable
-from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
-from outrider.protocol.errors import ModelError
 
 Begin = Callable[[Ints, Floats], tuple[Floats, Floats]]
 Rows = Callable[[Floats], Floats]
@@ -45,7 +27,9 @@ Rows = Callable[[Floats], Floats]
 
 @dataclass(frozen=True, slots=True)
 class NumpyHead:
-    """`begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
+    """A head's forwards on the host, from its weights as they lie there (`Mtp.on_host`, `Eagle3.on_host`).
+
+    `begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
 
     `scores`, `stands_in`: of hidden vectors, as a head's `logits` and `onward`.
     """
@@ -71,10 +55,8 @@ class NumpyHead:
         self, tokens: mx.array, features: mx.array, segments: Sequence[Segment], caches: Sequence[FlatCache]
     ) -> mx.array:
         """Hidden vectors [T, H] of pairs, piece after piece."""
-        positions, own = (
-            np.concatenate([segment.positions for segment in segments]),
-            spans(self.layers, segments, caches),
-        )
+        positions = np.concatenate([segment.positions for segment in segments])
+        own = spans(self.layers, segments, caches)
         return mx.array(self.rows(np.array(tokens), np.array(features, copy=False), positions, own))
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -82,67 +64,6 @@ class NumpyHead:
 
     def onward(self, hidden: mx.array) -> mx.array:
         return mx.array(self.stands_in(np.array(hidden, copy=False)))
-
-
-def numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
-    """The head's weights, laid out for the host.
-
-    Raises:
-        ModelError: numpy does not serve the target, or not such a head.
-    """
-    if target.number_format != "float32":
-        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
-    ends = ends_of(target)
-    try:
-        if isinstance(head, Mtp):
-            return _mtp(head, ends)
-        if isinstance(head, Eagle3):
-            return _eagle3(head, ends)
-    except (AttributeError, TypeError, KeyError) as error:
-        raise ModelError(f"numpy can't serve this head: {error}") from error
-    raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
-
-
-def _mtp(head: Mtp, ends: Ends) -> NumpyHead:
-    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
-    output = BlockedLinear([head.lm_head]) if "lm_head" in head else ends.head
-    embedding, seen, norm = Norm(head.norm_embedding), Norm(head.norm_hidden), Norm(head.norm)
-    fuse, layer, form = BlockedLinear([head.fc]), NumpyLayer(head.layers[0]), head.form
-
-    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-        both = [embedding(table[tokens]), seen(features)]
-        x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
-        return x, layer.before(x)
-
-    def stands_in(hidden: Floats) -> Floats:
-        return norm(hidden) if form.after_norm else hidden
-
-    return NumpyHead([layer], rope_of(head.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
-
-
-def _eagle3(head: Eagle3, ends: Ends) -> NumpyHead:
-    table = host(head.embed_tokens.weight) if "embed_tokens" in head else ends.embedding
-    layers, output = [NumpyLayer(block) for block in head.layers], BlockedLinear([head.lm_head])
-    seen, norm, config = Norm(head.layers[0].hidden_norm), Norm(head.norm), head.config
-    known = None if head.vocabulary.ids is None else np.array(head.vocabulary.ids)
-
-    def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-        normed = seen(features)
-        both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
-        return normed if config.norm_before_residual else features, both
-
-    def scores(hidden: Floats) -> Floats:
-        own = output(norm(hidden))
-        if known is None:
-            return own
-        whole = np.full((len(own), head.vocabulary.size), -np.inf, np.float32)
-        whole[:, known] = own
-        return whole
-
-    def stands_in(hidden: Floats) -> Floats:
-        return norm(hidden) if config.norm_output else hidden
-
-    return NumpyHead(layers, rope_of(head.layers[0]), begin, scores, stands_in)
 
 
 _LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
@@ -165,43 +86,27 @@ class PairFeed:
         return int(self.features.shape[0])
 
 
-class HeadKVCache(Protocol):
-    """What a head remembers of its texts."""
-
-    def open(self) -> FlatSequence: ...
-
-    def close(self, sequence: FlatSequence) -> None: ...
+class HeadKVCache(FlatRows):
+    """The texts of one head. A text's `length` counts what was read of it."""
 
     def read(self, feed: PairFeed) -> None:
         """Pairs that nothing is drafted behind. Lazy."""
-        ...
-
-    def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        """A copy of the first `length` pairs of a text."""
-        ...
-
-    def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
-        """A text that is still empty begins with these."""
-        ...
-
-    def state(self) -> list[Any]:
-        """What to evaluate."""
-        ...
+        raise NotImplementedError
 
 
-class PairKVCache(FlatRows):
-    """The texts of one head. A text's `length` counts its pairs."""
+class PairKVCache(HeadKVCache):
+    """Of a head that is fed pairs."""
 
     def __init__(self, head: PairHead, numpy: NumpyHead | None = None) -> None:
         """`numpy` makes the forwards of few pairs."""
         super().__init__(head)
-        self._head, self._numpy = head, numpy
+        self._head, self.numpy = head, numpy
 
     def read(self, feed: PairFeed) -> None:
         self.hidden([feed])
 
     def forward(self, feeds: Sequence[PairFeed]) -> mx.array:
-        """Feeds them all, which stand in the order of their rows; the hidden vector of each one's last pair [R, H]."""
+        """Feeds them all, in the order of their rows; the hidden vector of each one's last pair [R, H]."""
         order = sorted(feeds, key=lambda feed: feed.count > _LONG)
         hidden = self.hidden(order)
         ends = np.cumsum([feed.count for feed in order]) - 1
@@ -215,8 +120,8 @@ class PairKVCache(FlatRows):
         segments = [Segment(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds]
         tokens = mx.concatenate([feed.tokens for feed in feeds])
         features = mx.concatenate([feed.features for feed in feeds])
-        if self._numpy is not None and len(tokens) <= MOST_ROWS:
-            hidden = self._numpy.hidden(tokens, features, segments, self._caches)
+        if self.numpy is not None and len(tokens) <= MOST_ROWS:
+            hidden = self.numpy.hidden(tokens, features, segments, self._caches)
         else:
             self._frame.begin(segments)
             hidden = self._head(tokens[None], features[None], self._caches)[0]
@@ -226,14 +131,14 @@ class PairKVCache(FlatRows):
 
 
 class MaskedPairKVCache(PairKVCache):
-    """Those of a head that is fed pairs of a mask, too."""
+    """Of a head that is also fed pairs of a mask."""
 
     def __init__(self, head: MaskedHead, numpy: NumpyHead | None = None) -> None:
         super().__init__(head, numpy)
         self._masked = head
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Feeds them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
+        """Feeds them all, in the order of their rows; the hidden vectors of `depths` tokens behind each, [sum, H]."""
         longer = [self._with_masks(feed, depth - 1) for feed, depth in zip(feeds, depths, strict=True)]
         order = sorted(range(len(feeds)), key=lambda n: longer[n].count > _LONG)
         hidden = self.hidden([longer[n] for n in order])

@@ -1,75 +1,197 @@
-"""How chains come of a head: one token after another, or several in one forward.
+"""How a head's chains grow in the target's process: one token after another, or several in one forward.
 
-`HeadProposer`: how chains come of a head, which differs with its kind: one token after another, or several in one
-forward.
+`StepProposer` drafts with heads that make one token after another. `BlockProposer` drafts several tokens in one
+forward; they know nothing of each other, so a walk along the block chooses them, each by the token before it where they
+are linked. Only the few best candidates of a linked slot are looked at, with the noise already in, because noise
+promotes tokens that are unlikely by themselves. Tokens are chosen by the target's own contract (`engine.sampling`).
 
-`StepProposer`: chains of a head that drafts one token after another, its own vectors for features.
-
-`BlockProposer`: chains of a head that drafts several tokens in one forward, which know nothing of each other at first.
-
-The coupled walk along a block: each slot's token by the target's own contract, by the token before it where linked.
-
-Of a linked slot's tokens a few are looked at: those that are best with the noise already in, for noise promotes tokens
-that are unlikely by themselves.
-
-`FeatureKVCache`: what a block head remembers of all its texts: their features; and one forward over blocks behind many
-of them. A block's own keys and values are written behind the features and left there for what comes next to overwrite.
-
-`proposer_of`: which way of drafting belongs to a head.
+`ChainState` is a committed text and the tokens chosen behind it.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.heads.chain_state import ChainState, ChosenToken, choose, take
+from outrider.drafters.continuation import WIDTH, AlternativesAt, ChainAlternatives, Continuation
+from outrider.drafters.fan_out import Calibration
 from outrider.drafters.heads.head import BlockHead, Head, MaskedHead, StepHead
 from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import HeadKVCache, MaskedPairKVCache, NumpyHead, PairFeed, PairKVCache
-from outrider.engine.flat import FlatRows, Segment
-from outrider.engine.steps import Step, score
+from outrider.engine.flat import FlatSequence, Segment
+from outrider.engine.sampling import Sampler
+from outrider.engine.steps import SamplingMetadata, Step, score
+from outrider.engine.tree_feed import Candidate
 from outrider.protocol.errors import CannotDraft
+from outrider.protocol.trees import one_hot
 
 
-class HeadProposer(Protocol):
-    """Drafts with one head. What it feeds behind true pairs stays in the texts; their length is the caller's."""
+class FollowedText(Protocol):
+    """A text that a head follows: how its tokens are chosen, what was read of it, and what is still to be read."""
 
-    @property
-    def kv_cache(self) -> HeadKVCache:
-        """What the head remembers."""
-        ...
+    sampler: Sampler
 
     @property
-    def depth(self) -> int:
-        """The most tokens of a chain."""
-        ...
+    def text(self) -> FlatSequence: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def is_up_to(self, tokens: Sequence[int]) -> bool: ...
+
+    def catch_up(self, tokens: Sequence[int]) -> PairFeed: ...
+
+    def has_read(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenToken:
+    """A token of a chain: `row` of what was `chosen` [R] of several chains.
+
+    `few`: the best of each and their scores [R, C], in any order, where they are wanted. `odds` [R]: that it holds
+    where the one before it does, if the head can tell.
+    """
+
+    row: int
+    chosen: mx.array
+    few: tuple[mx.array, mx.array] | None = None
+    odds: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.chosen, *(self.few or ()), self.odds) if array is not None]
+
+    def of(self, array: mx.array) -> Any:
+        """What `array` has of it. Waits."""
+        return cast("list[Any]", array.tolist())[self.row]
+
+
+@dataclass(slots=True)
+class ChainState:
+    """A committed text, and the chain that grows behind it to `depth` tokens: its `picks`.
+
+    `width`: how many of the best of each place are kept.
+    """
+
+    follower: FollowedText
+    tokens: Sequence[int]
+    width: int = 0
+    depth: int = 0
+    picks: list[ChosenToken] = field(default_factory=list)
+    alternatives: AlternativesHistory | None = None
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """The chosen tokens. Waits."""
+        return tuple(pick.of(pick.chosen) for pick in self.picks)
+
+    @property
+    def odds(self) -> tuple[float, ...]:
+        """The head's estimate for each token; (): it has none. Waits."""
+        return tuple(pick.of(pick.odds) for pick in self.picks if pick.odds is not None)
+
+    @property
+    def candidates(self) -> list[list[Candidate]]:
+        """The `width` best of each place, best first. Waits."""
+        return [_ranked(*map(pick.of, pick.few))[: self.width] for pick in self.picks if pick.few is not None]
+
+    def asked(self, count: int = 1) -> SamplingMetadata:
+        """How its next tokens are chosen; a single one if the choice depends on the tokens before."""
+        sampler, history = self.follower.sampler, None
+        if sampler.needs_history:
+            history = [[*self.tokens, *self.chain][-sampler.reach :]]
+        begin = len(self.tokens) + len(self.picks)
+        return SamplingMetadata(sampler, range(begin, begin + count), history)
+
+    @property
+    def continuation(self) -> Continuation:
+        chain = self.chain
+        if self.alternatives is not None:
+            return self.alternatives.continuation(chain, self.candidates)
+        drawn = self.follower.sampler.params.is_residual and chain
+        return Continuation(chain, one_hot(chain) if drawn else None, odds=self.odds)
+
+
+def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
+    """Each chain's next token [R] by its row of logits [R, V]; equal samplers are scored together."""
+    groups: dict[Hashable, list[int]] = {}
+    for row, chain in enumerate(chains):
+        groups.setdefault(chain.follower.sampler.kind, []).append(row)
+    parts, order = [], [row for rows in groups.values() for row in rows]
+    for rows in groups.values():
+        own = logits if len(groups) == 1 else mx.take(logits, mx.array(rows, mx.int32), axis=0)
+        step = score([chains[row].asked() for row in rows], own, at_once=True)
+        take(step, [(chains[row], [number]) for number, row in enumerate(rows)])
+        parts.append(step.chosen())
+    if len(parts) == 1:
+        return parts[0]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return mx.take(mx.concatenate(parts), mx.array(back, mx.int32))
+
+
+def take(step: Step, places: Sequence[tuple[ChainState, Iterable[int]]]) -> None:
+    """Adds each chain's next tokens, from these rows of `step`."""
+    chosen, width = step.chosen(), max(chain.width for chain, _ in places)
+    few = step.few(width) if width else None
+    for chain, rows in places:
+        chain.picks += [ChosenToken(row, chosen, few if chain.width else None) for row in rows]
+
+
+def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
+    order = sorted(range(len(tokens)), key=lambda number: -scores[number])
+    best = scores[order[0]]
+    return [Candidate(tokens[n], best - scores[n]) for n in order if scores[n] > -math.inf]
+
+
+class AlternativesHistory:
+    """The next best tokens beside a request's chains; each chain learns from what became of the one before."""
+
+    def __init__(self) -> None:
+        self._said: ChainAlternatives | None = None
+        self._begin, self._calibration, self._min_prob = 0, Calibration(), 1.0
+
+    def line(self, follower: FollowedText, tokens: Sequence[int], calibration: Calibration, least: float) -> ChainState:
+        """The next chain; with `least` below 1 it becomes a tree with tokens that hold with a higher probability."""
+        if self._said is not None and self._said.places and (new := tokens[self._begin :]):
+            self._said.teach(self._calibration, new)
+        self._said, self._begin, self._calibration, self._min_prob = None, len(tokens), calibration, least
+        return ChainState(follower, tokens, WIDTH, alternatives=self) if least < 1.0 else ChainState(follower, tokens)
+
+    def continuation(self, chain: tuple[int, ...], candidates: Sequence[Sequence[Candidate]]) -> Continuation:
+        """The tree of a chain and the best `candidates` of each of its places."""
+        places = [AlternativesAt.of(token, found) for token, found in zip(chain, candidates, strict=True)]
+        self._said = ChainAlternatives(chain, places)
+        return Continuation.of(self._said.tree(self._calibration, self._min_prob))
+
+
+class HeadProposer:
+    """Drafts with one head, up to `depth` tokens a chain. What it feeds behind true pairs stays in the texts; their
+    length is the caller's to set."""
+
+    kv_cache: HeadKVCache
+    depth: int = sys.maxsize
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        """Reads each line's last true pairs and chooses its chain behind them, its `depth` tokens.
+        """Reads each chain's last true pairs and chooses its `depth` tokens behind them.
 
-        Lines stand in the order of their rows. Lazy where nothing looks at tokens; what comes back tells, evaluated,
+        Chains stand in the order of their rows. Lazy where nothing looks at tokens; the result tells, once evaluated,
         whether the vectors were numbers.
         """
-        ...
+        raise NotImplementedError
 
 
-class CheckableProposer(HeadProposer, Protocol):
-    """One whose pairing can be tried."""
+class StepProposer(HeadProposer):
+    """One token of every chain a forward; the head's own vectors stand in for features."""
 
-    def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """The likeliest token behind each pair of a text by what it has read up to there, [T]."""
-        ...
-
-
-class StepProposer:
-    """A `HeadProposer`: one token of every chain a forward."""
-
-    depth = sys.maxsize
+    kv_cache: PairKVCache
 
     def __init__(self, head: StepHead, numpy: NumpyHead | None = None) -> None:
         self._head, self.kv_cache = numpy or head, PairKVCache(head, numpy)
@@ -78,6 +200,7 @@ class StepProposer:
         return grow(chains, feeds, self.kv_cache.forward, self._head.logits, self._head.onward)
 
     def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
+        """The likeliest token behind each pair of a text by what was read up to there, [T]."""
         hidden = self.kv_cache.hidden([PairFeed(self.kv_cache.open(), tokens, features)])
         return mx.argmax(self._head.logits(hidden), axis=-1)
 
@@ -89,9 +212,9 @@ def grow(
     logits: Callable[[mx.array], mx.array],
     onward: Callable[[mx.array], mx.array],
 ) -> mx.array:
-    """Each line's chain behind its feed, one token of all a forward; what came of the feeds themselves, [R, H].
+    """Grows each chain behind its feed, one token of all chains a forward. Returns the feeds' own vectors, [R, H].
 
-    `forward` gives the hidden vector behind each feed, `onward` the features that stand in for those to come.
+    `forward` gives the hidden vector behind each feed, `onward` the stand-ins for the features to come.
     """
     hidden = read = forward(feeds)
     while True:
@@ -115,9 +238,9 @@ Ints = np.ndarray[Any, np.dtype[np.int_]]
 
 
 def walk(chains: Sequence[ChainState], logits: mx.array, hidden: mx.array, link: BlockLink | None) -> None:
-    """Chooses each line's `depth` tokens by its rows of logits [S, V] and vectors [S, H], one line's after the other's.
+    """Chooses each chain's `depth` tokens by its rows of logits [S, V] and vectors [S, H], chain after chain.
 
-    Those that ask for the same are scored together. Lazy where nothing looks at tokens.
+    Equal samplers are scored together. Lazy where nothing looks at tokens.
     """
     begins = np.cumsum([0, *(chain.depth for chain in chains)])[:-1].tolist()
     groups: dict[Hashable, list[int]] = {}
@@ -190,46 +313,27 @@ def _rows(array: mx.array, rows: Ints) -> mx.array:
     return mx.take(array, mx.array(rows.astype(np.int32)), axis=0)
 
 
-class BlockKVCache(HeadKVCache, Protocol):
-    """Texts behind which several tokens are drafted at once."""
+class BlockProposer(HeadProposer):
+    """Every chain in one forward, then a walk along it where its tokens are linked."""
 
-    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Reads them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
-        ...
+    kv_cache: MaskedPairKVCache | FeatureKVCache
 
-
-class BlockProposer:
-    """A `HeadProposer`: every chain in one forward, then a walk along it where its tokens are `link`ed."""
-
-    def __init__(
-        self,
-        head: BlockHead | MaskedHead,
-        texts: BlockKVCache,
-        link: BlockLink | None = None,
-        numpy: NumpyHead | None = None,
-    ) -> None:
-        """`numpy` makes its logits."""
-        self._head, self._slots, self._link = head, texts, link
-        self._logits = (numpy or head).logits
-
-    @property
-    def kv_cache(self) -> HeadKVCache:
-        return self._slots
-
-    @property
-    def depth(self) -> int:
-        return self._head.depth
+    def __init__(self, head: BlockHead | MaskedHead, kv_cache: MaskedPairKVCache | FeatureKVCache) -> None:
+        self.kv_cache, self.depth = kv_cache, head.depth
+        self._link = head.link if isinstance(head, BlockHead) else None
+        self._logits = (kv_cache.numpy or head).logits if isinstance(kv_cache, MaskedPairKVCache) else head.logits
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        hidden = self._slots.slots(feeds, [chain.depth for chain in chains])
+        hidden = self.kv_cache.slots(feeds, [chain.depth for chain in chains])
         walk(chains, self._logits(hidden), hidden, self._link)
         return hidden
 
     def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
-        sequence, found = self._slots.open(), []
+        """See `StepProposer.foretell`."""
+        sequence, found = self.kv_cache.open(), []
         for pair in range(tokens.shape[0]):
             feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
-            found.append(self._slots.slots([feed], [1]))
+            found.append(self.kv_cache.slots([feed], [1]))
             sequence.roll_back(pair + 1)
         hidden = mx.concatenate(found)
         logits = self._logits(hidden)
@@ -241,8 +345,8 @@ class BlockProposer:
         return mx.take_along_axis(few, best, axis=-1)[:, 0]
 
 
-class FeatureKVCache(FlatRows):
-    """The texts of one head. A text's `length` counts its features."""
+class FeatureKVCache(HeadKVCache):
+    """Of a block head: features. A block's own keys and values are written behind them, for the next to overwrite."""
 
     def __init__(self, head: BlockHead, from_anchor: bool | None = None) -> None:
         """`from_anchor`: in place of what the head says of itself."""
@@ -254,7 +358,7 @@ class FeatureKVCache(FlatRows):
         self._read([feed])
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Reads them all, in the order of their rows; the hidden vectors of so many tokens behind each [sum, H]."""
+        """Reads all feeds, in the order of their rows; the hidden vectors of `depths` tokens behind each, [sum, H]."""
         self._read(feeds)
         counts = [depth + self._masks_more for depth in depths]
         texts = [feed.text for feed in feeds]
@@ -277,12 +381,15 @@ class FeatureKVCache(FlatRows):
         return mx.concatenate([feed.tokens[-1:], masks])
 
 
+CheckableProposer = StepProposer | BlockProposer
+
+
 def proposer_of(head: Head, numpy: NumpyHead | None = None) -> CheckableProposer:
     """`numpy` makes its forwards of few pairs. Raises CannotDraft: it is of no known kind."""
     if isinstance(head, BlockHead):
-        return BlockProposer(head, FeatureKVCache(head), head.link)
+        return BlockProposer(head, FeatureKVCache(head))
     if isinstance(head, MaskedHead):
-        return BlockProposer(head, MaskedPairKVCache(head, numpy), numpy=numpy)
+        return BlockProposer(head, MaskedPairKVCache(head, numpy))
     if isinstance(head, StepHead):
         return StepProposer(head, numpy)
     raise CannotDraft(f"nothing here drafts with a {type(head).__name__}")
@@ -293,4 +400,4 @@ def wrong_proposers_of(head: Head) -> Iterator[tuple[str, CheckableProposer]]:
     if isinstance(head, BlockHead):
         other = not head.from_anchor
         name = "the first token drafted by the last one's own row" if other else "the first token drafted by a mask"
-        yield name, BlockProposer(head, FeatureKVCache(head, other), head.link)
+        yield name, BlockProposer(head, FeatureKVCache(head, other))

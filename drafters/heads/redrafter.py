@@ -1,11 +1,10 @@
-"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the
-target.
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the target.
 
-Of the text it reads the newest pair alone and remembers none, so all it knows goes along in the feature: the target's
-row, which stays the same for a chain, and the state, which each token moves on. Names of weights and fields of the
-config are those of Apple's checkpoints. Knows no files.
+It reads only the newest pair of a text and remembers none, so all that it knows is in the feature: the target's row,
+which stays the same for a chain, and the state, which each token advances. Names of weights and fields of the config
+are those of Apple's checkpoints.
 
-`read`: reads ReDrafters as Apple's trainers write them. Every reason why one can't be used is one sentence.
+`read` reads ReDrafters as Apple's trainers write them. If one can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.checkpoint import Weights, complete, fill, read_config, read_weights, refuse_quantised
+from outrider.drafters.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised, settings_of
+from outrider.drafters.heads.head import HeadModule
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding
 from outrider.engine.loading import LoadedModel
@@ -48,15 +47,18 @@ class ResBlock(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Redrafter(nn.Module):  # type: ignore[misc]
-    """A `Head`. `embed`: the target's embedding; `vocab_size`: that of its logits, which may be padded."""
+class Redrafter(HeadModule):
+    """A `StepHead`. `embed`: the target's embedding; `vocab_size`: that of its logits, which may be padded."""
+
+    points, reach, bytes_per_pair = HiddenStatePoints(after_norm=True), 1, 0
+    layers: tuple[nn.Module, ...] = ()  # none remembers anything
 
     def __init__(
         self, config: RedrafterConfig, embed: Callable[[mx.array], mx.array], vocab_size: int, context_length: int
     ) -> None:
         super().__init__()
         size, width = config.hidden_size, config.exit_dim
-        self._config, self._embed, self._vocab_size, self._context_length = config, embed, vocab_size, context_length
+        self._config, self._embed, self._vocab_size, self.context_length = config, embed, vocab_size, context_length
         if width != 2 * size:
             self.input_proj = nn.Linear(2 * size, width)
         blocks: list[Any] = [ResBlock(width) for _ in range(config.num_draft_layers)]
@@ -64,35 +66,6 @@ class Redrafter(nn.Module):  # type: ignore[misc]
         if config.rnn:
             self.rnn_u = nn.Linear(size, size)
             self.rnn_w = nn.Linear(size, size, bias=False)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """None remembers anything."""
-        return []
-
-    @property
-    def together(self) -> bool:
-        return True
-
-    @property
-    def points(self) -> HiddenStatePoints:
-        return HiddenStatePoints(after_norm=True)
-
-    @property
-    def reach(self) -> int:
-        return 1
-
-    @property
-    def context_length(self) -> int:
-        return self._context_length
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
-
-    @property
-    def bytes_per_pair(self) -> int:
-        return 0
 
     def fuse(self, rows: mx.array) -> mx.array:
         rows = rows.astype(self.lm_head[-1].weight.dtype)
@@ -139,7 +112,7 @@ def build(
             f"{name} is not a ReDrafter: its config.json does not say model_type recurrent_drafting_drafter"
         )
     refuse_quantised(config, weights, name)
-    settings = _settings(config, name)
+    settings = settings_of(RedrafterConfig, config, name)
     size = int(embed(mx.array([0])).shape[-1])
     if settings.hidden_size != size:
         raise CannotDraft(
@@ -154,14 +127,3 @@ def build(
     head = Redrafter(settings, embed, target.vocab_size, target.context_length)
     fill(head, weights, name)  # emb_norm.weight, too, is in some checkpoints: their own forward leaves it out
     return head
-
-
-def _settings(config: Mapping[str, Any], name: str) -> RedrafterConfig:
-    with complete(name):
-        return RedrafterConfig(
-            hidden_size=int(config["hidden_size"]),
-            vocab_size=int(config["vocab_size"]),
-            exit_dim=int(config["exit_dim"]),
-            num_draft_layers=int(config["num_draft_layers"]),
-            rnn=bool(config.get("rnn", False)),
-        )

@@ -62,18 +62,19 @@ WITHIN = {
         "crowd": {"contest"},
         "commands": {"timing", "contest", "crowd"},
     },
-    "drafters/coreml": {
-        "package": set(),
-        "converter": {"package"},
-        "runtime": {"package"},
-        "host": {"package", "runtime"},
-        "trials": {"package", "converter", "runtime", "host"},
-    },
 }
-NOTHING: set[str] = set()
-FROM_BESIDE = {f"drafters/coreml/{room}": NOTHING for room in WITHIN["drafters/coreml"]} | {
-    "orchestrator/core/policy": {"ngram"},
-}
+FROM_BESIDE = {"orchestrator/core/policy": {"ngram"}}
+IN_ORDER = {
+    "drafters/coreml": (
+        "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host", "kv_rows",
+        "trial", "selection", "drafter", "prompts", "doctor", "convert",
+    ),
+    "drafters/heads": (
+        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "block_kv_rows", "dflash", "eagle3", "mtp",
+        "redrafter", "proposers", "drafter", "early_exit", "load", "ahead",
+    ),
+}  # fmt: skip
+"""The modules of a room in which each may import only those before it."""
 OUTSIDE = {"launch", "tests", "tools", "models", "docs"}
 WITHOUT_MLX = ("protocol", "grammar", "orchestrator", "server", "fleet", "outrider")
 MLX = {"mlx", "mlx_lm"}
@@ -192,6 +193,14 @@ def test_the_rooms_of_a_room_point_one_way(house, room):
     name = f"outrider.{house.replace('/', '.')}"
     found = modules(f"{house}/{room}")
     assert not {path: names for path, tree in found.items() if (names := beyond & inner(tree, name))}
+
+
+@pytest.mark.parametrize(("room", "order"), IN_ORDER.items())
+def test_modules_import_only_those_before_them(room, order):
+    assert {Path(path).stem for path in modules(room)} == {*order, "__init__"}
+    for number, name in enumerate(order):
+        beyond = set(order[number:]) & inner(modules(room)[f"{room}/{name}.py"], f"outrider.{room.replace('/', '.')}")
+        assert not beyond, f"{room}/{name}.py imports {beyond}"
 
 
 @pytest.mark.parametrize("room", WITHOUT_MLX)

@@ -15,13 +15,13 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.converter.converter import Options, convert
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.host.host import LinearCache, PackageHost
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import Package, open_package
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.trials.trial import Trial
+from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.host import LinearCache, PackageHost
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.trial import Trial
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
 GOOD = Trial("CPU_AND_NE", 1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from outrider.drafters.coreml.converter.converter import Options, convert
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.host.prefill import PackageReader
-from outrider.drafters.coreml.package.package import Package, open_package
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.host import PackageReader
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.saved import Constant, SavedFunction, SavedModel
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.saved import Constant, SavedFunction, SavedModel
 from tests.coreml.conftest import Bench
 
 PLAIN = {

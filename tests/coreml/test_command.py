@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.drafters.coreml import convert
-from outrider.drafters.coreml.package.package import open_package
+from outrider.drafters.coreml.package import open_package
 from tests.coreml.conftest import SIZES
 
 
@@ -51,9 +51,9 @@ def test_bad_input_is_one_sentence_and_an_exit_code(
 def test_torch_and_tensorflow_are_never_imported() -> None:
     program = (
         "import sys\n"
-        "from drafters.coreml import load\n"
-        "from drafters.coreml.converter import converter\n"
-        "from drafters.coreml.package import saved\n"
+        "from drafters.coreml import drafter\n"
+        "from drafters.coreml import converter\n"
+        "from drafters.coreml import saved\n"
         "saved.coremltools(), saved.mil(), saved.model_proto()\n"
         "sys.exit(', '.join({'torch', 'tensorflow'} & set(sys.modules)) or 0)\n"
     )

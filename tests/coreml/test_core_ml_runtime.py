@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml import load
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import MLPACKAGE
-from outrider.drafters.coreml.runtime import runtimes
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import CoreMLRuntime, RuntimeFault
-from outrider.drafters.coreml.trials import selection, trial
-from outrider.drafters.coreml.trials.selection import OnePackage, Selection
+from outrider.drafters.coreml import drafter as coreml
+from outrider.drafters.coreml import runtimes, saved, selection, trial
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.package import MLPACKAGE
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, RuntimeFault
+from outrider.drafters.coreml.selection import OnePackage, Selection
 from outrider.drafters.mlx import MlxDrafter
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
@@ -147,7 +145,7 @@ def test_the_backend_says_that_it_is_the_interpreter(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made, told = bench("llama"), list[str]()
     for model in (made.package.path, made.model_path):  # a package, and a model that is converted first
-        drafter = load.load(str(model), told.append)
+        drafter = coreml.load(str(model), told.append)
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
         assert "the reference interpreter (numpy): exact and slow" in drafter.note and drafter.note in told[-1]
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
@@ -163,16 +161,16 @@ def test_on_a_mac_the_probe_decides(
     made, told = bench("llama"), list[str]()
     placed = Selection(made.package if works else None, "CPU_ONLY" if works else None, "a sentence", ())
     monkeypatch.setattr(selection, "choose", lambda packages, memory, tell: placed)
-    monkeypatch.setattr(load, "packages_of", lambda checkpoint, tell: OnePackage(made.package))
-    drafter = load.load(str(made.model_path), told.append)
+    monkeypatch.setattr(selection, "packages_of", lambda checkpoint, tell: OnePackage(made.package))
+    drafter = coreml.load(str(made.model_path), told.append)
     assert isinstance(drafter, CoreMLDrafter if works else MlxDrafter) and told[0] == "a sentence"
     if works:
         assert drafter.note == "a sentence" and fake.loaded[0] == ("q1", "CPU_ONLY")
         fake.error = Exception("out of memory")  # on another day than the trial's
-        assert isinstance(load.load(str(made.model_path), told.append), MlxDrafter)
+        assert isinstance(coreml.load(str(made.model_path), told.append), MlxDrafter)
         assert any("out of memory, drafting with MLX instead" in sentence for sentence in told)
     with pytest.raises(ModelError, match="give the model that this package was converted from"):
-        load.load(str(made.package.path), told.append)
+        coreml.load(str(made.package.path), told.append)
 
 
 def test_a_trial_of_core_ml_compiles_loads_and_compares(fake: FakeCoreML, bench: Callable[..., Bench]) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from outrider.drafters.coreml import doctor, prompts, survey
-from outrider.drafters.coreml.converter.converter import Options
-from outrider.drafters.coreml.package.package import Manifest, Package
-from outrider.drafters.coreml.trials import selection
-from outrider.drafters.coreml.trials.selection import OfCheckpoint, ProbeVerdict, Tried, Verdicts
-from outrider.drafters.coreml.trials.trial import Ending
+from outrider.drafters.coreml import doctor, prompts, selection
+from outrider.drafters.coreml.converter import Options
+from outrider.drafters.coreml.package import Manifest, Package
+from outrider.drafters.coreml.selection import OfCheckpoint, ProbeVerdict, Tried, Verdicts
+from outrider.drafters.coreml.trial import Ending
 from tests.coreml.conftest import GOOD, SIZES, Bench
+from tools import coreml_survey as survey
 
 
 def test_the_machine_in_json(tmp_path: Path) -> None:

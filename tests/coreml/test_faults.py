@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.engine.loading import load
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench

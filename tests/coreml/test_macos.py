@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import prompts
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter
-from outrider.drafters.coreml.host.host import LinearCache, PackageHost
-from outrider.drafters.coreml.host.prefill import PackageReader
-from outrider.drafters.coreml.runtime import runtimes
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import CoreMLRuntime, Runtime
-from outrider.drafters.coreml.trials import selection
-from outrider.drafters.coreml.trials.trial import agreement
+from outrider.drafters.coreml import prompts, runtimes, selection
+from outrider.drafters.coreml.drafter import CoreMLDrafter
+from outrider.drafters.coreml.host import LinearCache, PackageHost, PackageReader
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, Runtime
+from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
 

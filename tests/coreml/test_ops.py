@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.host.host import LinearCache
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.saved import Constant
-from outrider.drafters.coreml.runtime import interpreter
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import RuntimeFault
+from outrider.drafters.coreml import interpreter, saved
+from outrider.drafters.coreml.host import LinearCache
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtimes import RuntimeFault
+from outrider.drafters.coreml.saved import Constant
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.backends import make
-from outrider.drafters.coreml import prompts, readers
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.host.prefill import PackageReader
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
-from outrider.drafters.coreml.trials.trial import Ending
+from outrider.drafters.coreml import converter, prompts
+from outrider.drafters.coreml.host import PackageReader
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.trial import Ending
+from outrider.drafters.drafter import make
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
 from outrider.engine.kv_transfer import KeysValues, ReadingFault
@@ -230,12 +229,12 @@ def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
     bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch, text: list[int]
 ) -> None:
     made, heard = bench("llama"), list[str]()
-    assert readers.reader_for(str(made.model_path), "auto", heard.append) is None and heard == []
+    assert prompts.reader_for(str(made.model_path), "auto", heard.append) is None and heard == []
     told(monkeypatch, (9, 20), (20, 9))
-    monkeypatch.setattr(readers.load, "context_of", lambda checkpoint: 256)
-    packages = readers.load.packages_of(made.model_path)
+    monkeypatch.setattr(prompts.load, "context_of", lambda checkpoint: 256)
+    packages = prompts.selection.packages_of(made.model_path)
     assert prompts.here(packages, heard.append).least == 128
-    reader = readers.reader_for(str(made.model_path), "auto", heard.append)
+    reader = prompts.reader_for(str(made.model_path), "auto", heard.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
     assert heard[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
     drafter = make("mlx", str(made.model_path), heard.append)
@@ -249,7 +248,7 @@ def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
 def test_it_can_be_asked_for(bench: Callable[..., Bench], cache: Path, prefill: str) -> None:
     made, heard = bench("llama"), list[str]()
     word = str(made.package.path) if prefill == "package" else prefill
-    reader = readers.reader_for(str(made.model_path), word, heard.append)
+    reader = prompts.reader_for(str(made.model_path), word, heard.append)
     assert reader is not None and reader.least == 1 and "reference interpreter" in reader.note
     assert ("converting" in heard[0]) == (prefill == "coreml")
 
@@ -260,12 +259,12 @@ def test_bad_settings_are_one_sentence(
     made = bench("llama")
     other = tiny_model("llama", seed=5, **SIZES)
     with pytest.raises(ModelError, match=r"was made from llama-.* other weights than .* has") as refused:
-        readers.reader_for(str(other), str(made.package.path), print)
+        prompts.reader_for(str(other), str(made.package.path), print)
     assert "\n" not in str(refused.value)
     with pytest.raises(InvalidRequest, match="draft prefill is 'often'; expected auto, mlx, coreml or the directory"):
-        readers.reader_for(str(made.model_path), "often", print)
+        prompts.reader_for(str(made.model_path), "often", print)
     with pytest.raises(ModelError, match="off the Neural Engine's grid"):
-        readers.reader_for(str(tiny_model("llama")), "coreml", print)
+        prompts.reader_for(str(tiny_model("llama")), "coreml", print)
 
 
 def test_columns_are_counted() -> None:

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml.host.prefill import PackageReader
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
+from outrider.drafters.coreml.host import PackageReader
+from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
 from outrider.prefill_worker.readers import CoreMLReader, MlxReader

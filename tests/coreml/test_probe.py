@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.runtime import runtimes
-from outrider.drafters.coreml.runtime.runtimes import DeviceAbsent
-from outrider.drafters.coreml.trials import selection, trial
-from outrider.drafters.coreml.trials.trial import Trial
+from outrider.drafters.coreml import runtimes, saved, selection, trial
+from outrider.drafters.coreml.runtimes import DeviceAbsent
+from outrider.drafters.coreml.trial import Trial
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 

@@ -16,13 +16,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.converter import weights
-from outrider.drafters.coreml.converter.converter import Options, convert
-from outrider.drafters.coreml.converter.weights import GROUP, Int4, Int8
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import open_package
-from outrider.drafters.coreml.package.saved import Constant, SavedModel, SavedOperation
-from outrider.drafters.coreml.runtime import interpreter
+from outrider.drafters.coreml import interpreter, saved, weights
+from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml.package import open_package
+from outrider.drafters.coreml.saved import Constant, SavedModel, SavedOperation
+from outrider.drafters.coreml.weights import GROUP, Int4, Int8
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 

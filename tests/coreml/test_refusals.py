@@ -14,12 +14,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.converter.converter import Options, convert
-from outrider.drafters.coreml.converter.weights import WeightReader
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import EMBEDDING, MLPACKAGE, open_package
+from outrider.drafters.coreml import converter, saved
+from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.package import EMBEDDING, MLPACKAGE, open_package
+from outrider.drafters.coreml.weights import WeightReader
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Bench
 

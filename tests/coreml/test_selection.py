@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.trials import selection
-from outrider.drafters.coreml.trials.selection import (
+from outrider.drafters.coreml import selection
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.selection import (
     VARIANTS,
     OfCheckpoint,
     OnePackage,
@@ -21,7 +21,7 @@ from outrider.drafters.coreml.trials.selection import (
     Variant,
     Verdicts,
 )
-from outrider.drafters.coreml.trials.trial import Trial
+from outrider.drafters.coreml.trial import Trial
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import GOOD, Bench
 

@@ -11,9 +11,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml.host.drafter import CoreMLDrafter, CoreMLTree
-from outrider.drafters.coreml.runtime.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtime.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLTree
+from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.drafter import DrafterFault, DrawingDrafter, TokenTree
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask

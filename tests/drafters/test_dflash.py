@@ -10,12 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.checkpoint import read_config, read_weights
 from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.pair_kv_cache import PairFeed
-from outrider.drafters.heads.proposers import FeatureKVCache
+from outrider.drafters.heads.proposers import ChainState, FeatureKVCache
 from outrider.engine.noise import gumbel_numpy
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams

@@ -18,8 +18,8 @@ from outrider.drafters.heads import ahead, kv_rows
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import GuessingHead
 from outrider.drafters.heads.kv_rows import HostKVRows
+from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.drafters.heads.pairing import host_of
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_net import MOST_ROWS

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from outrider.drafters.heads import pair_kv_cache
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.load import load as load_head
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.drafters.heads.pairing import host_of
-from outrider.drafters.heads.proposers import proposer_of
+from outrider.drafters.heads.proposers import ChainState, proposer_of
 from outrider.engine import numpy_net
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_net import MOST_ROWS

@@ -13,8 +13,8 @@ from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads import ahead
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import PairHead, StepHead
+from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache
-from outrider.drafters.heads.pairing import host_of
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams

@@ -20,8 +20,8 @@ from outrider.drafters.heads import redrafter
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.mtp import Mtp, MtpForm
-from outrider.drafters.heads.pairing import host_of
 from outrider.drafters.heads.proposers import proposer_of
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions

@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.checkpoint import stranger
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, speedup
 from outrider.drafters.heads.load import load as load_head
+from outrider.drafters.heads.proposers import ChainState
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load

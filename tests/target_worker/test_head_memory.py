@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.proposers import proposer_of
+from outrider.drafters.heads.proposers import ChainState, proposer_of
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from outrider.drafters.continuation import Continuation
-from outrider.drafters.heads import pairing
-from outrider.drafters.heads.chain_state import ChainState
+from outrider.drafters.heads import load as loading
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.proposers import ChainState
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStateReaders
 from outrider.engine.kv_cache import CacheSlot
@@ -153,7 +153,7 @@ def test_a_trial_tells_a_token_of_a_chain_over_a_step(
 ) -> None:
     """By a clock that moves by 10 a step and by 2 a drafted token; by a real one it is some number."""
     now, own = [0.0], drafter(made(target), target)
-    verified, drafted = pairing.verify, own.continuations
+    verified, drafted = loading.verify, own.continuations
 
     def step(slot: CacheSlot) -> VerifyOutput:
         now[0] += 10
@@ -163,11 +163,11 @@ def test_a_trial_tells_a_token_of_a_chain_over_a_step(
         now[0] += 2 * sum(depths)
         return drafted(lines, depths)
 
-    real = pairing.step_cost(own, target)
+    real = loading.step_cost(own, target)
     assert real is not None and 0 < real < math.inf
-    monkeypatch.setattr(pairing, "verify", step)
+    monkeypatch.setattr(loading, "verify", step)
     monkeypatch.setattr(own, "continuations", chains)
-    assert pairing.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
+    assert loading.step_cost(own, target, lambda: now[0]) == pytest.approx(0.2)
 
 
 def test_memory_for_texts_is_shared_out_by_what_each_keeps(target: LoadedModel) -> None:

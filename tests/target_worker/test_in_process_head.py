@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 from outrider.drafters.continuation import Continuation
-from outrider.drafters.heads.chain_state import ChainState
 from outrider.drafters.heads.drafter import MOST_WAITING, FeatureFollower, HeadDrafter
-from outrider.drafters.heads.eagle3 import Eagle3
 from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import agreement
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.pairing import agreement
-from outrider.drafters.heads.proposers import proposer_of
+from outrider.drafters.heads.proposers import ChainState, proposer_of
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
@@ -301,7 +299,7 @@ def test_of_a_long_stretch_without_drafts_the_newest_rows_are_kept(
     for at in range(0, len(text) - 1, 100):
         follower.add_features(at, mx.ones((min(100, len(text) - 1 - at), 64)))
     assert MOST_WAITING // 2 <= follower.waiting <= MOST_WAITING
-    monkeypatch.setattr(Eagle3, "context_length", 1 << 20)
+    monkeypatch.setattr(own.head, "context_length", 1 << 20)
     assert len(own.continuations([ChainState(follower, text)], [1])[0].chain) == 1
     assert follower.length >= MOST_WAITING // 2
 

@@ -1,15 +1,8 @@
-"""The predict thread's side of a tree: which slot each node's keys lie in, what each row sees, and the scores.
+"""The predict thread's side of a tree: the slot of each node's keys, what each row sees, and the scores.
 
-Nothing here is called from another thread. A node's ancestors are found by walking up, so a call's mask is made from
-the tree as it is at that moment.
-
-`Node`: a fed token of a tree, shared by the caller's thread and the predict thread; each field has one writer.
-
-`SlotMap`: which places of a cache are free. Knows numbers; knows nothing of tokens.
-
-`Scorer`: draft logits to the steps of a token tree: the engine's sampling contract and draws, on the CPU. The CPU,
-because on a Mac the GPU is the target's. Steps are read to the end on the thread that makes them, so that another
-thread may ask them what they know.
+Nothing here is called from another thread, but a `Node` is shared with the caller's thread; each field has one writer.
+A node's ancestors are found by walking up, so a call's mask is made from the tree as it is at that moment. `SlotMap`
+knows which places of a cache are free. Scores follow the engine's sampling contract, on the CPU.
 """
 
 from __future__ import annotations
@@ -22,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.host.host import CallOutput, HostRows, PackageHost
-from outrider.drafters.coreml.package.layout import Mode, PackageFunction
+from outrider.drafters.coreml.host import CallOutput, HostRows, PackageHost
+from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.drafter import DrafterFault
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -108,37 +101,8 @@ class SlotMap:
         self._free[:] = True
 
 
-class Scorer:
-    """One request's scores; with `draws` a row's own token is drawn from a q, without it is the best."""
-
-    def __init__(
-        self, params: SamplingParams, vocab_size: int, draws: Draws | None, constraint: Constraint | None
-    ) -> None:
-        self._sampler = Sampler(params, vocab_size, normalised=False, constraint=constraint)
-        self._draws = draws
-
-    @property
-    def reach(self) -> int:
-        """How many tokens before a row its scores depend on; 0 for none."""
-        return self._sampler.reach if self._sampler.needs_history else 0
-
-    def step(
-        self,
-        logits: NDArray[np.float32],
-        positions: Sequence[int],
-        histories: Sequence[Sequence[int]] | None,
-        forks: Sequence[int],
-    ) -> Step:
-        """The step for the tokens at `positions`, one row of `logits` [R, V] each; `forks` as in engine.residual."""
-        with mx.stream(mx.cpu):
-            rows, asked = mx.array(logits), SamplingMetadata(self._sampler, positions, histories)
-            step = score([asked], rows) if self._draws is None else self._draws.score(asked, rows, forks)
-            step.best()
-        return step
-
-
 class CoreMLKVRows:
-    """One request's cache on `host`."""
+    """One request's cache and scores on `host`; with `draws` a row's own token is drawn from a q, else the best."""
 
     def __init__(
         self,
@@ -150,7 +114,9 @@ class CoreMLKVRows:
         self._host = host
         self._layout = host.layout
         self._cache = host.new_cache()
-        self._scorer = Scorer(sampling, self._layout.architecture.vocab_size, draws, constraint)
+        vocab_size = self._layout.architecture.vocab_size
+        self._sampler = Sampler(sampling, vocab_size, normalised=False, constraint=constraint)
+        self._draws = draws
         self._slots = SlotMap(self._layout.slots)
         self._seen = np.zeros(self._layout.slots, bool)  # where committed keys lie
         self._committed: list[Node] = []
@@ -254,18 +220,20 @@ class CoreMLKVRows:
     def _score(self, nodes: Sequence[Node], logits: NDArray[np.float32] | None) -> None:
         if logits is None:
             return
-        reach = self._scorer.reach
-        histories = [self._history(node, reach) for node in nodes] if reach else None
-        positions = [node.position + 1 for node in nodes]
-        step = self._scorer.step(logits, positions, histories, [node.fork for node in nodes])
+        histories = [self._history(node) for node in nodes] if self._sampler.needs_history else None
+        asked = SamplingMetadata(self._sampler, [node.position + 1 for node in nodes], histories)
+        with mx.stream(mx.cpu):  # on a Mac the GPU is the target's
+            rows, forks = mx.array(logits), [node.fork for node in nodes]
+            step = score([asked], rows) if self._draws is None else self._draws.score(asked, rows, forks)
+            step.best()  # another thread may then ask the step what it knows
         for row, node in enumerate(nodes):
             node.step, node.row = step, row
 
-    def _history(self, node: Node, reach: int) -> list[int]:
-        """The last `reach` tokens down to `node`."""
+    def _history(self, node: Node) -> list[int]:
+        """The last tokens down to `node`, as many as its scores depend on."""
         path: list[int] = []
         above: Node | None = node
-        while above is not None and len(path) < reach:
+        while above is not None and len(path) < self._sampler.reach:
             path.append(above.known_token)
             above = above.parent
         return path[::-1]

@@ -1,7 +1,7 @@
-"""`python -m outrider.drafters.coreml.survey`: every mode, weight kind and compute unit of a draft tried out; a table.
+"""`python -m tools.coreml_survey`: every mode, weight kind and compute unit of a draft tried out; a table.
 
-The part of launch/mac_check.sh that only a Mac can answer. Each trial runs in a process of its own and may die there.
-On other systems the interpreter stands in for the device, which proves that the survey itself works.
+The part of launch/mac_check.sh that only a Mac can answer. Each trial runs in a process of its own and may crash there.
+On other systems the interpreter stands in for the device, which shows that the survey itself works.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import load
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.converter.converter import Options
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.interpreter import REFERENCE
-from outrider.drafters.coreml.trials import selection, trial
-from outrider.drafters.coreml.trials.selection import Tried
+from outrider.drafters.coreml import converter, selection, trial
+from outrider.drafters.coreml.converter import Options
+from outrider.drafters.coreml.interpreter import REFERENCE
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.selection import Tried
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import OutriderError
 
@@ -54,7 +52,7 @@ def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
     for mode in Mode:
         for units, kinds in _ON_A_MAC if sys.platform == "darwin" else _ELSEWHERE:
             for weights in kinds:
-                options = Options(mode, weights, load.context_of(checkpoint))
+                options = Options(mode, weights, selection.context_of(checkpoint))
                 package = converter.package_of(checkpoint, options, folder=folder)
                 yield Tried.of(package, selection.try_out(package, units, predictions))
 
@@ -95,21 +93,21 @@ def slowdown(target: str, package: Package, units: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.survey", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tools.coreml_survey", description=__doc__)
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--target", help="measure how much its decoding slows down while the draft runs")
     parser.add_argument("--predictions", type=int, default=1000)
     parser.add_argument("--folder", type=Path, help="where packages are kept (the cache)")
     options = parser.parse_args()
     try:
-        checkpoint = load.checkpoint_of(options.model)
+        checkpoint = selection.checkpoint_of(options.model)
         _row(COLUMNS)
         _row(["---"] * len(COLUMNS))
         for tried in survey(checkpoint, options.predictions, options.folder or converter.root()):
             _row(cells(tried))
         if options.target:
             package = converter.package_of(
-                checkpoint, Options(context=load.context_of(checkpoint)), folder=options.folder
+                checkpoint, Options(context=selection.context_of(checkpoint)), folder=options.folder
             )
             units = "CPU_AND_NE" if sys.platform == "darwin" else REFERENCE
             sys.stdout.write(f"\n{slowdown(options.target, package, units)}\n")

@@ -1,12 +1,9 @@
-"""A converted model on disk, opened and held to its manifest: layout, embedding and rotations, ready for a host.
+"""A converted model on disk, opened and checked against its manifest: layout, embedding and rotations.
 
-`Manifest`: a package's manifest: what it was made from, what is in it, and the hashes that hold it to its files. The
-only file of a package that a person reads. Knows JSON; knows nothing of graphs.
-
-`RopeArrays`: the rotation of every position, read off the model's own rope module by asking it to rotate unit vectors.
-No rotary formula lives here, so each scaling that mlx-lm knows is right as soon as mlx-lm has it.
-
-`CheckpointSource`: the checkpoint a package is made from: loading it lazily, its identity, and what is odd about it.
+The manifest says what the package was made from, what is in it, and the hash of each file. `RopeArrays` are the
+rotations of every position, found by letting the model's own rope module rotate unit vectors: there is no rotary
+formula here, so whatever scaling mlx-lm supports is right. `CheckpointSource` is the checkpoint that a package is made
+from, loaded lazily, with its fingerprint.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ import numpy as np
 from mlx_lm.utils import load_config, load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import layout, saved
-from outrider.drafters.coreml.package.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
-from outrider.drafters.coreml.package.saved import SavedModel
-from outrider.protocol.errors import ModelError
+from outrider.drafters.coreml import layout, saved
+from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.saved import SavedModel
+from outrider.protocol.errors import ModelError, first_line
 
 FORMAT = 1
 FILE = "manifest.json"
@@ -155,7 +152,7 @@ def open_source(path: Path) -> CheckpointSource:
     try:
         model, _ = load_model(path, lazy=True)
     except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
-        raise ModelError(f"{path} can't be loaded: {_first_line(error)}") from error
+        raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
     return CheckpointSource(path, model, sizes)
 
 
@@ -190,7 +187,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return dict(load_config(path))
     except ValueError as error:
-        raise ModelError(f"{path / 'config.json'} is not JSON: {_first_line(error)}") from error
+        raise ModelError(f"{path / 'config.json'} is not JSON: {first_line(error)}") from error
 
 
 def _check_head(path: Path, sizes: DecoderArchitecture) -> None:
@@ -231,10 +228,6 @@ def _tensor_names(file: Path) -> list[str]:
             return list(json.loads(stream.read(min(length, 1 << 27))))
         except ValueError:
             return []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 MLPACKAGE = "model.mlpackage"

@@ -1,8 +1,8 @@
 """The drafter `coreml`: a converted model on the Neural Engine, or in the reference interpreter where there is none.
 
-`CoreMLTree`: a `TokenTree` over a converted model: the tree is masks and positions, made anew for each call. Two
-threads. The caller's keeps the nodes and hands out jobs; the one predict thread (`columns`) runs them in order and
-alone touches cache and scores. A job whose nodes were dropped meanwhile is skipped.
+`CoreMLTree` is a token tree over a converted model; masks and positions are made anew for each call. It uses two
+threads. The caller's thread keeps the nodes and submits jobs. One predict thread (`kv_rows`) runs them in order, and
+only it touches the cache and the scores. A job whose nodes were dropped in the meantime is skipped.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
-from outrider.drafters.coreml.host.host import PackageHost, cache_bytes
-from outrider.drafters.coreml.host.kv_rows import CoreMLKVRows, Node
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.runtimes import Runtime
-from outrider.drafters.drafter import Candidate, DrafterFault
+from outrider.drafters.coreml import package, selection
+from outrider.drafters.coreml.host import PackageHost, cache_bytes
+from outrider.drafters.coreml.interpreter import runtime_of
+from outrider.drafters.coreml.kv_rows import CoreMLKVRows, Node
+from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.runtimes import Runtime
+from outrider.drafters.coreml.selection import OnePackage, PackageSource, Tell
+from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import DrawnStep, Draws
+from outrider.engine.tree_feed import Candidate
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import SparseQ
@@ -30,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 
 class CoreMLTree:
-    """See drafting.drafter.DrawingTree. Node 0 is the last token it was opened with."""
+    """See `drafters.drafter.DrawingTree`. Node 0 is the last token it was opened with."""
 
     def __init__(
         self,
@@ -226,3 +231,38 @@ class CoreMLDrafter:
         """Ends the predict thread and lets the device go."""
         self._predict.submit(self._runtime.close).result()
         self._predict.shutdown()
+
+
+def load(model: str, tell: Tell) -> Drafter:
+    """The drafter for `model`: a package directory, a model directory or a Hugging Face id.
+
+    A model is converted first (once). Without Core ML the reference interpreter runs it; where Core ML's trial goes
+    wrong on every unit, MLX does. `tell` gets a sentence on each.
+
+    Raises:
+        ModelError: no such model, or one the converter refuses.
+    """
+    packages, checkpoint = _packages(model, tell)
+    placed = selection.place(packages, tell)
+    sentence = placed.sentence
+    tell(sentence)
+    if placed.package is not None and placed.units is not None:
+        try:
+            return CoreMLDrafter(placed.package, runtime_of(placed.package, placed.units), note=sentence)
+        except ModelError as error:  # its trial went well, on another day
+            sentence = f"{error}, drafting with MLX instead"
+            tell(sentence)
+    if checkpoint is None:
+        raise ModelError(f"{sentence}; give the model that this package was converted from, not the package")
+    from outrider.drafters.mlx import MlxDrafter
+
+    return MlxDrafter.load(str(checkpoint), tell)
+
+
+def _packages(model: str, tell: Tell) -> tuple[PackageSource, Path | None]:
+    """What the drafter may run, and the checkpoint it is of where that is known."""
+    given = Path(model).expanduser()
+    if (given / package.FILE).is_file():
+        return OnePackage(open_package(given)), None
+    checkpoint = selection.checkpoint_of(model, tell)
+    return selection.packages_of(checkpoint, tell), checkpoint

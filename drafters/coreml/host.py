@@ -1,24 +1,28 @@
-"""Between tokens and a package's functions: embeds, rotates, masks, picks the function, keeps the caches.
+"""Between tokens and a package's functions: embeds, rotates, masks, chooses the function, keeps the caches.
 
-Which token sees which is the caller's to say, row by row, so trees, ragged lengths and rollback are only data here.
-One set of input buffers a function, made once and written to again and again. Everything runs on the caller's thread.
+Each call says row by row which token sees which, so trees, ragged lengths and rollback are only data here. Each
+function has one set of input buffers, which is reused. Everything runs on the caller's thread.
 
-`LinearCache`: a cache fed as one text, token after token: slot i holds position i. For whoever needs no tree.
+`LinearCache` feeds one text token after token, without a tree: slot i holds position i. `PackageReader` reads a prompt
+in an MLX model's place: the package keeps keys and values as MLX does, [kv_heads, position, head_dim] after the
+rotation, so nothing is transposed or computed again; only float16 rounding differs from MLX's own reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package.layout import Mode, PackageFunction, PackageLayout
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.runtimes import Outputs, Runtime, RuntimeState
+from outrider.drafters.coreml.layout import Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import Outputs, Runtime, RuntimeState
 from outrider.drafters.drafter import DrafterFault
+from outrider.engine.kv_transfer import KeysValues, ReadingFault
+from outrider.protocol.errors import OutriderError
 
 MASKED = -1e4  # float16 holds it, and exp() of it is 0
 
@@ -49,8 +53,8 @@ class HostRows:
 
 @dataclass(frozen=True, slots=True)
 class CallOutput:
-    """What a call gave: `logits` [R, vocab] where asked for; `keys` and `values` [layers, kv_heads, R, head_dim] where
-    the package hands them out."""
+    """A call's result: `logits` [R, vocab] from functions that have them; `keys` and `values` [layers, kv_heads, R,
+    head_dim] from packages that return them."""
 
     logits: NDArray[np.float32] | None
     keys: NDArray[np.float32] | None
@@ -171,3 +175,36 @@ class LinearCache:
 
     def close(self) -> None:
         self._host.give_back(self._cache)
+
+
+class PackageReader:
+    """An `engine.kv_transfer.PromptReader`; the package must be of the model's own weights, and `runtime` runs it.
+
+    Args:
+        least: shorter prompts are left to the model.
+    """
+
+    def __init__(self, package: Package, runtime: Runtime, least: int) -> None:
+        self.least, self.package = least, package
+        self.note = f"prompts of {least} tokens and more are read by {runtime.name}"
+        self._host = PackageHost(package, runtime)
+        self._name = runtime.name
+
+    def readable(self, count: int) -> int:
+        """What fits the package's context of a prompt that is long enough."""
+        return min(count, self._host.layout.context) if count >= self.least else 0
+
+    def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
+        prefill, line = self._host.layout.prefill, LinearCache(self._host)
+        try:
+            for first in range(0, len(tokens), prefill.rows):
+                fresh = line.feed(tokens[first : first + prefill.rows], prefill)
+                if fresh.keys is None or fresh.values is None:
+                    raise ReadingFault(f"{prefill.name} hands out no keys")
+                if not (np.isfinite(fresh.keys).all() and np.isfinite(fresh.values).all()):
+                    raise ReadingFault(f"{self._name} returned keys that are NaN or infinite")
+                yield KeysValues(fresh.keys, fresh.values)
+        except OutriderError as error:
+            raise ReadingFault(f"the prompt can't be read by the package: {error}") from error
+        finally:
+            line.close()

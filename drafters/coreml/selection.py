@@ -1,43 +1,43 @@
-"""Which package of a draft runs on which compute unit here: tried out once, remembered, chosen by time.
+"""Which package of a draft runs on which compute unit of this machine, by trials that are kept.
 
-At first use the tries end with the first good one; a thorough selection tries everything and takes the quickest. The
-Neural Engine comes first, because there the drafter costs the target least; then the CPU; then none, which means MLX.
+At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
+Neural Engine comes first, because there the drafter slows the target least; then the CPU; then MLX.
 
-`Verdicts`: what trials on this machine showed, kept between runs. A verdict holds for one package, by its hash, one
-build of macOS and one coremltools; any change tries again.
-
-`PackageSource`: the packages a draft can be had as on this machine: those made of a checkpoint, or the one that was
-named itself.
-
-`ProbeVerdict`: one package on one compute unit, tried out in a process that may die: good, or not and why.
+`try_out` runs one package on one unit in a process that may crash. `Verdicts` keeps the results: each holds for one
+package (by its hash), one build of macOS and one version of coremltools. The packages are those of a checkpoint
+(`OfCheckpoint`, converted when needed) or a single one that was named (`OnePackage`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from outrider.drafters.coreml.converter import converter
-from outrider.drafters.coreml.converter.converter import Options, Progress
-from outrider.drafters.coreml.package import package
-from outrider.drafters.coreml.package.layout import Mode
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.runtime.runtimes import os_build
-from outrider.drafters.coreml.trials import trial
-from outrider.drafters.coreml.trials.trial import Trial
+from outrider.drafters.coreml import converter, package, trial
+from outrider.drafters.coreml.converter import Options, Progress
+from outrider.drafters.coreml.interpreter import REFERENCE, NumpyRuntime
+from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.layout import read as read_architecture
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import os_build
+from outrider.drafters.coreml.trial import Trial
 from outrider.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 PREFERRED = ("CPU_AND_NE", "CPU_ONLY")
 PREDICTIONS = 300
-MODULE = "outrider.drafters.coreml.trials.trial"
+MODULE = "outrider.drafters.coreml.trial"
 _SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
 _LEAST_AGREEMENT = 0.9
 _MOST_DISTANCE = 0.05
@@ -131,7 +131,7 @@ class Verdicts:
 
 
 def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
-    """The rows of `file`; none when it is not there or can no longer be read: what it told is found out again."""
+    """The rows of `file`; none if it is missing or unreadable, so that trials run again."""
     try:
         return [parse(fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -139,7 +139,7 @@ def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """All of `rows` or, for whoever reads meanwhile, all of those before."""
+    """Writes `rows` in one step: a concurrent reader finds either the old rows or the new ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
@@ -158,28 +158,6 @@ VARIANTS = tuple(Variant(mode, weights) for weights in ("fp16", "int8") for mode
 """In the order in which they are tried: the draft's own numbers first, and what the Neural Engine takes readily."""
 
 
-class PackageSource(Protocol):
-    """Where a draft's packages come from."""
-
-    @property
-    def source_hash(self) -> str: ...
-
-    @property
-    def variants(self) -> tuple[Variant, ...]: ...
-
-    def made(self, variant: Variant) -> bool:
-        """Whether the package is there already."""
-        ...
-
-    def get(self, variant: Variant) -> Package:
-        """The package, made now if need be. Raises ModelError when it can't be."""
-        ...
-
-    def discard(self, variant: Variant) -> None:
-        """Gives up a package that can be made again."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class OfCheckpoint:
     """Packages of the model directory `checkpoint`, of `context` tokens, kept in `folder` (the cache by default)."""
@@ -196,12 +174,15 @@ class OfCheckpoint:
         return cls(checkpoint, context, package.fingerprint(checkpoint), progress)
 
     def made(self, variant: Variant) -> bool:
+        """Whether the package is there already."""
         return converter.directory_of(self.source_hash, self._options(variant), self.folder).exists()
 
     def get(self, variant: Variant) -> Package:
+        """The package, made now if need be. Raises ModelError when it can't be."""
         return converter.package_of(self.checkpoint, self._options(variant), self.progress, self.folder)
 
     def discard(self, variant: Variant) -> None:
+        """Removes a package, which can be made again."""
         directory = converter.directory_of(self.source_hash, self._options(variant), self.folder)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -233,6 +214,10 @@ class OnePackage:
         """It is not ours to remove."""
 
 
+PackageSource = OfCheckpoint | OnePackage
+"""The packages that a draft can be had as on this machine."""
+
+
 _WEIGHED = ("q1", "q8", "q16")  # what a round of drafting calls
 _WORTH_A_CHANGE = 0.9  # of the time of what is tried earlier
 
@@ -257,7 +242,7 @@ def choose(
 
     Args:
         memory: directory where verdicts are kept.
-        tell: gets a sentence before each trial, which may take minutes.
+        tell: receives a sentence before each trial, which may take minutes.
         thorough: try every package on every unit; those made only for that are removed again.
 
     Raises:
@@ -352,3 +337,45 @@ def _cost(trial: Trial) -> float:
 
 def _final(rows: Sequence[Tried]) -> bool:
     return bool(rows) and rows[-1].verdict.final
+
+
+def place(packages: PackageSource, tell: Tell) -> Selection:
+    """Which package runs where on this machine: what the trials chose or, without Core ML, the interpreter.
+
+    Raises:
+        ModelError: not one package can be made.
+    """
+    if sys.platform == "darwin":
+        return choose(packages, converter.probes(), tell)
+    return Selection(packages.get(packages.variants[0]), REFERENCE, f"drafting with {NumpyRuntime.name}", ())
+
+
+def packages_of(checkpoint: Path, tell: Tell = log.info) -> OfCheckpoint:
+    """The packages of a model directory in this machine's cache; `tell` receives the stages of conversions."""
+    return OfCheckpoint.of(checkpoint, context_of(checkpoint), _stages(tell))
+
+
+def checkpoint_of(model: str, tell: Tell = log.info) -> Path:
+    """The directory of a model that is given as a directory or a Hugging Face id. Raises ModelError for neither."""
+    from outrider.engine.loading import find
+
+    return find(model, tell)
+
+
+def context_of(checkpoint: Path) -> int:
+    """The default context, or the model's own where that is shorter."""
+    from mlx_lm.utils import load_config
+
+    return min(converter.DEFAULT_CONTEXT, read_architecture(load_config(checkpoint)).max_positions)
+
+
+def _stages(tell: Tell) -> converter.Progress:
+    """Tells each stage of a conversion once."""
+    told: set[str] = set()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage not in told:
+            told.add(stage)
+            tell(f"converting the draft for Core ML: {stage}")
+
+    return progress

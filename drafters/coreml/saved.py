@@ -1,12 +1,10 @@
-"""A .mlpackage read back from disk: its functions as plain records, weights still in the file.
+"""Reads a .mlpackage from disk: its functions as plain records, the weights still in the file.
 
-Only the protobuf classes of coremltools are used; the weights are read by `blobs`. So what is checked through this is
-what was written, not what was meant.
+Of coremltools only the protobuf classes are used, so a check of these records is a check of what was written.
+`BlobFile` reads weight.bin, Core ML's blob storage, through a memory map: each blob is a 64-byte header (sentinel,
+dtype, size, offset) and its bytes, and nothing is copied before it is used.
 
-`BlobFile`: reads weight.bin, CoreML's blob storage, through a memory map: nothing is copied until it is used. Each
-blob is a 64-byte header (sentinel, dtype, size, offset) and its bytes. Knows numbers of bits; knows nothing of graphs.
-
-Imports coremltools without the lines it prints where Core ML itself is missing, or torch, or scikit-learn.
+`coremltools` imports that module without the lines that it prints where Core ML, torch or scikit-learn is missing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""`python -m outrider.drafters.coreml.trials.trial`: one package on one compute unit, tried out. Writes what it saw.
+"""`python -m outrider.drafters.coreml.trial`: tries one package on one compute unit, and writes the result to a file.
 
-Meant to be sacrificed: a graph the Neural Engine's compiler dislikes can end the whole process, some only after a
-hundred predictions. So this runs in a process of its own (`selection` starts it), and a missing file is an answer too.
-
-`Ending`: a program run in a process that may die: what it wrote, or how it ended. Knows nothing of what it does.
+Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So this
+program runs in a process of its own, started by `run_program`; if it leaves no file, its `Ending` has the reason.
 """
 
 from __future__ import annotations
@@ -17,24 +15,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.host.host import LinearCache, PackageHost
-from outrider.drafters.coreml.package.layout import PackageFunction
-from outrider.drafters.coreml.package.package import Package, open_package
-from outrider.drafters.coreml.runtime import runtimes
-from outrider.drafters.coreml.runtime.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
-from outrider.drafters.coreml.runtime.runtimes import DeviceAbsent, compiled_path
+from outrider.drafters.coreml import runtimes
+from outrider.drafters.coreml.host import LinearCache, PackageHost
+from outrider.drafters.coreml.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
+from outrider.drafters.coreml.layout import PackageFunction
+from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.runtimes import DeviceAbsent, compiled_path
 from outrider.protocol.errors import ModelError, OutriderError
 
 ABSENT = 20
 """The exit code of a program whose device is not there at all."""
-_ROOT = Path(__file__).absolute().parents[4]
+_ROOT = Path(__file__).absolute().parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,16 +192,28 @@ def _times(host: PackageHost, predictions: int) -> dict[str, float]:
 
 
 def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
-    line, taken = LinearCache(host), []
-    for _ in range(count + _WARM_UP):
+    line = LinearCache(host)
+
+    def feed() -> None:
+        nonlocal line
         if line.length + function.rows > host.layout.context:
             line.close()
             line = LinearCache(host)
-        started = time.perf_counter()
         line.feed([1] * function.rows, function)
-        taken.append(time.perf_counter() - started)
+
+    taken = median_ms(feed, count)
     line.close()
-    return 1e3 * median(taken[_WARM_UP:])
+    return taken
+
+
+def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP) -> float:
+    """Median milliseconds of so many calls of `task`, after some that warm it up."""
+    taken = []
+    for _ in range(rounds + warm_up):
+        started = time.perf_counter()
+        task()
+        taken.append(time.perf_counter() - started)
+    return 1e3 * median(taken[warm_up:])
 
 
 def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -209,20 +221,25 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
+def written(file: Path, result: Callable[[], object]) -> int:
+    """The exit code of a sacrificed program, which leaves its `result`, a dataclass, in `file` as JSON."""
+    try:
+        found: Any = result()
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+    file.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    return 0
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.trials.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.trial", description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
     parser.add_argument("--units", choices=NAMES, required=True)
     parser.add_argument("--predictions", type=int, default=300)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    try:
-        trial = run(open_package(options.package), options.units, options.predictions)
-    except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
-    options.result.write_text(json.dumps(dataclasses.asdict(trial)), encoding="utf-8")
-    return 0
+    return written(options.result, lambda: run(open_package(options.package), options.units, options.predictions))
 
 
 if __name__ == "__main__":

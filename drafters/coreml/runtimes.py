@@ -1,13 +1,11 @@
-"""What runs a package: the interface of runtimes, and Core ML itself (macOS).
+"""The interface of what runs a package, and Core ML itself (macOS).
 
-`Runtime`: what runs a package: one interface, so that the host above it is the same on a Mac and anywhere else.
+`Runtime` has two implementations, this module's `CoreMLRuntime` and `interpreter.NumpyRuntime`, so that the host is the
+same on a Mac and elsewhere. `CoreMLRuntime` has one compiled model a function, all loaded before the first call.
+coremltools' predict holds the GIL for the whole call, and releases inputs late, on Core ML's own queue. So its worker
+is a process of its own, every call comes from one thread, and input buffers outlive it.
 
-`CoreMLRuntime`: Core ML itself (macOS): one compiled model a function, all loaded before the first call. coremltools'
-predict holds the GIL for the whole call and lets go of inputs late, on a queue of Core ML's own. So the worker that
-uses this is a process of its own, every call comes from one thread, and inputs are buffers that outlive it.
-
-`has_engine`: where Core ML plans to run a package's operations, and whether there is a Neural Engine to run them
-(macOS).
+`has_engine` and `engine_share` report whether there is a Neural Engine, and which operations Core ML plans for it.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import Package
-from outrider.protocol.errors import ModelError, WorkerError
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.package import Package
+from outrider.protocol.errors import ModelError, WorkerError, first_line
 
 Inputs = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[np.float32]]
@@ -38,12 +36,12 @@ class RuntimeState(Protocol):
 
 
 class Runtime(Protocol):
-    """Runs the functions of one package. Every call comes from one and the same thread."""
+    """Runs the functions of one package. Every call comes from one and the same thread.
 
-    @property
-    def name(self) -> str:
-        """For a person: what runs it, and where."""
-        ...
+    `name`: for a person: what runs it, and where.
+    """
+
+    name: str
 
     def new_state(self) -> RuntimeState | None:
         """An empty cache; None for a package whose cache lies with the host."""
@@ -160,10 +158,6 @@ def os_build() -> str:
     command = ["/usr/bin/sw_vers", "-buildVersion"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
     return done.stdout.strip() or platform.mac_ver()[0]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 _NO_WORK = ("const", "constexpr")

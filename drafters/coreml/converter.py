@@ -1,17 +1,13 @@
-"""Turns an mlx-lm checkpoint into a package directory, all of it or nothing.
+"""Converts an mlx-lm checkpoint into a package directory, completely or not at all.
 
-Everything is written to a directory beside the destination, which is renamed last. Knows each step's name for the
-person who waits; knows nothing of terminals.
+Everything is written to a directory beside the destination, which is renamed last. `progress` receives each step's
+name.
 
-`write_mlpackage`: writes graphs and weights as a multifunction .mlpackage. The program is built in its final types, so
-no graph pass is run: what is built is what is saved, in seconds where a conversion for each function takes minutes.
-Needs coremltools, on any system.
-
-`write_mlx_copy`: writes a package's weights as an mlx-lm checkpoint too: the very same numbers on the MLX side. The
-drafter can then fall back from Core ML to MLX, or be checked against it, without a change of weights.
-
-`root`: the packages this machine made for itself: a draft model's own package, converted the first time it is asked
-for.
+`write_mlpackage` writes graphs and weights as a multifunction .mlpackage. The program is built in its final types, so
+no graph pass runs: this takes seconds, where a conversion for each function takes minutes. It needs coremltools, on any
+system. `write_mlx_copy` also writes the weights as an mlx-lm checkpoint of exactly the same numbers, so that a drafter
+can fall back from Core ML to MLX, or be checked against it. `package_of` converts a draft model the first time that its
+package is needed, and keeps it under `root`.
 """
 
 from __future__ import annotations
@@ -33,9 +29,18 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import load_config
 
-from outrider.drafters.coreml.converter import graph
-from outrider.drafters.coreml.converter.graph import Constants
-from outrider.drafters.coreml.converter.weights import (
+from outrider.drafters.coreml import graph, package, saved
+from outrider.drafters.coreml.graph import Constants
+from outrider.drafters.coreml.layout import (
+    HEAD_GRID,
+    MAX_WIDTH,
+    PREFILL_ROWS,
+    SCRATCH_SLOTS,
+    Mode,
+    PackageLayout,
+)
+from outrider.drafters.coreml.package import Manifest, Package, open_package
+from outrider.drafters.coreml.weights import (
     EMBEDDING,
     GROUP,
     HEAD,
@@ -44,16 +49,6 @@ from outrider.drafters.coreml.converter.weights import (
     Weights,
     to_mlx,
 )
-from outrider.drafters.coreml.package import package, saved
-from outrider.drafters.coreml.package.layout import (
-    HEAD_GRID,
-    MAX_WIDTH,
-    PREFILL_ROWS,
-    SCRATCH_SLOTS,
-    Mode,
-    PackageLayout,
-)
-from outrider.drafters.coreml.package.package import Manifest, Package, open_package
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.version import PACKAGE_VERSION
 

@@ -1,11 +1,11 @@
-"""The decoder as a CoreML graph: one function for each number of rows, all over the same weights.
+"""The decoder as a Core ML graph: one function for each number of rows, all with the same weights.
 
-Every shape is static, no rank is above 4, projections are 1x1 convolutions over (1, channels, 1, rows), key/value
-heads are never repeated. Tokens come embedded, positions as rotations, the tree as an additive mask over [slots of the
-cache | the rows themselves]; the graph knows none of them. Needs coremltools' builder only.
+Every shape is static, no rank is above 4, projections are 1x1 convolutions over (1, channels, 1, rows), and key/value
+heads are never repeated. The inputs are embedded tokens, rotations in place of positions, and an additive mask over
+[slots of the cache | the rows themselves] in place of the tree. Needs only coremltools' builder.
 
-`Constants`: weights as constants of a graph under construction. All functions of a package share one copy on disk.
-Sharing is by name (`weight_id`), so nothing is ever compared or hashed to find duplicates.
+`Constants` are the weights of a graph under construction. All functions of a package share one copy on disk, by name
+(`weight_id`), so nothing has to be compared or hashed to find duplicates.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.converter.weights import HEAD, NORM, DenseMatrix, Int4, Int8, Weights
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.weights import HEAD, NORM, DenseMatrix, Int4, Int8, Weights
 
 
 class Constants:

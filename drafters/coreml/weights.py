@@ -1,11 +1,11 @@
-"""A model's weights as numpy arrays in the form the package will hold, read one matrix at a time.
+"""A model's weights as numpy arrays, in the form that the package will hold, read one matrix at a time.
 
-Each matrix is let go of on the MLX side as soon as it is taken, so that converting needs little more than the weights
-themselves. Knows mlx-lm's module names; knows nothing of graphs.
+Each matrix is released on the MLX side as soon as it is read, so that a conversion needs little more memory than the
+weights themselves. Knows mlx-lm's module names; knows nothing of graphs.
 
-`DenseMatrix`: the three ways a weight matrix is held, each the very same numbers in MLX and in CoreML. CoreML computes
-s * (q - z), MLX s * q + b, both in float16. They agree bit for bit when b = -z * s and when s has so few significant
-bits that every product is exact in float16's eleven. Knows matrices; knows nothing of models.
+A matrix is dense, `Int8` or `Int4`, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
+MLX s * q + b, both in float16. They agree bit for bit where b = -z * s, and s has so few significant bits that every
+product is exact in float16's eleven.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package.layout import DecoderArchitecture
+from outrider.drafters.coreml.layout import DecoderArchitecture
 from outrider.protocol.errors import InvalidRequest, ModelError
 
 GROUP = 64

@@ -1,13 +1,10 @@
-"""The reference runtime: interprets the saved package in numpy, on any machine.
+"""The reference runtime: runs a saved package in numpy, on any machine.
 
-Each result is rounded to the type the graph declares for it (sums are taken in float32), so float16 packages show
-float16's errors. Slow and exact; it says so in its name.
+It computes what Core ML's documentation says of each operation, and rounds each result to the type that the graph
+declares for it (sums are taken in float32). So float16 packages show float16's errors. It is slow. Operations take
+float32, int32 or bool arrays by Core ML's argument names and return one array or a list of them.
 
-`conv`: the operations of our graphs in numpy: what Core ML's documentation says they compute, nothing of how fast.
-Every function takes float32, int32 or bool arrays by CoreML's argument names and returns one array or a list of them.
-Rounding to float16 is the interpreter's affair.
-
-`runtime_of`: what may run a package on this machine, by name: Core ML's compute units, or the reference interpreter.
+`runtime_of` makes the runtime of a package by name: one of Core ML's compute units, or this interpreter.
 """
 
 from __future__ import annotations
@@ -20,10 +17,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.package import saved
-from outrider.drafters.coreml.package.package import Package
-from outrider.drafters.coreml.package.saved import Constant, Port, SavedFunction, SavedModel, SavedOperation
-from outrider.drafters.coreml.runtime.runtimes import (
+from outrider.drafters.coreml import saved
+from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml.runtimes import (
     UNITS,
     CoreMLRuntime,
     Inputs,
@@ -32,6 +28,7 @@ from outrider.drafters.coreml.runtime.runtimes import (
     RuntimeFault,
     RuntimeState,
 )
+from outrider.drafters.coreml.saved import Constant, Port, SavedFunction, SavedModel, SavedOperation
 from outrider.protocol.errors import ModelError
 
 Array: TypeAlias = NDArray[Any]

@@ -1,11 +1,8 @@
-"""What the converter knows and a package holds: the models, and what the package's functions take and give.
+"""Which models the converter accepts, and what a package's functions take and return.
 
-`PackageLayout`: what a package's functions take and give: names, shapes, dtypes. The converter and the host both read
-it from here. Slots are places in the cache, rows are the tokens of one call. Which slot a token's keys lie in is the
-host's affair.
-
-`DecoderArchitecture`: which models the converter knows, read from config.json and refused by name where the graph would
-not fit. Knows the Neural Engine's grid; knows nothing of weights or of MLX.
+`DecoderArchitecture` is read from config.json; models that do not fit the graph or the Neural Engine's grid are refused
+by name. `PackageLayout` gives the names, shapes and types of inputs, states and outputs, for the converter and the host
+alike. Slots are places in the cache, rows are the tokens of one call; the host decides which slot a token's keys go to.
 """
 
 from __future__ import annotations
