@@ -19,8 +19,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from outrider.engine.cache import KVState, leaves_of
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import ModelFault, OutriderError, named_errors
+from outrider.protocol.messages import Abilities
 
 log = logging.getLogger(__name__)
 

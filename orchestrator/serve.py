@@ -43,9 +43,9 @@ from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.directory import PrivateDirectory, private_directory
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
 from outrider.protocol.keyring import CLIENT
+from outrider.protocol.socket_files import PrivateDirectory, private_directory
 
 STATUS_SECONDS = 1.0
 DRAIN_LOOK_SECONDS = 0.05

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from outrider.protocol import logs, values
+from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
@@ -40,7 +40,7 @@ _WORDS = {
     "branch_depth": BRANCH_DEPTHS,
     "head_in": HEAD_PLACES,
     "log_level": LOG_LEVELS,
-    "log_format": logs.FORMATS,
+    "log_format": process.FORMATS,
 }
 FLAGS = (
     "ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise", "pin_cores",

@@ -31,12 +31,9 @@ from zmq.utils.monitor import recv_monitor_message
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
 from outrider.protocol.keys import ClientKeys, ServerKeys, raw
 from outrider.protocol.schema import MAX_FRAME
-from outrider.protocol.socket_lock import SocketLock
+from outrider.protocol.socket_files import MAX_PATH, SocketLock
 
 Socket: TypeAlias = zmq.Socket[Any]
-
-MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
-"""Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
 
 HANDSHAKE_MS = 10_000
 """Whoever connects and does not say so long what every ZeroMQ peer says first is hung up on."""

@@ -29,7 +29,7 @@ from typing import Protocol
 
 import zmq
 
-from outrider.protocol import clock, endpoints, logs
+from outrider.protocol import clock, endpoints, process
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
 from outrider.protocol.endpoints import Tcp, connect, parse, probe
 from outrider.protocol.errors import (
@@ -41,10 +41,10 @@ from outrider.protocol.errors import (
     VersionMismatch,
     WorkerError,
 )
-from outrider.protocol.interrupts import outside_finalizers
 from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.process import outside_finalizers
 
 INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
@@ -325,7 +325,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     else:
         parser.set_defaults(keys=None, server_key=None)
     parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
+    parser.add_argument("--log-format", choices=process.FORMATS, default="text")
     parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 

@@ -26,9 +26,9 @@ from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol import abilities
 from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.heads import DRAFT_MODEL
+from outrider.protocol.messages import workers
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker.in_process_drafter import (
@@ -151,7 +151,7 @@ class LoadedDrafters:
     """The drafters that are there, by name, and a sentence for each that is not."""
 
     drafters: Mapping[str, InProcessProposer]
-    infos: tuple[abilities.InProcessDrafter, ...] = ()
+    infos: tuple[workers.InProcessDrafter, ...] = ()
     left_out: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
@@ -190,10 +190,10 @@ def _loaded(wanted: DrafterSpec, model: LoadedModel, progress: Callable[[str], N
 
 def _told(
     wanted: DrafterSpec, drafter: InProcessProposer, model: LoadedModel, cost: Cost | None
-) -> abilities.InProcessDrafter:
+) -> workers.InProcessDrafter:
     is_head = not isinstance(drafter, InProcessModel)
     agreement = None if isinstance(drafter, InProcessModel) else drafter.drafter.agreement
-    return abilities.InProcessDrafter(
+    return workers.InProcessDrafter(
         wanted.name,
         wanted.path,
         is_head,

@@ -33,8 +33,9 @@ from outrider.orchestrator.settings import (
     PREFILL_BACKENDS,
     ServeSettings,
 )
-from outrider.protocol import logs, version
+from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.process import FORMATS, set_up
 from outrider.protocol.sampling import PRESETS, RULES, Grammar, SamplingParams
 from outrider.protocol.worker_link import KERNELS
 
@@ -133,7 +134,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] 
     add("--trace", type=Path, metavar="FILE", help=trace)
     add_log_flag(add)
     form = f"json: an object a line on stderr, from every process (default: {_DEFAULTS.log_format})"
-    add("--log-format", metavar="|".join(logs.FORMATS), help=form)
+    add("--log-format", metavar="|".join(FORMATS), help=form)
 
 
 def add_log_flag(add: Callable[..., object]) -> None:
@@ -231,7 +232,7 @@ def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
 def set_up_logging(options: argparse.Namespace, process: str = "outrider") -> None:
     """What is said wrongly is told when the settings are checked."""
     level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
-    logs.set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
+    set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
 
 
 def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from outrider.orchestrator.client.client import Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY, GenerateRequest, GenerationResult, plural
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.chat import Message, ModelText, load_text
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
+from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 

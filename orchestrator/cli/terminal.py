@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.interrupts import outside_finalizers
+from outrider.protocol.process import outside_finalizers
 
 log = logging.getLogger(__name__)
 

@@ -25,12 +25,11 @@ from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.handshake import as_error
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pairing.chat import Message, load_text
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import TextCodec
-from outrider.protocol.certificate import Difference, Report
+from outrider.orchestrator.pairing.tokenizer import Message, TextCodec, load_text
 from outrider.protocol.errors import InvalidRequest, WorkerError
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import Difference, Report
 
 # Asks the target itself whether an output is its own: runs `target_worker.certificate` as a process. Knows the claim
 # and the report; the replay, and MLX with it, stay in the other process.

@@ -18,8 +18,18 @@ from typing import Protocol
 import numpy as np
 
 from outrider.orchestrator.core.request import Request, remaining_length
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Close, Halt, Message, Open, Prefill, Prefilled, Prepare, PromptKv, Verify
+from outrider.protocol.messages import (
+    Abilities,
+    Close,
+    Halt,
+    Message,
+    Open,
+    Prefill,
+    Prefilled,
+    Prepare,
+    PromptKv,
+    Verify,
+)
 
 
 class Workers(Protocol):

@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 
 from outrider.orchestrator.core.dispatch import Workers, opening
 from outrider.orchestrator.core.message_validator import SentTasks
-from outrider.orchestrator.core.policy.acceptance import Average
-from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.tree import worth_telling
+from outrider.orchestrator.core.policy.estimates import Average, Estimates
+from outrider.orchestrator.core.proposal import worth_telling
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branches, Close, Commit, Drafted, Features, Open

@@ -17,8 +17,8 @@ from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import PolicyStore, Tuning
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.core.workers.worker import WorkerLoss
 from outrider.orchestrator.events import (

@@ -25,8 +25,8 @@ from outrider.orchestrator.core.dispatch import Dispatch, Workers
 from outrider.orchestrator.core.draft_pool import DraftPool
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Proposal
-from outrider.orchestrator.core.proposals.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
+from outrider.orchestrator.core.proposal import Proposal
+from outrider.orchestrator.core.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
 from outrider.orchestrator.core.request import DrafterWait, Request, remaining_tokens, up_to_end
 from outrider.orchestrator.core.round_metrics import RoundMetrics
 from outrider.protocol.clock import MILLISECOND_NS

@@ -13,14 +13,12 @@ from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal
-from outrider.orchestrator.core.proposals.tree import LONGEST_COPY, longest_copy
+from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, Proposal, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, RoundSnapshot
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import InProcessDrafter
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
-from outrider.protocol.messages import Branches, Drafted, Outcome, Span
+from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Outcome, Span
 
 MOST_WISHED = 64
 

@@ -18,13 +18,14 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.trace import TARGETS_DRAFTER
+from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Branches, Drafted, DraftWork, Outcome, RoundRecord, Span, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Durations, Tally
 
+TARGETS_DRAFTER = "target's drafter"
+"""The track of a drafter in the target's process."""
 # A request tells at most this many single turnarounds; the sums go on.
 MAX_TURNAROUNDS = 10_000
 # So many rounds can be taken back.

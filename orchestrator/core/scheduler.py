@@ -1,11 +1,15 @@
 """The rounds of speculative speculative decoding (paper algorithm 1, the verifier's side).
 
-AR, SD and SSD are this one loop with different proposals. Handling an outcome comes in this order: integer checks, the
-lookup, the next VERIFY, COMMIT, and only then word to the front, which does the text. Owns the running requests; knows
-tokens and integers only. Time is passed in.
+AR, SD and SSD are this one loop with different proposals. An outcome is handled in this order: integer checks, the
+lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. Owns the running
+requests; knows tokens and integers only. Time is passed in.
 
-`set_up_request`: a request's beginning: how its rounds will be made, who drafts for it, and what is to be told about
-that.
+`set_up_request`: how a new request's rounds are made, who drafts for it, and the notes about that.
+
+`TargetRecovery`: the time without a target: which requests wait for its replacement, and in what order they continue.
+All that were under way continue together. Where the target dies again before one of them has got a token, that request
+is a suspect; on the next replacement suspects run one at a time, with no other request, until their first token. A
+request that kills the target alone fails, and the others continue.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.text_profiles import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.proposals.proposer import Proposer
+from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import (
     DrafterState,
     Request,
@@ -32,10 +36,8 @@ from outrider.orchestrator.core.request import (
     up_to_end,
 )
 from outrider.orchestrator.core.request_metrics import RequestMetrics, RoundRecords
-from outrider.orchestrator.core.round_metrics import RoundMetrics
+from outrider.orchestrator.core.round_metrics import RoundMetrics, Trace
 from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
-from outrider.orchestrator.core.target_recovery import TargetRecovery
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -57,6 +59,75 @@ from outrider.protocol.messages import (
     Resync,
     WorkerNote,
 )
+
+# Deaths of the target in a row while a request was under way and got no token: it is tried alone, it is given up.
+SUSPECT, GUILTY = 2, 3
+
+
+class TargetRecovery:
+    """From the target's death until every request is on its replacement; in between there is none.
+
+    `open_` begins a request on the target and its drafters, from its committed tokens.
+    """
+
+    def __init__(self, open_: Callable[[Request], None]) -> None:
+        self._open = open_
+        self._away = False
+        self._trial: Request | None = None
+        self._waiting: dict[str, Request] = {}
+
+    def on_target_lost(self, requests: Sequence[Request], why: str) -> list[tuple[Request, str]]:
+        """The target has died; `requests` wait from now on. Returns who must end, with the reason."""
+        under_way = [request for request in requests if not self.is_waiting(request)]
+        self._away, self._trial = True, None
+        for request in under_way:
+            request.suspend()
+            request.add_note(f"the text continued after a pause: {why}")
+            request.deaths += 1
+            request.metrics.resumed += 1
+            self._waiting[request.id] = request
+        words = f"{why}, for the third time in a row with this request, the last time with this request alone"
+        return [(request, words) for request in under_way if request.deaths >= GUILTY]
+
+    def on_target_found(self) -> None:
+        """There is a target again."""
+        self._away = False
+        self._open_next()
+
+    def admit(self, request: Request) -> None:
+        """Opens a new request as soon as it may be on the target."""
+        self._waiting[request.id] = request
+        self._open_next()
+
+    def is_waiting(self, request: Request) -> bool:
+        """Whether it waits."""
+        return request.id in self._waiting
+
+    def is_on_trial(self, request: Request) -> bool:
+        """Whether this one is tried alone."""
+        return request is self._trial
+
+    def clear_suspect(self, request: Request) -> None:
+        """It was tried and got its first token; it goes on once all suspects were tried."""
+        request.suspend()
+        self._trial = None
+        self.admit(request)
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._waiting.pop(request.id, None)
+        if self.is_on_trial(request):
+            self._trial = None
+        self._open_next()
+
+    def _open_next(self) -> None:
+        """Opens who may be on the target now: a suspect by itself, or all."""
+        if self._away or self._trial is not None or not self._waiting:
+            return
+        self._trial = next((request for request in self._waiting.values() if request.deaths >= SUSPECT), None)
+        for request in [self._trial] if self._trial is not None else list(self._waiting.values()):
+            del self._waiting[request.id]
+            self._open(request)
 
 
 def set_up_request(admit: Admit, workers: Workers, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:

@@ -28,11 +28,10 @@ from outrider.orchestrator.events import (
     WorkersChanged,
     together,
 )
-from outrider.orchestrator.front.admission import Admission
+from outrider.orchestrator.front.admission import Admission, FairQueue, Ticket, Whose, note
 from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
 from outrider.orchestrator.front.text import TextDelta
 from outrider.orchestrator.front.timing_totals import ServerMetrics
-from outrider.orchestrator.front.waiting import FairQueue, Ticket, Whose, note
 from outrider.orchestrator.handshake import Announcement, Failure, ServerReady, Stage, kind_of
 from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pairing.pairing import ChosenPair

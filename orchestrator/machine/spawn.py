@@ -32,7 +32,7 @@ from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import PACKAGE, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.socket_lock import SocketLock
+from outrider.protocol.socket_files import SocketLock
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.pairing.chat import chat_template
 from outrider.orchestrator.pairing.model_files import (
     EMBEDDED_TARGET,
     TINY,
@@ -20,7 +19,7 @@ from outrider.orchestrator.pairing.model_files import (
     kind_of,
 )
 from outrider.orchestrator.pairing.pulled import PULLED, draft_of
-from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, require_same
+from outrider.orchestrator.pairing.tokenizer import TextCodec, chat_template, load_codec, require_same
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEADS, OF_TARGET

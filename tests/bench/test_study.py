@@ -27,7 +27,7 @@ from outrider.orchestrator.core.policy.forecasts import (
     sd_rate,
     ssd_rate,
 )
-from outrider.orchestrator.core.trace import TARGET, TARGETS_DRAFTER, Trace
+from outrider.orchestrator.core.round_metrics import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span

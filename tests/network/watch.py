@@ -13,9 +13,8 @@ from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.proposals.proposal import ProposalSource
-from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.target_recovery import GUILTY
+from outrider.orchestrator.core.proposal import ProposalSource
+from outrider.orchestrator.core.scheduler import GUILTY, Scheduler
 from outrider.orchestrator.events import (
     Admit,
     Committed,

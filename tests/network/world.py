@@ -18,12 +18,11 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.worker import MOST_LIES
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import Abilities, InProcessDrafter
-from outrider.protocol.messages import KvMemory, Message, Outcome
+from outrider.protocol.messages import Abilities, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafter import InProcessModel
 from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker

@@ -13,11 +13,22 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
+from outrider.protocol.messages import (
+    Abilities,
+    Close,
+    Halt,
+    Message,
+    Open,
+    Outcome,
+    Prepare,
+    Resync,
+    RoundRecord,
+    Span,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.virtual.known_text import held, path_of

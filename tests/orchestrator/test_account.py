@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.orchestrator.core.request_metrics import RECENT_ROUNDS, RequestMetrics
 from outrider.protocol.messages import Outcome, Span
 

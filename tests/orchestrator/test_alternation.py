@@ -7,11 +7,10 @@ import pytest
 from outrider.orchestrator.core.next_round import Alternation
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Commit, Drafted, Message, Outcome, Span, Verify
+from outrider.protocol.messages import Abilities, Commit, Drafted, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
 

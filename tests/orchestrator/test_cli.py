@@ -24,11 +24,11 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, PACKAGE
-from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import Logprobs
+from outrider.protocol.stats import Report
 from tests.orchestrator.stand import says, worker_stats
 
 
@@ -271,7 +271,7 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
 
 
 def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pairing.chat.chat_template", lambda folder: "{{ messages }}")
+    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
         _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)

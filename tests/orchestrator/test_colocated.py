@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
-from outrider.protocol.abilities import Abilities, InProcessDrafter
-from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
+from outrider.protocol.messages import Abilities, Close, Halt, InProcessDrafter, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.honest import HonestWorkers

@@ -18,12 +18,12 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import worker_link
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.directory import private_directory
 from outrider.protocol.endpoints import connect, probe
 from outrider.protocol.errors import KeyFault, WorkerError
 from outrider.protocol.keyring import DRAFTER, AllowedKey, Keyring
 from outrider.protocol.keys import ClientKeys, KeyPair, make_pair
 from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.worker_link import WorkerLink, routing_id
 
 WAIT_MS = 200_000

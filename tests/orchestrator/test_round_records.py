@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
+from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.orchestrator.core.request_metrics import RoundRecords
 from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, Outcome, Span
 

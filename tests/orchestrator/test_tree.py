@@ -9,8 +9,15 @@ import pytest
 
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.proposals.tree import DraftTrie, grown, merged, worth_telling
+from outrider.orchestrator.core.proposal import (
+    DraftTrie,
+    Lookup,
+    Proposal,
+    ProposalSource,
+    grown,
+    merged,
+    worth_telling,
+)
 from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import fault, lines

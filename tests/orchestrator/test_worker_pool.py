@@ -21,13 +21,12 @@ from outrider.orchestrator.limits import Rate, RateLimiter
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.digest import digest
-from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import (
+    Abilities,
     Branches,
     Close,
     Fault,
@@ -42,6 +41,7 @@ from outrider.protocol.messages import (
     Span,
     Welcome,
 )
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 

@@ -23,12 +23,11 @@ from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
-from outrider.protocol import abilities as abilities_of
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import Abilities, KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.target_worker.feature_publisher import FeaturePublisher

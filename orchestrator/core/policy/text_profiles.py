@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, Shifted
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import Acceptance, Average, Estimates, Shifted
 from outrider.protocol.heads import NGRAM
 
 # Of copies: a text is some forty rounds long.

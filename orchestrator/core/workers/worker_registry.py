@@ -27,11 +27,10 @@ from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.limits import KVBudget, kv_budget
 from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.digest import fits
 from outrider.protocol.keyring import DRAFTER, PREFILL
 from outrider.protocol.keys import ServerKeys, key_shown
-from outrider.protocol.messages import Hello, WorkerStats
+from outrider.protocol.messages import Abilities, Hello, WorkerStats
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 TARGET = "target-0"

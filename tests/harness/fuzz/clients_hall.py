@@ -38,9 +38,9 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.directory import private_directory
 from outrider.protocol.messages import Cancel, Generate, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.stats import Durations
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator

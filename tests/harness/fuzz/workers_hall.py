@@ -14,16 +14,16 @@ from unittest.mock import patch
 import zmq
 
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.core.workers.pool import WorkerPool
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import now
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.directory import private_directory
 from outrider.protocol.messages import Shutdown
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.worker_link import INCARNATION_BITS
 from tests.harness.fuzz.company import Peer, drafter, target, token
 from tests.harness.fuzz.hall import ENDLESS, Broken

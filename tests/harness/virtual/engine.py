@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, ToFront
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.messages import Message
+from outrider.protocol.messages import Abilities, Message
 from outrider.protocol.profile import Profile
 from tests.harness.virtual.drafter import Machine, VirtualDrafter
 from tests.harness.virtual.remembered import Remembered

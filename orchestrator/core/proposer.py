@@ -1,11 +1,10 @@
 """What a request verifies next, and what after a miss: the one place where AR, SD and SSD differ.
 
-`Proposer`: what a request verifies next: the one place where AR, SD and SSD differ. Pure decisions over a request, the
-estimates and the time; nothing is sent from here.
+`Proposer`: decides by the request, the estimates and the time. Sends nothing.
 
 `Fallback`: what to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the
-time. A millisecond is worth the tokens it has lately brought: of the target's, what all requests brought, of a
-request's waiting, its own. Pure functions of the estimates: no clock, no state.
+time. A millisecond of the target is worth the tokens that all requests have lately brought in one; a millisecond of a
+request's waiting is worth its own. Pure functions of the estimates: no clock, no state.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.proposals.tree import (
+from outrider.orchestrator.core.proposal import (
     CopiedTail,
+    Lookup,
+    Proposal,
+    ProposalSource,
     beside_own,
     best_tail,
     copied,
