@@ -20,8 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
-from outrider.protocol.keys import ServerKeys, from_zmq
+from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring, ServerKeys, from_zmq
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -226,26 +226,15 @@ class Drain:
     """Main thread -> front thread: take no new requests."""
 
 
-class CoreFacts(Protocol):
-    """What the core tells without being asked through a mailbox."""
+@dataclass(frozen=True, slots=True)
+class CoreStats:
+    """The core's counts and durations since the start; see `Stats`."""
 
-    @property
-    def workers_endpoint(self) -> str: ...
-
-    @property
-    def stale_messages(self) -> int: ...
-
-    @property
-    def dropped_branches(self) -> int: ...
-
-    @property
-    def rejected_frames(self) -> int: ...
-
-    @property
-    def round_seconds(self) -> Durations: ...
-
-    @property
-    def verify_seconds(self) -> Durations: ...
+    stale_messages: int
+    rejected_frames: int
+    dropped_branches: int
+    round_seconds: Durations
+    verify_seconds: Durations
 
 
 @dataclass(frozen=True, slots=True)

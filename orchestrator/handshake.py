@@ -33,7 +33,7 @@ class ServerReady:
     """
 
     endpoint: str
-    workers: str
+    workers: str = ""
     notes: tuple[str, ...] = ()
     http: str = ""
     joining: str = ""

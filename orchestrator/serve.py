@@ -44,7 +44,7 @@ from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_
 from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
-from outrider.protocol.keyring import CLIENT
+from outrider.protocol.keys import CLIENT
 from outrider.protocol.socket_files import PrivateDirectory, private_directory
 
 STATUS_SECONDS = 1.0
@@ -80,7 +80,8 @@ class ServerThreads:
     def complete(self, ready: ServerReady) -> ServerReady:
         """With all that is known of where the server is reached."""
         key = self.auth.own.public if self.auth is not None else ""
-        return replace(ready, own=self.clients.own, joining=self.core.joining_endpoint, key=key)
+        workers, joining = self.core.workers_endpoint, self.core.joining_endpoint
+        return replace(ready, workers=workers, own=self.clients.own, joining=joining, key=key)
 
 
 def run(
@@ -207,7 +208,7 @@ def _threads(
                 stack.enter_context(closing(beacon))
             text = read_pair(pair)
             lines.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
-            front = Front(pair, Admission(text), clients, lines, core, happenings.put)
+            front = Front(pair, Admission(text), clients, lines, core.stats, happenings.put)
             threads.insert(0, _start(front.run, "front"))
             yield ServerThreads(front, core, lines.orders, http, clients, auth)
         finally:

@@ -86,7 +86,7 @@ class ServeSettings:
     worker may be silent until it is given up; a drafter is done without after a fifth of that. `memory`: carry over
     from run to run what `auto` learned of this pair on this machine. `workers_endpoint`: where drafters of other
     machines join, tcp://HOST:PORT; None: only this machine's do. `keys`: the folder of keys; None:
-    `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and `workers_endpoint` also where only this
+    `protocol.keys.default_folder`. `keyed`: ask for keys at `endpoint` and `workers_endpoint` also where only this
     machine reaches them; beyond it they are always asked for. `advertise`: announce `workers_endpoint` on the local
     network. `prefill_workers`: so many processes read long prompts in the target's place; `prefill_from`: of so many
     tokens and more; None: what `outrider tune` found, else 512; `prefill_backend`: by what, of the target's own

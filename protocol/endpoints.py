@@ -22,6 +22,7 @@ import socket as sockets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -29,7 +30,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
-from outrider.protocol.keys import ClientKeys, ServerKeys, raw
+from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, parse_key, raw
 from outrider.protocol.schema import MAX_FRAME
 from outrider.protocol.socket_files import MAX_PATH, SocketLock
 
@@ -136,6 +137,33 @@ def reachable(endpoint: str) -> Endpoint:
             f"{endpoint} is an address to listen on, not to connect to; expected the server's host and port"
         )
     return where
+
+
+def keys_to(
+    endpoint: str, server_key: str | None = None, folder: str | os.PathLike[str] | None = None
+) -> ClientKeys | None:
+    """The keys that a connection to `endpoint` needs; None: it is on this machine, and no key of its server is known.
+
+    `server_key`: the key that the server must have; None: the trusted one. `folder`: see `Keyring`.
+
+    Raises:
+        KeyFault: a key is missing or can't be used.
+        EndpointError: it is no endpoint.
+    """
+    where, keyring = reachable(endpoint), Keyring(Path(folder) if folder is not None else None)
+    host = where.host if isinstance(where, Tcp) else endpoint
+    known = parse_key(server_key) if server_key is not None else None
+    if known is None and isinstance(where, Tcp):
+        trusted = {server.place: server.key for server in keyring.servers()}
+        known = trusted.get(str(where).removeprefix("tcp://"), trusted.get(host))
+    if known is not None:
+        return ClientKeys(keyring.own(), known)
+    if is_local(where):
+        return None
+    raise KeyFault(
+        f"{endpoint} is on another machine, and its server's key is not trusted yet; expected"
+        f" `outrider keys trust {host} KEY` (or --server-key), with the key that `outrider serve` prints there"
+    )
 
 
 def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> None:
@@ -252,7 +280,7 @@ def _at_port(where: Tcp) -> sockets.socket:
 
 def _ask_for_keys(socket: Socket, keys: ServerKeys) -> None:
     socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
-    socket.zap_domain = keys.door.encode()
+    socket.zap_domain = keys.domain.encode()
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context that has no authentication lets everybody in
 
 

@@ -29,6 +29,10 @@ class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for an answer in the model's context, or in the memory for texts."""
 
 
+class UnknownDrafter(InvalidRequest):
+    """A request names a drafter that the server does not have."""
+
+
 class ModelError(OutriderError):
     """A model can't be found, read or paired."""
 

@@ -7,7 +7,9 @@ worker measures them; the orchestrator adds them up. `Tally` and `Durations` cou
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from outrider.protocol.schema import Count, Name, Serial
 
@@ -55,6 +57,19 @@ class Tally:
 
     name: Name
     count: Serial
+
+
+def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
+    """The sum of each name."""
+    counts: Counter[str] = Counter()
+    for tally in (*left, *right):
+        counts[tally.name] += tally.count
+    return tuple(Tally(name, count) for name, count in sorted(counts.items()))
+
+
+def each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    """The sum at each place."""
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ import zmq
 
 from outrider.protocol import clock, endpoints, process
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.endpoints import Tcp, connect, parse, probe
+from outrider.protocol.endpoints import Tcp, connect, keys_to, parse, probe
 from outrider.protocol.errors import (
     CannotDraft,
     EndpointError,
@@ -41,7 +41,6 @@ from outrider.protocol.errors import (
     VersionMismatch,
     WorkerError,
 )
-from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
 from outrider.protocol.process import outside_finalizers
@@ -332,7 +331,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
 def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop]]) -> int:
     """Enters with its keys, loads and serves. The code to exit with, where an error is said to the orchestrator."""
     try:
-        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+        keys = keys_to(options.endpoint, options.server_key, options.keys)
     except KeyFault as fault:
         log.error("%s", fault)
         return fault.exit_code

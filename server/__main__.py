@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing_wanted
 from outrider.protocol import process
+from outrider.protocol.version import install
 from outrider.server.app import application
 from outrider.server.auth_middleware import Callers
 from outrider.server.connection import Connection, Server
@@ -62,7 +63,7 @@ def _tracing(settings: HttpSettings, model: str) -> Tracing | None:
     try:
         from outrider.server.tracing import Tracing, exporting
     except ModuleNotFoundError as missing:
-        log.warning("no spans are exported: %s; expected pip install 'outrider[otel]'", missing)
+        log.warning("no spans are exported: %s; expected %s", missing, install("otel"))
         return None
     return Tracing(model, exporting(settings.otlp_endpoint))
 

@@ -172,7 +172,7 @@ class Workbench:
 
     def _to_drafters(self, message: Message) -> None:
         for name in self._pool.drafters():
-            self._pool.send_drafter(name, message)
+            self._pool.send_worker(name, message)
 
     # --- waiting --------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Generic, Never, TypeVar
 
 import zmq
@@ -42,7 +41,7 @@ from outrider.orchestrator.client.base_client import AsyncBaseClient, BaseClient
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue
 from outrider.protocol import values
 from outrider.protocol.codec import decode, decode_all, encode
-from outrider.protocol.endpoints import connect, probe, require_server
+from outrider.protocol.endpoints import connect, keys_to, probe, require_server
 from outrider.protocol.errors import (
     EndpointError,
     InvalidRequest,
@@ -52,7 +51,6 @@ from outrider.protocol.errors import (
     ServerStopped,
     WorkerError,
 )
-from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Message, Stats, StatsQuery
 
@@ -246,16 +244,6 @@ class Connecting:
             socket.close()
             raise
         return socket
-
-
-def keys_to(endpoint: str, server_key: str | None, folder: str | os.PathLike[str] | None) -> ClientKeys | None:
-    """The keys that a client needs there; None: it needs none.
-
-    Raises:
-        KeyFault: it does, and one is missing or can't be used.
-        EndpointError: it is no endpoint.
-    """
-    return Keyring(Path(folder) if folder is not None else None).to_reach(endpoint, server_key)
 
 
 class Client(Connecting, BaseClient):

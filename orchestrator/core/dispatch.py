@@ -59,8 +59,8 @@ class Workers(Protocol):
         """How many tokens this worker's model has."""
         ...
 
-    def record_lie(self, name: str, kind: str) -> None:
-        """A drafter has said what cannot be, a kind of `door.LIES`; who does so often is not to be heard any more."""
+    def record_invalid(self, name: str, kind: str) -> None:
+        """Counts an invalid message of a drafter, by its kind (`message_validator.INVALID`); many disconnect it."""
         ...
 
     def features(self, name: str) -> str:
@@ -73,7 +73,7 @@ class Workers(Protocol):
 
     def send_target(self, message: Message) -> None: ...
 
-    def send_drafter(self, name: str, message: Message) -> None: ...
+    def send_worker(self, name: str, message: Message) -> None: ...
 
     def flush_and_yield(self) -> None:
         """Lets what was sent leave before anything else is done here."""
@@ -110,7 +110,7 @@ class Dispatch:
                 if proposal.autonomous or proposal.draft
                 else 0,
                 parents=proposal.parents,
-                min_prob=proposal.least,
+                min_prob=proposal.min_prob,
             )
         )
 
@@ -143,7 +143,9 @@ class Dispatch:
         self.workers.send_target(Close(request.id))
 
 
-def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), least: float = 1.0) -> Open:
+def opening(
+    request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), min_prob: float = 1.0
+) -> Open:
     """The text so far; for a drafter, the outcomes that it is to prepare of what the target verifies."""
     return Open(
         request=request.id,
@@ -158,7 +160,7 @@ def opening(request: Request, verifying: tuple[int, ...] | None, ranks: range = 
         generated=request.generated,
         rank_offset=ranks.start,
         features=request.admit.mode != "ar",
-        min_prob=least,
+        min_prob=min_prob,
     )
 
 
@@ -172,12 +174,12 @@ class RemotePrefill:
 
 
 class RemotePrefills:
-    """The readings under way, by request. `min_prob`: shorter prompts are the target's own matter."""
+    """The readings under way, by request. `min_tokens`: shorter prompts are the target's own matter."""
 
-    def __init__(self, workers: Workers, dispatch: Dispatch, least: int) -> None:
+    def __init__(self, workers: Workers, dispatch: Dispatch, min_tokens: int) -> None:
         self._workers = workers
         self._dispatch = dispatch
-        self._min_tokens = least
+        self._min_tokens = min_tokens
         self._prefills: dict[str, RemotePrefill] = {}
         self._asked: set[str] = set()
 
@@ -205,7 +207,7 @@ class RemotePrefills:
         reading.worker = min(sorted(workers), key=self._load)
         self._asked.add(reading.worker)
         tokens = np.asarray(request.tokens, np.int32)
-        self._workers.send_drafter(reading.worker, Prefill(request.id, request.epoch, tokens, message.done))
+        self._workers.send_worker(reading.worker, Prefill(request.id, request.epoch, tokens, message.done))
 
     def has_asked(self, worker: str) -> bool:
         """Whether this is a prefill worker whose words come here."""
@@ -235,7 +237,7 @@ class RemotePrefills:
         """Nothing more is wanted of it: it has been read, or the target reads it, or nobody needs it."""
         reading = self._prefills.pop(request.id, None)
         if reading is not None and reading.worker:
-            self._workers.send_drafter(reading.worker, Close(request.id))
+            self._workers.send_worker(reading.worker, Close(request.id))
 
     def _hand_back(self, request: Request) -> None:
         """The target reads on by itself."""

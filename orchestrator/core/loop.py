@@ -20,9 +20,10 @@ from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import WorkerLoss
+from outrider.orchestrator.core.workers.worker_registry import WorkerLoss
 from outrider.orchestrator.events import (
     Admit,
+    CoreStats,
     Mailbox,
     ModelVocabulary,
     Quit,
@@ -36,7 +37,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome
-from outrider.protocol.stats import Durations
 
 log = logging.getLogger(__name__)
 
@@ -93,25 +93,16 @@ class Core:
         """Where drafters of other machines join; empty: nowhere."""
         return self._pool.joining_endpoint
 
-    @property
-    def stale_messages(self) -> int:
-        return self._scheduler.stale
-
-    @property
-    def dropped_branches(self) -> int:
-        return self._scheduler.dropped_branches
-
-    @property
-    def rejected_frames(self) -> int:
-        return self._pool.rejected
-
-    @property
-    def round_seconds(self) -> Durations:
-        return self._scheduler.metrics.rounds.snapshot()
-
-    @property
-    def verify_seconds(self) -> Durations:
-        return self._scheduler.metrics.verifies.snapshot()
+    def stats(self) -> CoreStats:
+        """For any thread."""
+        metrics = self._scheduler.metrics
+        return CoreStats(
+            stale_messages=self._scheduler.stale,
+            rejected_frames=self._pool.rejected,
+            dropped_branches=self._scheduler.dropped_branches,
+            round_seconds=metrics.rounds.snapshot(),
+            verify_seconds=metrics.verifies.snapshot(),
+        )
 
     def run(self) -> None:
         """Runs until Quit; always ends the workers it started."""

@@ -177,13 +177,13 @@ class Planner:
             along = proposal.along(proposal.nodes(outcome) or ())
             if self._can_judge(request):
                 self.profiles.observe_chain(
-                    request.text, proposal.drafter if proposal.draft else "", len(proposal.in_process), along
+                    request.text, proposal.drafter if proposal.draft else "", len(proposal.drafter_nodes), along
                 )
             if not proposal.draft:
-                estimates.observe_chain(len(proposal.in_process), along)
+                estimates.observe_chain(len(proposal.drafter_nodes), along)
             elif proposal.chain and outcome.drafting is not None:
                 drafting_ms = _milliseconds(outcome.drafting)
-                estimates.observe_in_process(proposal.drafter, len(proposal.in_process), along, drafting_ms)
+                estimates.observe_in_process(proposal.drafter, len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
@@ -211,7 +211,7 @@ class Planner:
             held = self.estimates.observe_copy(foretold.copy, kept)
             if self._can_judge(request):
                 self.profiles.observe_copy(request.text, min(len(foretold.copy.chain), len(kept)), held)
-            own, copy = proposal.in_process, foretold.copy
+            own, copy = proposal.drafter_nodes, foretold.copy
             if own and copy.chain and proposal.chain[own[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
         if not request.ngrams.is_empty:

@@ -71,7 +71,7 @@ class Proposal:
     The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
     None where nothing was drawn. `autonomous`: the target goes on by itself after it, plainly or, `draft` tokens a
     round, with its own drafter, whose chain comes with the outcome; with tokens beside it that hold with a probability
-    of more than `least`. With `draft` and without `autonomous` that is so for one round, and the tokens stand beside
+    of more than `min_prob`. With `draft` and without `autonomous` that is so for one round, and the tokens stand beside
     that chain. With `parents` the tokens are a tree; `by` tells where each is from, if not all are from one place.
     """
 
@@ -85,7 +85,7 @@ class Proposal:
     drafter: str = ""
     parents: tuple[int, ...] = ()
     by: tuple[Origin, ...] = ()
-    least: float = 1.0
+    min_prob: float = 1.0
 
     @property
     def line(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class Proposal:
         return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
 
     @property
-    def in_process(self) -> Sequence[int]:
+    def drafter_nodes(self) -> Sequence[int]:
         """The nodes of the drafter's chain."""
         if not self.by:
             return range(len(self.chain) - self.copied)
@@ -115,7 +115,7 @@ class Proposal:
 
     def along(self, nodes: Sequence[int]) -> int:
         """How many of these nodes that hold are of the drafter's chain."""
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.in_process, strict=False)))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.drafter_nodes, strict=False)))
 
     def settled(self, outcome: Outcome) -> Proposal:
         """With what was verified, which only the target knew where it drafted: that, and what was told beside it."""

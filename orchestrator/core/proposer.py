@@ -27,7 +27,7 @@ from outrider.orchestrator.core.proposal import (
     worth_telling,
 )
 from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.speculation_cache import Prepared
+from outrider.orchestrator.core.speculation_cache import CachedBranch
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Alternatives, Drafted
@@ -68,10 +68,10 @@ def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait
     hit = max(
         estimates.drafted.expected_tokens(depth)
         - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
-        - estimates.in_process_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
+        - estimates.request_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
         for depth in range(1, longest + 1)
     )
-    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(wait_ms)
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(wait_ms)
     return estimates.hit_rate() * (hit - alternative.value) > waiting
 
 
@@ -84,7 +84,7 @@ def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms:
     """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
     if depth >= longest:
         return False
-    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
     row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
     return estimates.drafted.reach(depth) > waiting + row
 
@@ -97,7 +97,7 @@ def _alone(estimates: Estimates, tail: CopiedTail) -> float:
 def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
     """What a chain that is asked for brings, less the worth of its forward and of the wait."""
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
     return estimates.holding(drafter).expected_tokens(length) - forward - waiting
 
 
@@ -172,8 +172,15 @@ class Proposer:
         many as the plan has."""
         drafter, told = request.plan.drafter, beside or Proposal()
         source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
-        least, by = worth_telling(self.estimates, request.takes_trees), told.origins(range(len(told.chain)))[:-1]
-        return replace(told, source=source, draft=depth or request.depth, drafter=drafter, least=least, by=by, copied=0)
+        return replace(
+            told,
+            source=source,
+            draft=depth or request.depth,
+            drafter=drafter,
+            min_prob=worth_telling(self.estimates, request.takes_trees),
+            by=told.origins(range(len(told.chain)))[:-1],
+            copied=0,
+        )
 
     def _beside_in_process(self, request: Request, room: int) -> tuple[int, ...]:
         """What the text says comes next, as far as that pays beside an own drafter's chain."""
@@ -204,7 +211,7 @@ class Proposer:
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
 
-    def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+    def branch(self, request: Request, found: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
         chain = found.chain[: max(min(request.depth, room), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)

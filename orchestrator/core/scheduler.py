@@ -298,7 +298,7 @@ class Scheduler:
         if why_not or request is None:
             self.stale += 1
             if why_not != LATE:
-                self._workers.record_lie(sender, why_not)
+                self._workers.record_invalid(sender, why_not)
             return
         if isinstance(message, Outcome | Branches | Drafted):
             request.metrics.held(sender, message.peak_bytes)

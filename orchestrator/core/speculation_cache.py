@@ -44,7 +44,7 @@ _TOKEN_BYTES = 40  # a number and its place in a tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class CachedBranch:
     """A branch: its chain, what that was drawn from, if it was, whose it is, and what may stand beside its tokens."""
 
     chain: tuple[int, ...]
@@ -63,7 +63,7 @@ class SpeculationCache:
         """`budget`: shared with other requests' caches."""
         self._room = budget or CacheBudget()
         self._held = 0
-        self._branches: dict[tuple[int, ...], Prepared] = {}
+        self._branches: dict[tuple[int, ...], CachedBranch] = {}
         self._awaited: dict[str, int] = {}
         self._wanted = 0
         self.lead = ""
@@ -107,7 +107,7 @@ class SpeculationCache:
                 or (entry.alternatives and known.chain == entry.chain)
             ):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.committed] = Prepared(entry.chain, q, drafter, entry.alternatives)
+                self._branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives)
         if message.final:
             self.finished(drafter)
 
@@ -128,7 +128,7 @@ class SpeculationCache:
         """Nothing more is to come of this one, nor has all come."""
         self._wanted -= self._awaited.pop(drafter, 0)
 
-    def lookup(self, committed: tuple[int, ...]) -> Prepared | None:
+    def lookup(self, committed: tuple[int, ...]) -> CachedBranch | None:
         """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None.
 
         Of an outcome that went beyond a token beside the chain it is the rest of that token's branch.
@@ -137,14 +137,14 @@ class SpeculationCache:
         for length in range(len(committed) - 1, 0, -1) if found is None else ():
             shorter, rest = self._branches.get(committed[:length]), committed[length:]
             if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
-                return Prepared(shorter.chain[len(rest) :], None, shorter.drafter)
+                return CachedBranch(shorter.chain[len(rest) :], None, shorter.drafter)
         return found
 
-    def grows(self, branch: Prepared) -> bool:
+    def grows(self, branch: CachedBranch) -> bool:
         """Whether its drafter may still make it deeper."""
         return branch.drafter in self._awaited
 
-    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], Prepared]]:
+    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
         """Every outcome whose branch is as deep as it will be, with it."""
         known = self._branches.items()
         if self.final:

@@ -30,7 +30,7 @@ from outrider.orchestrator.pairing.tokenizer import ModelText, fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong
+from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong, UnknownDrafter
 from outrider.protocol.heads import DRAFT_MODEL, is_joint
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import Grammar, SamplingParams
@@ -148,7 +148,7 @@ class Admission:
         """The only one that is to draft; empty: whoever is there."""
         if asked.drafter and asked.drafter not in self._drafters:
             known = ", ".join(self._drafters) or "none: this server has no drafter"
-            raise InvalidRequest(f"no drafter is called {asked.drafter!r} here; expected {known}")
+            raise UnknownDrafter(f"no drafter is called {asked.drafter!r} here; expected {known}")
         if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd" and not is_joint(asked.drafter):
             raise InvalidRequest(
                 f"mode ssd is for draft workers, and {asked.drafter} is not one; expected mode sd or auto"

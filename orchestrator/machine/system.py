@@ -31,6 +31,7 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.version import install
 from outrider.protocol.worker_link import CPU_KERNELS
 
 MISSING = (
@@ -123,9 +124,7 @@ def require_mlx() -> None:
     found = find_spec("mlx")
     places = found.submodule_search_locations if found is not None else None
     if not any(Path(place, LIBRARY).is_file() for place in places or ()):
-        raise InvalidRequest(
-            "MLX has no backend installed; run pip install 'outrider[cpu]', or 'outrider[cuda]' for a GPU"
-        )
+        raise InvalidRequest(f"MLX has no backend installed; expected {install('cpu')}, or the extra cuda for a GPU")
 
 
 BEHIND = 5

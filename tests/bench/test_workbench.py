@@ -10,7 +10,7 @@ import zmq
 
 from outrider.bench.timing.workbench import Workbench
 from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import WorkerLoss
+from outrider.orchestrator.core.workers.worker_registry import WorkerLoss
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Message, Outcome
 

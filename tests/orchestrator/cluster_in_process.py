@@ -160,7 +160,7 @@ class Cluster(HonestWorkers):
     def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self.told_drafters.append((name, message))
         if not self._drop(message):
             next(link for link in self.links if link.name == name).inbox.append(through_the_codec(message))

@@ -40,7 +40,7 @@ class Wires(HonestWorkers):
     def send_target(self, message: Message) -> None:
         self.target.append(message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self.drafter.append(message)
 
     def flush_and_yield(self) -> None:

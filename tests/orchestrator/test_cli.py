@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main, module_of
-from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli import COMMANDS, PROGRAMS, Parser, main, module_of
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
@@ -78,7 +77,7 @@ def test_without_mlx_s_library_the_remedy_is_told_before_anything_imports_it(run
     monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     code, out, err = run(command, *(["bash"] if command == "completion" else []))
     assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
-    assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install 'outrider[cpu]'" in err
+    assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install '.[cpu]'" in err
 
 
 def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder, endpoint):

@@ -45,7 +45,7 @@ class Target(HonestWorkers):
     def send_target(self, message: Any) -> None:
         self.told.append(message)
 
-    def send_drafter(self, name: str, message: Any) -> None:
+    def send_worker(self, name: str, message: Any) -> None:
         raise AssertionError("there is none")
 
     def flush_and_yield(self) -> None:

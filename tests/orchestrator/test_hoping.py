@@ -99,7 +99,7 @@ class Wires(HonestWorkers):
         if isinstance(message, Verify):
             self.verifies.append(message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         pass
 
     def flush_and_yield(self) -> None:

@@ -47,7 +47,7 @@ class Wires(HonestWorkers):
     def send_target(self, message: Message) -> None:
         self.said.append(message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         raise AssertionError("there is no drafter")
 
     def flush_and_yield(self) -> None:

@@ -232,7 +232,7 @@ class Cluster(HonestWorkers):
     def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self._draft_link.inbox.append(through_the_codec(message))
 
     # --- what a test sees -----------------------------------------------------------------------------------------

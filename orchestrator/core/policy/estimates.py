@@ -525,14 +525,14 @@ class Estimates:
         missed = 1.0 - _or(self._covered, PRIOR_HIT_RATE)
         return max(1.0 - missed * math.pow(_or(self._branches, PRIOR_BRANCHES) / max(branches, 1), MISS_POWER), 0.0)
 
-    def in_process_tokens_per_ms(self) -> float:
+    def request_tokens_per_ms(self) -> float:
         """The rate at which one request's tokens have been coming; what a millisecond of its waiting costs."""
         tokens, milliseconds = self._round_tokens.value, self._round_ms.value
         return tokens / milliseconds if tokens and milliseconds else 1.0 / self.verify_ms(1)
 
     def tokens_per_ms(self) -> float:
         """What all requests bring together; what a millisecond of the target costs."""
-        return self.active * self.in_process_tokens_per_ms()
+        return self.active * self.request_tokens_per_ms()
 
     def wait_ms(self, milliseconds: float) -> float:
         """What a wait takes: in company the others begin without this request, so it is a forward at least."""

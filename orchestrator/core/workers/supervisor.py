@@ -25,8 +25,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.orchestrator.core.workers.worker import Worker, WorkerLoss
-from outrider.orchestrator.core.workers.worker_registry import TARGET, WorkerRegistry
+from outrider.orchestrator.core.workers.worker_registry import TARGET, Worker, WorkerLoss, WorkerRegistry
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -127,7 +126,7 @@ class Supervisor:
         self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
     ) -> None:
         self.exits = Exits()
-        self._places = registry
+        self._registry = registry
         self._settings = settings
         self._endpoint = endpoint
         self._run_dir = run_dir
@@ -147,7 +146,7 @@ class Supervisor:
     def losses(self, now_ns: int) -> list[WorkerLoss]:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
         lost, self._dismissed = self._dismissed, []
-        for worker in self._places.all():
+        for worker in self._registry.all():
             if worker.state == "restarting" and worker.spawned is None:
                 lost += self._overdue(worker, now_ns)
                 continue
@@ -166,7 +165,7 @@ class Supervisor:
 
     def thawed(self) -> list[Worker]:
         """Those who were frozen and answer again."""
-        frozen = [worker for worker in self._places.all() if worker.state == "frozen"]
+        frozen = [worker for worker in self._registry.all() if worker.state == "frozen"]
         found = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
         for worker in found:
             worker.state = "ready"
@@ -177,7 +176,7 @@ class Supervisor:
         """Starts those again whose time has come, once nothing is left of them; who can't be started has died again."""
         lost = []
         for name, restarts in self._restarts.items():
-            before = self._places.named(name)
+            before = self._registry.named(name)
             if before is None or not restarts.is_due(now_ns) or before.runs:
                 continue
             restarts.begun()
@@ -190,7 +189,7 @@ class Supervisor:
 
     def dismiss(self, worker: Worker, why: str) -> None:
         """It is not to be heard any more, nor started again; `losses` will tell."""
-        self._places.shut_out(worker)
+        self._registry.shut_out(worker)
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
             worker.spawned.kill()
@@ -198,7 +197,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends all processes, in order where they let it."""
-        spawned = [worker.spawned for worker in self._places.all() if worker.spawned]
+        spawned = [worker.spawned for worker in self._registry.all() if worker.spawned]
         for process in spawned:
             process.terminate()
         for process in spawned:
@@ -211,7 +210,7 @@ class Supervisor:
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends what is left of it; one that was started here and had been ready is to come again."""
-        self._places.take_away(worker)
+        self._registry.take_away(worker)
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
             if worker.role == "target":
@@ -259,4 +258,4 @@ class Supervisor:
         if before is not None:
             worker.state, worker.hello = "restarting", before.hello
             worker.heartbeat.expected_s = before.load_s or before.heartbeat.expected_s
-        self._places.give(worker)
+        self._registry.give(worker)

@@ -101,14 +101,14 @@ class VirtualEngine:
         """Nobody reads the target's rows."""
         return ""
 
-    def record_lie(self, name: str, kind: str) -> None:
+    def record_invalid(self, name: str, kind: str) -> None:
         raise WorkerError(f"{name} is honest, and was taken for a liar: {kind}")
 
     def send_target(self, message: Message) -> None:
         text = self._texts.get(getattr(message, "request", ""), ())
         self.world.after(self._hop, lambda: self.target.hear(text, message))
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         if name in self._drafters:
             self._drafters[name].hear(message)
 
