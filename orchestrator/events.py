@@ -1,20 +1,24 @@
-"""What the orchestrator's two threads say to each other, and the queues between them.
+"""What the orchestrator's threads tell each other, and a starting server its parent.
 
 The *core* thread owns the workers' socket and the rounds; it deals in tokens. The *front* thread owns the clients'
 socket, tokenizers, text and the queue of waiting requests; it deals in text.
 
-`ThreadQueues`: the ways between the orchestrator's threads, as one record, and what the front may look up in the core.
+`ThreadQueues`: the queues between the orchestrator's threads, as one record. `Mailbox`: a queue between two threads
+that a ZeroMQ poller can wait on. `CoreStats`: what the front may ask of the core at any time.
 
-`Mailbox`: a queue between two threads of the orchestrator that a ZeroMQ poller can wait on.
+`Announcement`: what a starting server reports to the process that started it, as a JSON line on a socket. The same
+socket ends the server when the parent closes its end, or is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -248,3 +252,80 @@ class ThreadQueues:
     def close(self) -> None:
         for mailbox in (self.core, self.events, self.orders):
             mailbox.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How far the start is, for a person to read."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReady:
+    """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each. `http` is where
+    HTTP is served, if it is.
+
+    `joining`: where drafters of other machines join. `key`: the server's, where keys are asked for. `own`: where its
+    owner's processes on this machine connect without any.
+    """
+
+    endpoint: str
+    workers: str = ""
+    notes: tuple[str, ...] = ()
+    http: str = ""
+    joining: str = ""
+    key: str = ""
+    own: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The server can't go on; `kind` names a class of protocol.errors."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The server has ended as it was asked to, but for this; `kind` as above."""
+
+    kind: str
+    message: str
+
+
+Announcement = Stage | ServerReady | Failure | Unfinished
+_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, ServerReady, Failure, Unfinished)}
+
+
+def announce(line: socket.socket, announcement: Announcement) -> None:
+    """Tells the parent; a parent that is gone is no error here, its end is noticed by `wait_for_end`."""
+    text = json.dumps([type(announcement).__name__, asdict(announcement)])
+    try:
+        line.sendall(text.encode() + b"\n")
+    except OSError:
+        return
+
+
+def wait_for_end(line: socket.socket) -> None:
+    """Returns when the parent's end of the line is closed, however the parent went."""
+    try:
+        while line.recv(1):
+            pass
+    except OSError:
+        return
+
+
+def announcements(line: socket.socket) -> Iterator[Announcement]:
+    """What the server tells, until it goes. TimeoutError when the socket has a timeout and nothing comes."""
+    rest = b""
+    while data := line.recv(4096):
+        *lines, rest = (rest + data).split(b"\n")
+        for one in lines:
+            kind, fields = json.loads(one, object_hook=_tuples)
+            yield _KINDS[kind](**fields)
+
+
+def _tuples(fields: dict[str, object]) -> dict[str, object]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -22,19 +22,24 @@ import zmq
 
 from outrider.orchestrator.auth import CurveAuth, curve_auth_for
 from outrider.orchestrator.core.loop import Core
-from outrider.orchestrator.events import Drain, EndServer, Mailbox, ModelVocabulary, Quit, ThreadQueues, ToCore, ToFront
+from outrider.orchestrator.events import (
+    Announcement,
+    Drain,
+    EndServer,
+    Failure,
+    Mailbox,
+    ModelVocabulary,
+    Quit,
+    ServerReady,
+    ThreadQueues,
+    ToCore,
+    ToFront,
+    Unfinished,
+    wait_for_end,
+)
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import (
-    Announcement,
-    Failure,
-    ServerReady,
-    Unfinished,
-    as_error,
-    kind_of,
-    wait_for_end,
-)
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
@@ -43,7 +48,7 @@ from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
 from outrider.protocol.keys import CLIENT
 from outrider.protocol.socket_files import PrivateDirectory, private_directory
 

@@ -115,3 +115,17 @@ def named_errors(doing: str, level: int = logging.WARNING) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """The error's first line, or its kind where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def kind_of(error: OutriderError) -> str:
+    """The name of this error's class, or of its nearest base here, by which it crosses a socket or a pipe."""
+    named = (cls for cls in type(error).__mro__ if globals().get(cls.__name__) is cls)
+    return next(named, OutriderError).__name__
+
+
+def as_error(kind: str, message: str) -> OutriderError:
+    """The exception that `kind` names; a kind that this version doesn't know is a plain OutriderError."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, OutriderError):
+        return found(message)
+    return OutriderError(message)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError

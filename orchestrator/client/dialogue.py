@@ -20,10 +20,17 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from outrider.orchestrator.handshake import as_error
 from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
 from outrider.protocol import messages, values
-from outrider.protocol.errors import InvalidRequest, OtherModel, OutriderError, ServerBusy, ServerStopped, WorkerError
+from outrider.protocol.errors import (
+    InvalidRequest,
+    OtherModel,
+    OutriderError,
+    ServerBusy,
+    ServerStopped,
+    WorkerError,
+    as_error,
+)
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
 from outrider.protocol.schema import NEVER, Logprobs, Origin

@@ -13,15 +13,87 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from outrider.orchestrator.core.dispatch import Workers, opening
+import numpy as np
+
 from outrider.orchestrator.core.message_validator import SentTasks
 from outrider.orchestrator.core.policy.estimates import Average, Estimates
 from outrider.orchestrator.core.proposal import worth_telling
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Branches, Close, Commit, Drafted, Features, Open
+from outrider.protocol.messages import Abilities, Branches, Close, Commit, Drafted, Features, Message, Open
 from outrider.protocol.schema import MAX_COMMIT
+
+
+class Workers(Protocol):
+    """The workers as the rounds need them."""
+
+    @property
+    def target_context(self) -> int: ...
+
+    @property
+    def target_abilities(self) -> Abilities: ...
+
+    def notes(self) -> list[str]:
+        """Why there is less speculation than was asked for."""
+        ...
+
+    def is_target(self, name: str) -> bool: ...
+
+    def drafters(self) -> set[str]:
+        """Names of the drafters that are ready."""
+        ...
+
+    def prefill_workers(self) -> set[str]:
+        """Names of those that are ready to read prompts for this target."""
+        ...
+
+    def vocabulary(self, name: str) -> int:
+        """How many tokens this worker's model has."""
+        ...
+
+    def record_invalid(self, name: str, kind: str) -> None:
+        """Counts an invalid message of a drafter, by its kind (`message_validator.INVALID`); many disconnect it."""
+        ...
+
+    def features(self, name: str) -> str:
+        """Of what the rows are made that this drafter reads; empty: it reads none."""
+        ...
+
+    def model(self, name: str) -> object:
+        """What tells drafters that rank outcomes alike from others."""
+        ...
+
+    def send_target(self, message: Message) -> None: ...
+
+    def send_worker(self, name: str, message: Message) -> None: ...
+
+    def flush_and_yield(self) -> None:
+        """Lets what was sent leave before anything else is done here."""
+        ...
+
+
+def opening(
+    request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), min_prob: float = 1.0
+) -> Open:
+    """The text so far; for a drafter, the outcomes that it is to prepare of what the target verifies."""
+    return Open(
+        request=request.id,
+        epoch=request.epoch,
+        round=request.round,
+        tokens=np.asarray(request.tokens, np.int32),
+        sampling=request.admit.sampling,
+        eos=tuple(sorted(request.admit.eos)),
+        depth=request.depth,
+        branches=len(ranks) or request.branches,
+        verifying=verifying,
+        generated=request.generated,
+        rank_offset=ranks.start,
+        features=request.admit.mode != "ar",
+        min_prob=min_prob,
+    )
+
 
 SMOOTHING = 0.3
 # Who is not worth being asked is tried again after so many rounds.

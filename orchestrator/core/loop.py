@@ -14,13 +14,13 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import PolicyStore, Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker_registry import WorkerLoss
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.orchestrator.events import (
     Admit,
     CoreStats,

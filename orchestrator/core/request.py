@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.orchestrator.core.metrics import RequestMetrics, RoundRecords
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfile
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.request_metrics import RequestMetrics, RoundRecords
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Branches, Drafted, Outcome

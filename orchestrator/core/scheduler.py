@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.orchestrator.core.dispatch import Dispatch, RemotePrefills, Workers
-from outrider.orchestrator.core.draft_pool import DraftPool
+from outrider.orchestrator.core.draft_pool import DraftPool, Workers
 from outrider.orchestrator.core.message_validator import LATE, MessageValidator
-from outrider.orchestrator.core.next_round import Alternation, NextRound, wait_for_others
+from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
+from outrider.orchestrator.core.next_round import Alternation, Dispatch, NextRound, RemotePrefills, wait_for_others
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.text_profiles import kind_of
@@ -35,8 +35,6 @@ from outrider.orchestrator.core.request import (
     remaining_tokens,
     up_to_end,
 )
-from outrider.orchestrator.core.request_metrics import RequestMetrics, RoundRecords
-from outrider.orchestrator.core.round_metrics import RoundMetrics, Trace
 from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
 from outrider.orchestrator.events import (
     Admit,

@@ -14,11 +14,10 @@ from typing import Any
 import zmq
 
 from outrider.orchestrator.auth import client_of
-from outrider.orchestrator.handshake import kind_of
 from outrider.orchestrator.limits import ConnectionLimiter, Rate, RateLimiter
 from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
-from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, kind_of
 from outrider.protocol.keys import ServerKeys, key_shown
 from outrider.protocol.messages import Failed, Message
 

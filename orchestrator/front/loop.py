@@ -16,13 +16,17 @@ import zmq
 
 from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (
+    Announcement,
     Committed,
     CoreStats,
     EndServer,
+    Failure,
     PrefillProgress,
     RequestBegan,
     RequestEnded,
     RequestFailed,
+    ServerReady,
+    Stage,
     Stop,
     ThreadQueues,
     ToFront,
@@ -32,11 +36,10 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.front.admission import Admission, FairQueue, Ticket, Whose, note
 from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
 from outrider.orchestrator.front.text import TextDelta
-from outrider.orchestrator.handshake import Announcement, Failure, ServerReady, Stage, kind_of
 from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, kind_of
 from outrider.protocol.messages import (
     Cancel,
     Done,

@@ -48,7 +48,7 @@ WITHIN = {
         "machine": {"pairing"},
         "cli": {"client", "core", "front", "machine", "pairing"},
     },
-    "orchestrator/core": {"workers": set(), "policy": set()},
+    "orchestrator/core": {"policy": set()},
     "server": {
         "model": set(),
         "shapes": set(),

@@ -16,6 +16,7 @@ from outrider.bench.commands.overlap import Overlap, _table
 from outrider.bench.contest.contest import Timed, bootstrap, ratio, repeated_share
 from outrider.bench.trace import Bar, draw, drawn, read
 from outrider.orchestrator.cli import main
+from outrider.orchestrator.core.metrics import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.core.policy.forecasts import (
     Costs,
     Odds,
@@ -27,7 +28,6 @@ from outrider.orchestrator.core.policy.forecasts import (
     sd_rate,
     ssd_rate,
 )
-from outrider.orchestrator.core.round_metrics import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span

@@ -17,10 +17,10 @@ from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.workers.worker_registry import MOST_INVALID
+from outrider.orchestrator.core.worker_registry import MOST_INVALID
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Abilities, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafter import InProcessModel

@@ -12,6 +12,7 @@ import zmq
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
+    Announcement,
     Committed,
     CoreStats,
     EndServer,
@@ -28,7 +29,6 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement
 from outrider.orchestrator.pairing.pairing import PairText
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import Timings, WorkerStats

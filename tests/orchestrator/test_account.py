@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.orchestrator.core.metrics import RECENT_ROUNDS, RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.request_metrics import RECENT_ROUNDS, RequestMetrics
 from outrider.protocol.messages import Outcome, Span
 
 HIT = Proposal((1, 2, 3), ProposalSource.CACHE, lookup=Lookup.HIT)

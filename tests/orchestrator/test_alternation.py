@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.next_round import Alternation
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
 from outrider.protocol.messages import Abilities, Commit, Drafted, Message, Outcome, Span, Verify

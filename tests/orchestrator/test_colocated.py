@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
 from outrider.protocol.messages import Abilities, Close, Halt, InProcessDrafter, Outcome, Span, Verify

@@ -16,22 +16,24 @@ from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.orchestrator.events import (
     Admit,
     Committed,
+    Failure,
     PrefillProgress,
     RequestBegan,
     RequestEnded,
     RequestFailed,
+    ServerReady,
+    Stage,
     Stop,
     WorkersChanged,
 )
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import turns_of
-from outrider.orchestrator.handshake import Failure, ServerReady, Stage, as_error
 from outrider.orchestrator.limits import Rate
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError, as_error
 from outrider.protocol.keys import CLIENT, AllowedKey, ClientKeys, Keyring, make_pair
 from outrider.protocol.messages import (
     Cancel,

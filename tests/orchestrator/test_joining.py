@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
-from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import worker_link

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import (
     Admit,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
-from outrider.orchestrator.core.workers import supervisor
-from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker_registry import (
+from outrider.orchestrator.core import supervisor
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import (
     MAX_WORKERS,
     MOST_INVALID,
     QUIET,
@@ -846,8 +846,8 @@ def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.M
 def test_what_a_worker_does_not_read_is_bounded_and_said_once(
     make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.orchestrator.core.workers.pool.MOST_WAITING", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.workers.pool.WARNINGS", Rate(0, 1))
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MOST_WAITING", 4)
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNINGS", Rate(0, 1))
     hall = make_hall()
     deaf = hall.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)

@@ -22,8 +22,8 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.abilities import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
+from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
 from outrider.protocol.messages import Abilities, KvMemory, Message, Outcome, Span, Timings, Verify

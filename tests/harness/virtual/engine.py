@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.round_metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.errors import WorkerError

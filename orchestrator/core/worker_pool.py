@@ -18,8 +18,8 @@ import zmq
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.message_validator import INVALID
-from outrider.orchestrator.core.workers.supervisor import Supervisor
-from outrider.orchestrator.core.workers.worker_registry import (
+from outrider.orchestrator.core.supervisor import Supervisor
+from outrider.orchestrator.core.worker_registry import (
     MAX_NAME,
     NOT_ALLOWED,
     SILENT,

@@ -1,18 +1,19 @@
-"""The life of this cluster's workers: starts them, finds who has died or hangs, starts those again, and gives up.
+"""The workers' processes: starts them, finds which have died or hang, restarts those, and gives up.
 
 A worker that never came up is an error of the start, and a drafter that can't draft here is done without. One that had
-been ready comes again, after a while that grows with each death in a row; its place keeps what it takes in memory and
-can do. A target is given up after some deaths in a row, others only where each load fails alike. Who came by itself is
-not started by anybody; a target that did is waited for. Knows places and processes; nothing of sockets or requests.
+been ready is restarted after a while that grows with each death in a row; its place keeps its memory cost and its
+abilities. A target is given up after some deaths in a row, others only where each load fails alike. A worker that
+joined by itself is not restarted; a target that did is waited for. Knows places and processes; nothing of sockets or
+requests.
 
-`Restarts`: when a worker that died is started again, and when no more. The wait doubles with each death in a row, up
-to a minute; a worker that has done something since its start, or stood for a while, begins a new row. Given up is,
-after so many in a row, one that all requests depend on, so that whoever runs the server has to know, and one whose
-load fails again and again with the same error. Knows counts and times; knows no process.
+`Restarts`: when a worker that died is restarted, and when no more. The wait doubles with each death in a row, up to a
+minute; a worker that has done something since its start, or stood for a while, begins a new row. A worker on which all
+requests depend is given up after so many deaths in a row, so that whoever runs the server notices; so is one whose
+load fails again and again with the same error.
 
-`Exits`: a descriptor that can be waited for beside sockets, and wakes whoever waits when one of our processes has
-ended. Linux has that; elsewhere the core looks at its processes a few times a second. Reaps nobody: the process id
-stays the process's until its owner asks for the exit code.
+`Exits`: a descriptor that a poller can wait for, readable when one of our processes has ended. Linux has that;
+elsewhere the core looks at its processes a few times a second. It reaps nothing: the process id stays the process's
+until its owner asks for the exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.orchestrator.core.workers.worker_registry import TARGET, Worker, WorkerLoss, WorkerRegistry
+from outrider.orchestrator.core.worker_registry import TARGET, Worker, WorkerLoss, WorkerRegistry
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
