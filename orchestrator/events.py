@@ -39,9 +39,9 @@ class Admit:
     """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when
     ignored.
 
-    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
-    tell them. `resume_tokens`: the text's first tokens, which another server has made. `drafter`: the only one to
-    draft, if it is named. `code`: its prompt looks like a program.
+    `num_draft_tokens` and `branches` None: neither client nor server has named any. `origins`, `rounds`: report them.
+    `resume_tokens`: the text's first tokens, which another server has made. `drafter`: the only one to draft, if it is
+    named. `code`: its prompt looks like a program.
     """
 
     request: str
@@ -73,7 +73,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class ModelVocabulary:
-    """The cluster's `model` means by its tokens what this digest says (`pair.vocabulary`); drafters have to, too."""
+    """A digest of what the tokens of the cluster's `model` stand for; a drafter's must equal it."""
 
     model: str
     vocabulary: str
@@ -131,10 +131,12 @@ class Committed:
 
     def and_then(self, later: Committed) -> Committed:
         """Both in one."""
-        told = [one.logprobs for one in (self, later) if one.logprobs is not None]
+        logprobs = [one.logprobs for one in (self, later) if one.logprobs is not None]
         origins = None if self.origins is None else self.origins + (later.origins or ())
         rounds = None if self.rounds is None else self.rounds + (later.rounds or ())
-        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None, origins, rounds)
+        return Committed(
+            self.request, self.tokens + later.tokens, joined(logprobs) if logprobs else None, origins, rounds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,7 @@ ToFront = WorkersChanged | RequestBegan | PrefillProgress | Committed | RequestE
 
 
 def together(events: Iterable[ToFront]) -> list[ToFront]:
-    """The same, but tokens of a request with nothing else of it between them are one event: who is late tells them at
-    once."""
+    """The same events, but consecutive tokens of one request are one event, so a late reader gets them at once."""
     found: list[ToFront] = []
     latest: dict[str, int] = {}
     for event in events:
@@ -198,7 +199,7 @@ class Mailbox(Generic[T]):
         self._bell.connect(address)
 
     def put(self, item: T) -> None:
-        """Never waits. The bell rings for the first item; who comes for that takes the others along."""
+        """Never waits. Wakes the taker for the first item; it takes the others along."""
         with self._putting:
             self._items.put(item)
             if self._items.qsize() <= 1:
@@ -222,7 +223,7 @@ class Mailbox(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class EndServer:
-    """Main thread -> front thread: tell everybody and end."""
+    """Main thread -> front thread: end, after each client was told."""
 
 
 @dataclass(frozen=True, slots=True)

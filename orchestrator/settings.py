@@ -33,7 +33,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
 NAMED = ("tiny", "smollm2", "gemma3-270m")
-"""Models with names of their own (`pair.model_files`), with which a draft may come."""
+"""Models with names of their own (`pairing.model_files`), which may come with a draft."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64

@@ -1,6 +1,6 @@
-"""A digest by which two processes find that their folders hold another model, without reading all of it.
+"""A digest that differs between two models' folders, without reading all of their weights.
 
-Of the configuration every byte counts, of each tensor its name, format and shape and its first bytes: other weights
+It covers the whole configuration, and of each tensor its name, format and shape and its first bytes: other weights
 differ there, if they differ at all. Knows files; nothing of models.
 """
 

@@ -1,15 +1,14 @@
 """Where processes meet: `ipc://PATH` on one machine, `tcp://HOST:PORT` between machines.
 
-Owns what an endpoint may look like, who serves it, and that nothing goes to other machines without keys. ZeroMQ would
-cut a port to 16 bits, take an ipc path away from a live server, replace any file that lies there and talk in the clear
-to whoever comes; `bind` and `connect` refuse instead, in one sentence.
+Owns the form of an endpoint, which process serves it, and that nothing goes to other machines without keys. ZeroMQ
+would cut a port to 16 bits, take an ipc path from a live server, replace any file that lies there, and connect to
+anybody unencrypted; `bind` and `connect` refuse instead, in one sentence.
 
-`prepare`: what a socket needs whose other end is on another machine, where a link breaks and nobody is told. Both ends
-ask each other whether they are there, below our messages, and give a connection up that does not answer. Then the end
-that connects tries again, a few times a second: so a link that is healed is back within that time, and not when TCP
-next repeats itself, which is as much later as the cut was long.
+`prepare`: the options of a socket whose peer is on another machine, where a link may break silently. Both ends send
+heartbeats below our messages and close a connection that does not answer them. Then the connecting end tries again, a
+few times a second, so a healed link is back within that time. TCP alone would take as long again as the cut lasted.
 
-`probe`: tries an endpoint's door, so that who finds nobody, or is not let in, hears why instead of waiting.
+`probe`: connects once, so that a peer that finds no server, or is refused, learns why instead of waiting.
 """
 
 from __future__ import annotations

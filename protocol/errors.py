@@ -1,9 +1,9 @@
-"""The named errors that cross rooms, and what turns a model's failure into one.
+"""The named errors that cross rooms, sockets and pipes. Each message says what was wrong, what was expected, what to
+do.
 
-`OutriderError`: the named errors that cross rooms. Each message says what was wrong, what was expected and what to do.
+`ModelFault`: any failure in a model's code is one request's failure: a named error that a worker can report.
 
-`ModelFault`: whatever goes wrong in a model's code is one request's failure: it becomes a named error that a worker
-can report.
+`kind_of` and `as_error`: across a socket or a pipe an error is a class name and a sentence.
 """
 
 from __future__ import annotations

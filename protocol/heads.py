@@ -1,6 +1,6 @@
-"""Heads that read the target: their kinds, and by which words of its config.json a checkpoint is known for one.
+"""Heads that read the target: their kinds, and how a checkpoint's config.json shows that it is one.
 
-Knows names only; what a head computes is `drafters.heads`'.
+Knows names only; what a head computes is in `drafters.heads`.
 """
 
 from __future__ import annotations

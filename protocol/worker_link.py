@@ -1,12 +1,11 @@
 """A worker process: its flags and keys, its link to the orchestrator, and how it serves one after another.
 
-`WorkerLink`: how a worker process hangs on the orchestrator: the hot socket, the heartbeat thread, and the parent's
-pipe. The worker's one busy thread owns the hot socket. The heartbeat thread answers Ping with a counter that the busy
-thread moves, so that "alive" means "moving". A process is known by its incarnation; what it is called the orchestrator
-says. Knows nothing of models.
+`WorkerLink`: the hot socket, the heartbeat thread, and the parent's pipe. The worker's one busy thread owns the hot
+socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
+process is identified by its incarnation; the orchestrator gives it its name. Knows nothing of models.
 
-`WorkerLoop`: what all worker processes have in common: their flags, their keys, and how they serve one orchestrator
-after another. Knows the link; knows nothing of what a worker does.
+`WorkerLoop`: what a worker process runs. `add_flags` and `run`: the flags that all of them have, and how they serve one
+orchestrator after another.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class WorkerLink:
         polls, most = 0, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
         while not (self._by_hand and polls >= most):
             if polls == 0 or (self._entered and polls % HELLO_POLLS == 0):
-                self._try_the_door()
+                self._probe()
                 self.send(hello)
             polls += 1
             if self._pings != self._pings_known:
@@ -143,8 +142,8 @@ class WorkerLink:
                     raise WorkerError(f"turned away: {reason}")
         raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
 
-    def _try_the_door(self) -> None:
-        """Where keys are asked for: that this one's is still good. KeyFault when it is not."""
+    def _probe(self) -> None:
+        """Where keys are asked for, checks that this one's is still admitted. KeyFault when it is not."""
         if self._keys is not None and self._entered:
             with suppress(EndpointError):  # it may come yet
                 probe(self._endpoint, self._keys)

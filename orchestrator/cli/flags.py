@@ -1,10 +1,6 @@
 """Flags that several commands share, and the records they become. Names are mlx-lm's where mlx-lm has the flag.
 
-`read_text_file`: a text file that a flag names.
-
-`writable_folder`: a folder for results: made when it is not there, and found to be writable before the work begins.
-
-`add_http_flags`: the flags of `outrider serve` for HTTP, and the record they become.
+The flags of a cluster are made from `ServeSettings`, field by field.
 """
 
 from __future__ import annotations
@@ -234,12 +230,14 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=PORT, help=f"port to listen at; 0: any free one (default: {PORT})")
     group.add_argument("--no-http", dest="http", action="store_false", help="serve Python clients only")
     key = f"a key that clients must send; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
+    group.add_argument("--api-key", dest="api_keys", action="append", default=[], metavar="KEY", help=key)
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one a line (default: none)")
     name = "a name for the model in requests; repeatable (default: its id or folder)"
-    group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help=name)
+    group.add_argument(
+        "--served-model-name", dest="model_names", action="append", default=[], metavar="NAME", help=name
+    )
     origin = "web pages that may ask from a browser, or *; repeatable (default: none)"
-    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origin)
     group.add_argument(
         "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
     )
@@ -265,20 +263,10 @@ def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
     if not options.http:
         return None
     version.require("serve", "HTTP", otherwise="--no-http")
-    return HttpSettings(
-        host=options.host,
-        port=options.port,
-        api_keys=(*options.api_key, *keys_in(options.api_key_file), *keys_in_environment()),
-        cors_origins=tuple(options.cors_origin),
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        model_names=tuple(options.served_model_name),
-        max_body_mb=options.max_body_mb,
-        request_timeout=options.request_timeout,
-        max_streams_per_key=options.max_streams_per_key,
-        otlp_endpoint=options.otlp_endpoint,
-        tool_fallback=options.tool_fallback,
-    )
+    given: dict[str, Any] = {field.name: getattr(options, field.name) for field in dataclasses.fields(HttpSettings)}
+    given["api_keys"] = [*options.api_keys, *keys_in(options.api_key_file), *keys_in_environment()]
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return HttpSettings(**given | lists)
 
 
 def keys_in(path: Path | None) -> list[str]:

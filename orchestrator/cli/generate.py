@@ -200,16 +200,7 @@ def generate(
 ) -> GenerationResult:
     """One completion, made where the flags say; everything that can be checked is checked before anything starts."""
     with server(options, screen) as client:
-        stream = client.stream(
-            request.prompt,
-            request.sampling,
-            mode=request.mode,
-            num_draft_tokens=request.num_draft_tokens,
-            branches=request.branches,
-            chat_template=request.chat_template,
-            drafter=request.drafter,
-            progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
-        )
+        stream = client.ask(request, lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"))
         for chunk in stream:
             screen.clear()
             if show_text:

@@ -55,27 +55,28 @@ class StreamClient(ABC, Generic[S]):
         `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
         has been read.
         """
-        return self._new_stream("stream", prompt, sampling, wishes, rounds, progress)
+        return self.ask(self._request("stream", prompt, sampling, wishes, rounds), progress)
 
-    def _new_stream(
+    def _request(
         self,
         method: str,
         prompt: Prompt,
         sampling: SamplingParams | None,
         wishes: Mapping[str, Any],
         rounds: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> S:
-        """
+    ) -> GenerateRequest:
+        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, wishes)
+
+    def ask(self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None) -> S:
+        """The same as `stream`, of a request that has been checked already.
+
         Raises:
-            InvalidRequest: the client is closed, or something is out of range.
+            InvalidRequest: the client is closed.
         """
-        client = type(self).__name__
-        request = GenerateRequest.of(f"{client}.{method}", prompt, sampling, rounds, wishes)
         stream = self._stream_of(Dialogue(request, progress, self.sources))
         with self._lock:
             if self._is_closed:
-                raise InvalidRequest(f"this {client} is closed; create a new one")
+                raise InvalidRequest(f"this {type(self).__name__} is closed; create a new one")
             self._streams.add(stream)
         return stream
 
@@ -142,7 +143,7 @@ class BaseClient(StreamClient["Stream"]):
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        stream = self._new_stream("generate", prompt, sampling, wishes)
+        stream = self.ask(self._request("generate", prompt, sampling, wishes))
         for _ in stream:
             pass
         return stream.result
@@ -215,7 +216,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[GenerateFields]
     ) -> GenerationResult:
         """See `Client.generate`."""
-        stream = self._new_stream("generate", prompt, sampling, wishes)
+        stream = self.ask(self._request("generate", prompt, sampling, wishes))
         async for _ in stream:
             pass
         return stream.result

@@ -1,22 +1,17 @@
-"""The Python clients: ask a running server over ZeroMQ and hand out text, blocking or awaited, and go on with
-another server.
+"""The Python clients: ask a running server over ZeroMQ, blocking or awaited, and continue with another server.
 
-`Client`: the Python client: asks a running server over ZeroMQ and hands out text. Safe to share between threads.
+`Client`: safe to share between threads. `AsyncClient`: the same calls for asyncio. `Connecting`: what both share: where
+the server is, how it is reached, and how long it may be silent.
 
-`AsyncClient`: the Python client for asyncio: the same calls as `Client`, awaited.
-
-`AsyncSocket`: a ZeroMQ socket in asyncio: each message is heard as it comes, in the loop's own turn, until one is the
+`AsyncSocket`: a ZeroMQ socket in asyncio: each message is handled as it comes, in the loop's own turn, until one is the
 last. ZeroMQ's own sockets for asyncio (`zmq.asyncio`) cost some futures and polls for each message, and a task that
-waits for each message another turn of the loop.
+waits for each message costs another turn of the loop.
 
-`Connecting`: where a client's server is, how it is reached, and for how long it may keep silent: the same for both
-clients.
+`Patience`: how long a client waits for a server that is silent. No socket in here.
 
-`Patience`: how long a client waits for a server that says nothing: no socket in here.
-
-`Resumed`: texts that outlive their server: where one goes away, the next goes on at the token where it broke off. It
-is the same text, because its noise is a function of seed and position; who runs another model or computes in other
-numbers refuses to go on with it. Knows clients and dialogues; no socket.
+`Resumed`: texts that outlive their server: where one goes away, the next continues at the token where it broke off. It
+is the same text, because its noise is a function of seed and position; a server with another model or number format
+refuses to continue it. Knows clients and dialogues; no socket.
 """
 
 from __future__ import annotations

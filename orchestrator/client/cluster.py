@@ -1,6 +1,6 @@
 """A cluster of one's own: starts `python -m outrider serve` as a process, waits until it is ready, ends it.
 
-The server ends with this process, however this process ends. Knows the handshake; knows nothing of workers.
+The server ends with this process, however this process ends. Knows nothing of workers.
 """
 
 from __future__ import annotations

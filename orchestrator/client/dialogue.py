@@ -1,13 +1,9 @@
-"""One request seen from the client: what may be asked for, what to send, what each answer means and what the result
-is.
+"""One request as the client sees it: what may be asked for, what to send, what each answer means, and the result.
 
-`Client` and `AsyncClient` differ only in how they wait; everything else is this.
+`Client` and `AsyncClient` differ only in how they wait; everything else is here. Knows nothing of sockets.
 
-`GenerateRequest`: what a client may ask for: the keywords of `generate` and `stream`, and the checked record that they
-make.
-
-`TokenLogprob`: what a client gets: chunks while a text grows, a result when it is done. Knows numbers and words; knows
-nothing of sockets.
+`GenerateRequest`: the keywords of `generate` and `stream`, and the checked record that they make. `Chunk` and
+`GenerationResult`: what a client gets while a text grows, and when it is done. `Dialogue`: the exchange itself.
 """
 
 from __future__ import annotations

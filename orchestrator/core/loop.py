@@ -1,4 +1,4 @@
-"""The core thread: waits on the workers' socket and on the front, and hands each thing to the pool or the rounds.
+"""The core thread: waits for the workers' socket and for the front, and hands what comes to the pool or the scheduler.
 
 Owns no state but the loop. Everything here must answer in microseconds.
 """

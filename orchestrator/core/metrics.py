@@ -414,7 +414,7 @@ class Trace:
 
 
 class RoundMetrics:
-    """The books of all requests."""
+    """The metrics of all requests."""
 
     def __init__(self, trace: Trace) -> None:
         self.rounds, self.verifies = DurationHistogram(), DurationHistogram()

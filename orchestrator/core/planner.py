@@ -1,6 +1,6 @@
-"""What the rounds learn from, and what follows: the live estimates, the controllers, each request's plan.
+"""What the rounds teach, and what follows: the live estimates, the policies, and each request's plan.
 
-The rounds tell it what was sent and what came; it writes nothing down and never sends anything.
+The scheduler reports what was sent and what came. Sends nothing and records nothing.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Knows tokens and times; knows no text, socket or model.
 
-`DrafterState`: a drafter's part in one request: what it knows of the text, what it was asked for, and how far that has
-come.
+`DrafterState`: what a drafter knows of one request's text, what it was asked for, and how far that has come.
 
-`remaining_length`: where a request must end: its end tokens, its length, the target's context.
+`remaining_length`, `up_to_end`: where a request must end: at its end tokens, its length, or the target's context.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class PendingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that has ended, as it was: the books are made after the next one is under way. `read`: the whole text."""
+    """A round that has ended, as it was: it is recorded once the next one is under way. `read`: the whole text."""
 
     number: int
     plan: RoundPlan

@@ -272,7 +272,7 @@ class Scheduler:
         self.handle_all([(sender, message)], now_ns)
 
     def handle_all(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
-        """What came together: all that workers are to hear of it leaves before books are made and the front hears."""
+        """What came together: all messages to workers leave before metrics are written and the front is told."""
         settled: list[SettledRound] = []
         for sender, message in arrived:
             self._handle_one(sender, message, now_ns, settled)
@@ -456,12 +456,13 @@ class Scheduler:
                 request.add_worker_note(sender, remark.message)
 
     def _update_planner(self) -> None:
-        """The planner hears how many run, and whether prompts are still read."""
+        """Tells the planner how many requests run, and whether prompts are still read."""
         self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
 
     def _release_side(self, verified: Collection[int], now_ns: int) -> None:
-        """Chains that waited for the other half leave, all of a half together, once a forward of that has ended: in a
-        larger company somebody of it is always under way.
+        """Sends the chains that waited for the other half, all of a half together, once one forward of that has ended.
+
+        Of several requests in a half, one is always under way.
         """
         held, all_requests = [one for one in self._requests.values() if one.held is not None], self._requests.values()
         for request in [r for r in held if 1 - r.side in verified or not self._alternation.holds(r, all_requests)]:

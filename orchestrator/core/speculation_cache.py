@@ -1,12 +1,11 @@
 """The speculation cache of one request: outcome -> branch, one round deep (paper definition 4).
 
-An outcome (k, t) is known by the tokens it makes final: the first k of the chain, then t.
+An outcome (k, t) is identified by the tokens that it makes final: the first k of the chain, then t. The cache holds
+only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several drafters
+fill one cache: where two have prepared the same outcome, the deeper branch counts.
 
-Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several
-drafters fill one cache: where two have prepared the same outcome the deeper branch counts, whosever it is.
-
-`CacheBudget`: how many bytes the branches of all requests may take, and of each: what is over is not kept, and counted.
-An honest drafter's branches take kilobytes. The bounds are for one that sends as much as a frame holds.
+`CacheBudget`: how many bytes the branches of all requests may take, and those of each. What exceeds it is dropped and
+counted. An honest drafter's branches take kilobytes; the bounds are for one that sends as much as a frame holds.
 """
 
 from __future__ import annotations

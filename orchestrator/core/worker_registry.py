@@ -164,6 +164,10 @@ class Trust:
         return ", ".join(f"{words.get(kind, kind)} ({count})" for kind, count in sorted(self._counts.items()))
 
 
+_UNKNOWN = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
+"""Stands for the HELLO of a worker that has not said one."""
+
+
 @dataclass(slots=True)
 class Worker:
     """`state` is starting, ready, refused (of no use here), frozen (silent, and may come back), restarting or lost.
@@ -233,32 +237,26 @@ class Worker:
         return f"{self} {silence}" if silence else None
 
     def stats(self) -> WorkerStats:
-        hello = self.hello
-        pid = self.spawned.pid if self.spawned else hello.pid if hello else 0
-        if hello is None:
-            return WorkerStats(
-                self.role, self.name, self.state, pid, "", "", 0, 0, 0, 0, self.fault, lies=self.trust.tallies()
-            )
-        note = self.fault or hello.note
+        hello = self.hello or _UNKNOWN
         return WorkerStats(
-            self.role,
-            self.name,
-            self.state,
-            pid,
-            hello.backend,
-            hello.model,
-            hello.vocab_size,
-            hello.context_length,
-            hello.parameters,
-            hello.weight_bytes,
-            note,
-            hello.kv,
-            self.cache,
-            self.restarts,
-            self.trust.tallies(),
-            self.clock.round_trip_ns / MILLISECOND_NS,
-            0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
-            "-".join(filter(None, (hello.files, hello.number_format))),
+            role=self.role,
+            name=self.name,
+            state=self.state,
+            pid=self.spawned.pid if self.spawned else hello.pid,
+            backend=hello.backend,
+            model=hello.model,
+            vocab_size=hello.vocab_size,
+            context_length=hello.context_length,
+            parameters=hello.parameters,
+            weight_bytes=hello.weight_bytes,
+            note=self.fault or hello.note,
+            kv=hello.kv,
+            cache=self.cache,
+            restarts=self.restarts,
+            lies=self.trust.tallies(),
+            round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
+            clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
+            fingerprint="-".join(filter(None, (hello.files, hello.number_format))),
         )
 
     def __str__(self) -> str:

@@ -1,7 +1,6 @@
-"""The socket that clients connect to: whole messages in, whole messages out, nothing else.
+"""The socket that clients connect to: whole messages in, whole messages out.
 
-Frames that are no message are counted and, where their request can be read, answered. Knows routing ids; knows nothing
-of what requests are.
+Invalid frames are counted and, where their request can be read, answered. Knows routing ids; knows nothing of requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The front thread: clients, the queue of waiting requests, text. The body of the thread is `Front.run`.
 
-Takes GENERATE, CANCEL and STATS from clients, hands requests to the core as `Admit`, and turns what the core commits
-into text. A client that is gone or does not read loses its requests; nobody else notices. Knows no rounds.
+Takes Generate, Cancel and StatsQuery from clients, hands requests to the core as `Admit`, and turns committed tokens
+into text. A client that is gone or does not read loses its requests, and affects no other. Knows no rounds.
 """
 
 from __future__ import annotations

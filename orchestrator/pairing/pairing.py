@@ -1,6 +1,6 @@
-"""Which two models a cluster runs: settings with names in them become settings with folders, and everything about text.
+"""Which two models a cluster runs: settings with names become settings with folders, and everything about text.
 
-Loading the tokenizers may go on while the workers load their weights, so it is a step of its own.
+Loading the tokenizers is a step of its own, since it may run while the workers load their weights.
 """
 
 from __future__ import annotations

@@ -535,7 +535,7 @@ class Estimates:
         return self.active * self.request_tokens_per_ms()
 
     def wait_ms(self, milliseconds: float) -> float:
-        """What a wait takes: in company the others begin without this request, so it is a forward at least."""
+        """What a wait takes: with others it is a forward at least, since they begin theirs without this request."""
         return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
 
 

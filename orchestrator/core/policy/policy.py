@@ -1,15 +1,15 @@
-"""The controller of `--mode auto`: which mode, K and B the next rounds use, by the tokens a second that all bring.
+"""The policy of `--mode auto`: which mode, K and B the next rounds use, by the tokens per second that all requests
+bring.
 
-Alone, every way counts by the formula (`forecasts`) times how wrong that was in the way's own rounds (`records`), and
-others are tried seldom. With other requests it trusts what it measured over what it predicts, tries what it has not
-measured when the prediction says that it pays, and goes back to AR when nothing does. With other requests it begins
-with a few rounds of AR, which cost little and tell what the others must beat. What a tuning found best for one
-request alone it begins with, and keeps, K and B too, until something else was measured to be better. All requests of a
-kind follow one plan, so plain decoding is plain for all. What was measured is kept by load, for with each the best may
-be another. It has no clock and no chance: what it is told decides what it says.
+With one request, an arm counts by the formula (`forecasts`) times the formula's error in that arm's own rounds
+(`ArmRecord`), and other arms are tried seldom. With several, the policy begins with a few rounds of AR, which cost
+little and show what the others must beat; it trusts measurements over predictions, tries an unmeasured arm when the
+prediction says that it pays, and returns to AR when nothing does. What a tuning found best for one request it begins
+with, and keeps, K and B too, until another arm was measured to be better. All requests of a kind follow one plan, so
+plain decoding is plain for all. Measurements are kept by load, since the best arm may differ with each. Takes no clock
+and draws nothing at random: the same observations give the same plans.
 
-`ArmRecord`: what a way of making rounds was measured to bring, and a try of one. Tokens per millisecond; knows no
-formula.
+`ArmRecord`: what an arm was measured to bring. `ArmTrial`: a try of one. Tokens per millisecond; knows no formula.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.protocol.heads import NGRAM
 
 # What an old episode counts when a new one comes: of a request alone, and with other requests, where others run by
 # then.
-FADE, FADE_IN_COMPANY = 0.9, 0.7
+FADE, FADE_TOGETHER = 0.9, 0.7
 # What is believed of a way counts as much as this many milliseconds of measuring.
 BELIEF_MS = 150.0
 # A round counts as so many usual ones at most: what took longer was held up by something else. Of few nobody knows yet.
@@ -93,7 +93,7 @@ class ArmRecord:
     def add(self, tokens: float, milliseconds: float, promised: float, episode: float, each: bool) -> None:
         """`each`: what is known fades with each episode since, else with one however long ago it was."""
         age = episode - self.last_episode
-        fade = FADE_IN_COMPANY**age if each else FADE ** min(age, 1.0)
+        fade = FADE_TOGETHER**age if each else FADE ** min(age, 1.0)
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.promised = self.promised * fade + promised
