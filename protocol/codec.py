@@ -298,7 +298,7 @@ def decode_all(frames: Sequence[Buffer]) -> list[Message]:
 
 
 def request_of(frames: Sequence[Buffer]) -> str | None:
-    """The request a refused message was about, when that can be read: so that its sender can be told what was wrong."""
+    """The request of a refused message, where that can be read, so that its sender can be answered."""
     try:
         _, name, fields = _unpack(frames[0])
         request = fields[list(fields_of(MESSAGES[name])).index("request")]

@@ -38,7 +38,7 @@ def digest(folder: Path) -> str:
 
 
 def fits(ours: str, theirs: str) -> bool:
-    """Whether these may be of one model: who has no weights knows it by its configuration."""
+    """Whether these may be of one model; without weights, by the configuration alone."""
     config, _, weights = ours.partition("-")
     other_config, _, other_weights = theirs.partition("-")
     return config == other_config and (weights == other_weights or not (weights and other_weights))

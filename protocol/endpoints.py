@@ -205,7 +205,7 @@ class Bound:
             self.lock.open()
 
     def stop_listening(self) -> None:
-        """Whoever connects waits until `listen`. Only at a path: ZeroMQ would leave a port with all who are inside."""
+        """New connections wait until `listen`. Only at a path: from a port ZeroMQ would drop all connections."""
         if self.lock is not None:
             self.lock.shut()
 
@@ -234,7 +234,7 @@ class Bound:
 def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound:
     """Serves `endpoint` with `socket`; `Bound.endpoint` is the same with a port of 0 filled in.
 
-    With `keys` it lets in whose key its context's authentication allows, and nobody where there is none. What the same
+    With `keys` it admits the keys that its context's authentication allows, and none where there is none. What the same
     socket is bound to later is served with keys, too.
 
     Raises:
@@ -371,7 +371,7 @@ def _can_probe(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str,
 
 
 def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
-    """Returns when a server at `endpoint` lets in who comes with `keys`.
+    """Returns when a server at `endpoint` admits `keys`.
 
     Raises:
         KeyFault: it refuses the key, has another one than it should, or asks for one and there is none.

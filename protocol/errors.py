@@ -86,7 +86,7 @@ class OtherModel(InvalidRequest):
 
 
 class RefusedRequest(InvalidRequest, ProtocolError):
-    """A well-formed message asks for something out of range. Who drops bad messages drops it; its sender is told."""
+    """A well-formed message asks for something out of range. It is dropped like an invalid one, but answered."""
 
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Who somebody is: the `public` key is for everybody, the `secret` one for nobody else."""
+    """An identity: the `public` key is for everybody, the `secret` one for its owner."""
 
     public: str
     secret: str = field(repr=False)
@@ -50,7 +50,7 @@ class ClientKeys:
 
 
 def make_pair() -> KeyPair:
-    """A pair that nobody has had before."""
+    """A new pair."""
     return pair_of(from_zmq(zmq.curve_keypair()[1]))
 
 
@@ -83,7 +83,7 @@ def from_zmq(key: bytes) -> str:
 
 
 def key_shown(frame: zmq.Frame) -> str:
-    """The key that whoever sent this had to show; empty: nobody asked for one."""
+    """The key of this message's sender; empty: none was asked for."""
     try:
         return from_zmq(str(frame.get("User-Id")).encode())
     except zmq.ZMQError:
@@ -231,7 +231,7 @@ class Keyring:
             )
 
     def _write(self, path: Path, lines: Sequence[str]) -> None:
-        """Writes the file whole or not at all, so that who reads meanwhile reads the old one."""
+        """Writes the file whole or not at all, so that a reader meanwhile reads the old one."""
         part = path.with_name(f".{path.name}-{os.getpid()}")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

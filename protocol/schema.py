@@ -72,7 +72,7 @@ class Array:
 MAX_TOKENS = 2**24
 MAX_FRAME = 2**26
 """Bytes: the most tokens that there may be. Who announces more is disconnected before memory is taken for it."""
-# Usually a chain and its bonus token; more when a drafter was not told for a while.
+# Usually a chain and its bonus token; more when a drafter was not asked for a while.
 MAX_COMMIT = 4096
 MAX_CHAIN = 64
 MAX_BESIDE = 16

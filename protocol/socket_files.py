@@ -50,7 +50,7 @@ class SocketLock:
             self._unlock()
             raise EndpointError(problem)
         os.ftruncate(descriptor, 0)
-        with suppress(OSError):  # on a full disk nobody else can tell that it is ours, and so nobody sweeps it
+        with suppress(OSError):  # on a full disk the file is not known as ours, and is not swept
             os.write(descriptor, self.token.encode())
 
     @property
@@ -64,7 +64,7 @@ class SocketLock:
         self.inode = _inode(self._path)
 
     def shut(self) -> None:
-        """Puts a socket that nobody is let in by at the path; who is connected stays so. Again does nothing."""
+        """Puts a socket at the path that accepts no connections; open ones stay. Again does nothing."""
         if self._shut is None and self.inode is not None:
             os.rename(self._path, self._aside)
             self._shut = socket.socket(socket.AF_UNIX)
@@ -72,7 +72,7 @@ class SocketLock:
             self._shut.listen()
 
     def open(self) -> None:
-        """The socket that `bind` put there again; who waits is cut off and, as ZeroMQ does, tries again."""
+        """Restores the socket that `bind` put there; waiting connections are cut, and ZeroMQ tries again."""
         if self._shut is not None:
             os.rename(self._aside, self._path)
             self._shut.close()
@@ -115,7 +115,7 @@ class SocketLock:
 
 
 def _occupied(path: str) -> str | None:
-    """Why the path can't be bound although nobody holds its lock; None when it is free or a dead server's."""
+    """Why the path can't be bound although its lock is free; None when it is free or a dead server's."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -226,7 +226,7 @@ def _root() -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Removes the directories of makers that are gone: theirs is the lock nobody holds."""
+    """Removes the directories of makers that are gone, whose locks are free."""
     for left in root.glob(_PREFIX + "*"):
         try:
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

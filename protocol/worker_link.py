@@ -50,7 +50,7 @@ GRACE_SECONDS = 5.0
 LONGEST_MS = 10**9
 SEND_MS = 2000
 # How often a worker that a person started looks for the answer to its HELLO: for some ten seconds, and for ten minutes
-# where it was one of a cluster before. It says HELLO again now and then, for who comes may be another.
+# where it was one of a cluster before. It repeats HELLO now and then, since the server may be another.
 WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
 # It takes the orchestrator for gone after so many waits without a ping, and not before so many pings are overdue.
 SILENT_WAITS, SILENT_PINGS = 50, 40
@@ -96,7 +96,7 @@ class WorkerLink:
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         if keys is not None:
-            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # who is refused has nobody that takes it
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # after a refusal nothing takes the message
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
         self._entered = False
@@ -162,7 +162,7 @@ class WorkerLink:
         return error.exit_code
 
     def expect(self, milliseconds: float) -> None:
-        """What is done next should take so long at most; 0: nobody knows."""
+        """What is done next should take so long at most; 0: not known."""
         self._expected_ms = min(math.ceil(milliseconds), LONGEST_MS)
 
     def send(self, *messages: Message) -> None:
@@ -206,7 +206,7 @@ class WorkerLink:
         self._socket.poll(max(int(milliseconds), 1))
 
     def _waited(self) -> None:
-        """Counted, not timed: who was stopped has not waited."""
+        """Counted, not timed: a stopped process has not waited."""
         if self._pings != self._pings_known:
             self._pings_known, self._waits = self._pings, 0
         self._waits += 1

@@ -118,7 +118,7 @@ class DrafterLatency:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be tried, though it is not worth being asked, or nobody knows."""
+        """Whether it is to be tried although it is not worth being asked, or although that is not known."""
         return not self.is_known or self.left_out >= TRIAL_ROUNDS
 
     @property
@@ -175,7 +175,7 @@ Models = Mapping[str, object]
 
 
 def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
-    """Their names, the quickest first, those that nobody knows last."""
+    """Their names, the quickest first, unknown ones last."""
 
     def expected(name: str) -> tuple[bool, float, str]:
         latency = latencies[name]
@@ -214,7 +214,7 @@ def evenly(names: Sequence[str], branches: int) -> dict[str, range]:
 
 
 class DraftPool:
-    """`sent`: where it is noted what they are told. `evenly_dealt`: no measurement decides who does what, so rounds are
+    """`sent`: records what they are sent. `evenly_dealt`: no measurement decides about their shares, so rounds are
     reproducible."""
 
     def __init__(self, workers: Workers, sent: SentTasks, estimates: Estimates, evenly_dealt: bool) -> None:
@@ -228,7 +228,7 @@ class DraftPool:
         """How soon its work comes."""
         return self._latencies[drafter]
 
-    # --- what they are told ---------------------------------------------------------------------------------------
+    # --- what they are sent ---------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
         """All read the committed tokens, and prepare the round's outcomes, if it has any to prepare for."""
@@ -256,7 +256,7 @@ class DraftPool:
             self._commit(request, name, round_, None, NO_RANKS, depth, 0)
 
     def prepare(self, request: Request, now_ns: int) -> None:
-        """The target has its round: each is told what became final, and which of its outcomes to prepare."""
+        """The target has its round: each is sent what became final, and which of its outcomes to prepare."""
         ranks = self._deal(request)
         self._expire(request, now_ns)
         request.cache.start(_counts(ranks))
@@ -264,7 +264,7 @@ class DraftPool:
             self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
-        """The quickest is asked for what follows the committed text; who was not asked for long is tried beside it.
+        """Asks the quickest for what follows the committed text, and tries others that were not asked for long.
 
         One, for the answer of the quickest is the first one: more would only keep the others from the next round.
         """
@@ -300,7 +300,7 @@ class DraftPool:
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
         """A push of one that was asked for it."""
         state = request.drafters[name]
-        if len(request.drafters) == 1:  # nobody to compare it with
+        if len(request.drafters) == 1:  # there is none to compare it with
             state.done = message.final
             state.pushes += 1
             return
@@ -355,7 +355,7 @@ class DraftPool:
         return ranks
 
     def _expire(self, request: Request, now_ns: int) -> None:
-        """What was asked for before and has not begun to come is overdue; nobody waits for it any more."""
+        """What was asked for before and has not begun to come is overdue, and no longer waited for."""
         for name, state in request.drafters.items():
             if not state.done and not state.pushes and state.asked_ns:
                 self._latencies[name].observe_overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
@@ -378,7 +378,7 @@ class DraftPool:
         depth: int,
         now_ns: int,
     ) -> None:
-        """COMMIT; a drafter that was not told for longer than a message holds is opened anew first."""
+        """COMMIT; a drafter that lacks more tokens than a message holds is opened anew first."""
         state = request.drafters[name]
         if len(request.tokens) - state.known_len > MAX_COMMIT:
             self._open(request, name, NO_RANKS)

@@ -71,7 +71,7 @@ class RequestTasks:
             self.at.popitem(last=False)
 
     def is_past(self, place: Place) -> bool:
-        """Whether what was told there may be forgotten by now."""
+        """Whether the tasks there may be forgotten by now."""
         return place < min(self.at)
 
 
@@ -97,11 +97,11 @@ class SentTasks:
             self._forgotten.popitem(last=False)
 
     def tasks(self, drafter: str, request: str) -> RequestTasks | None:
-        """What it was told of this request, which runs; None: nothing."""
+        """What it was sent of this running request; None: nothing."""
         return self._tasks.get(drafter, {}).get(request)
 
     def is_forgotten(self, drafter: str, request: str) -> bool:
-        """Whether this is a request that has ended, and of which it was told."""
+        """Whether this is a request that has ended, and that it was sent."""
         return drafter in self._forgotten.get(request, ())
 
 
@@ -218,7 +218,7 @@ def _misfit_branches(task: DraftTask, message: Branches, vocab: int) -> str:
 
 
 def _is_misplaced(task: DraftTask, own: Sequence[int], beside: Alternatives | None, vocab: int) -> bool:
-    """Whether these are no tokens that may be told beside a chain."""
+    """Whether these are no valid alternatives to a chain's tokens."""
     if beside is None:
         return False
     count, odds = len(beside.tokens), beside.odds

@@ -245,7 +245,7 @@ class RequestMetrics:
 
 
 class RoundRecords:
-    """`began_ns` is zero on the request's clock. What a drafter did behind a round is told with the next that ends."""
+    """`began_ns` is zero on the request's clock. A drafter's work after a round is reported with the next that ends."""
 
     def __init__(self, began_ns: int) -> None:
         self._began_ns = began_ns

@@ -40,7 +40,7 @@ from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled,
 
 
 def may_prepare(request: Request, proposer: Proposer) -> bool:
-    """Where nobody waits, nor drafts beside it. A residual q would travel twice."""
+    """Not during a wait, nor where an in-process drafter drafts too. A residual q would travel twice."""
     ahead = request.mode == "ssd" and not proposer.unites(request)
     return ahead and not request.wait and not request.admit.sampling.is_residual
 
@@ -209,7 +209,7 @@ class NextRound:
         self._planner.on_proposed(request)
 
     def on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """The target has begun the next round by itself; it is told when that is to be the last such one."""
+        """The target has begun the next round by itself; HALT follows where that is to be the last such one."""
         self._begin_round(request, proposal)
         if not proposal.autonomous:
             self._under_way(request, now_ns)
@@ -242,7 +242,7 @@ class NextRound:
         request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def end_wait(self, request: Request, now_ns: int) -> None:
-        """Where nobody is left to wait for."""
+        """Ends the wait where no drafter is left to wait for."""
         if request.wait and not request.awaits_drafters:
             held, request.held = request.held, None
             self.verify(request, held or self._proposer.as_it_is(request, self._remaining_tokens(request)), now_ns)
@@ -320,7 +320,7 @@ class RemotePrefills:
         return True
 
     def on_progress(self, request: Request, message: Prefilled) -> None:
-        """The target has so much of a prompt: the rest is given to who has the least to read, or left to the target."""
+        """The target has so much of a prompt: the worker with the least to read gets the rest, or the target."""
         reading = self._prefills.get(request.id)
         if reading is None or reading.epoch != message.epoch:
             return
@@ -361,7 +361,7 @@ class RemotePrefills:
             self._hand_back(requests[id_])
 
     def forget(self, request: Request) -> None:
-        """Nothing more is wanted of it: it has been read, or the target reads it, or nobody needs it."""
+        """Stops the remote reading: the prompt has been read, or the target reads it, or the request is over."""
         reading = self._prefills.pop(request.id, None)
         if reading is not None and reading.worker:
             self._workers.send_worker(reading.worker, Close(request.id))

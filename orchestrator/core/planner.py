@@ -92,7 +92,7 @@ class Planner:
         return self._fixed_plan(admit, means)
 
     def _fixed_plan(self, admit: Admit, means: DraftSources) -> tuple[RoundPlan, list[str]]:
-        """Draft workers go before the drafters of the target's process where nobody is named, these before n-grams."""
+        """Where none is named, draft workers go before the drafters of the target's process, these before n-grams."""
         depth, branches = self._depth(admit), self._branches(admit, means.workers)
         if admit.mode == "ar" or means.workers:
             joint = admit.mode == "ssd" and is_joint(admit.drafter) and means.others
@@ -285,7 +285,7 @@ class Planner:
         return admit.num_draft_tokens or self._settings.depth
 
     def _branches(self, admit: Admit, drafters: int) -> int:
-        """Where nobody says how many, as many for each drafter."""
+        """Where no number is given, as many for each drafter."""
         each = max(drafters, 1) if self._settings.each else 1
         return admit.branches or self._settings.branches * each
 

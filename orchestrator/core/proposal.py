@@ -118,7 +118,7 @@ class Proposal:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.drafter_nodes, strict=False)))
 
     def settled(self, outcome: Outcome) -> Proposal:
-        """With what was verified, which only the target knew where it drafted: that, and what was told beside it."""
+        """With what was verified: where the target drafted, its own chain, united with what it was sent."""
         if not self.draft:
             return self
         own = DraftTree(outcome.drafted or (), outcome.drafted_parents)
@@ -178,7 +178,7 @@ class DraftNode:
 
 
 class DraftTrie:
-    """What may follow the text by all who have said something; a token that several said stands once."""
+    """What may follow the text by any source; a token that several propose stands once."""
 
     def __init__(self) -> None:
         self.root = DraftNode(-1, 1.0, Origin.TARGET)
@@ -334,7 +334,7 @@ def filled(
     return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens))
 
 
-# Beside a chain's token hardly anything holds more often: where a row is worth that many tokens nobody is asked.
+# Beside a chain's token hardly anything holds more often: where a row is worth that many tokens, none are asked for.
 DEAREST_ROW = 0.3
 
 
@@ -384,7 +384,7 @@ def merged(
 
 
 def put_copy(drafts: DraftTrie, copy: Copy, holds: Acceptance) -> None:
-    """What the text says comes next, whose tokens hold so well from where nobody else has said them."""
+    """What the text says comes next; its tokens hold so well from where no other source has them."""
     shared = drafts.shared(copy.chain)
     drafts.add(copy.chain, [holds.rate(max(place - shared, 0)) for place in range(len(copy.chain))], Origin.COPIED)
 

@@ -103,7 +103,7 @@ def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
 
 def _of_own(estimates: Estimates, length: int, own: str) -> float:
     """What a chain of the target's own drafter brings, less the worth of its forward and its drafting; and of the next
-    chain's, which nobody has prepared for where this one holds, for nobody else knows it."""
+    chain's: no branch is prepared behind this one, which the draft workers do not know."""
     drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     holding = estimates.holding(own)

@@ -29,7 +29,7 @@ NO_RANKS = range(0)
 
 @dataclass(slots=True)
 class DrafterState:
-    """It was told the first `known_len` tokens.
+    """A drafter's state in a request: it knows the first `known_len` tokens.
 
     What it was asked for last is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, where
     there are none, a chain; `depth` tokens. `asked_ns`: when; 0: with a text to read, so that the answer's time tells
@@ -46,7 +46,7 @@ class DrafterState:
     done: bool = True
 
     def is_asked(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
-        """It is told the text up to `known_len`, and to do this."""
+        """It is sent the text up to `known_len`, and this task."""
         self.round, self.ranks, self.depth, self.known_len = round_, ranks, depth, known_len
         self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
 
@@ -118,7 +118,7 @@ class Request:
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
+    `prepared`: what the target may go on with after an outcome. `halted`: HALT was sent. `over`: its
     last outcome has come. `text`: what it is taken for. `drafters`: by name, with the part that
     each has. `pending_copy`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
@@ -225,7 +225,7 @@ class Request:
 
     @property
     def in_process_drafter(self) -> str:
-        """Who may draft for it in the target's process while others work ahead; empty: nobody."""
+        """The drafter in the target's process that drafts while others work ahead; empty: none."""
         return self.plan.drafter if self.mode == "ssd" else ""
 
     @property

@@ -75,7 +75,7 @@ class TargetRecovery:
         self._waiting: dict[str, Request] = {}
 
     def on_target_lost(self, requests: Sequence[Request], why: str) -> list[tuple[Request, str]]:
-        """The target has died; `requests` wait from now on. Returns who must end, with the reason."""
+        """The target has died; `requests` wait from now on. Returns those that fail, with the reason."""
         under_way = [request for request in requests if not self.is_waiting(request)]
         self._away, self._trial = True, None
         for request in under_way:
@@ -119,7 +119,7 @@ class TargetRecovery:
         self._open_next()
 
     def _open_next(self) -> None:
-        """Opens who may be on the target now: a suspect by itself, or all."""
+        """Opens the requests that may be on the target now: a suspect by itself, or all."""
         if self._away or self._trial is not None or not self._waiting:
             return
         self._trial = next((request for request in self._waiting.values() if request.deaths >= SUSPECT), None)
@@ -129,7 +129,7 @@ class TargetRecovery:
 
 
 def set_up_request(admit: Admit, workers: Workers, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
-    """The request as it stands before anybody was told of it; its n-grams are still to be read."""
+    """The request before anything was sent about it; its n-grams are still to be read."""
     less = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
@@ -251,7 +251,7 @@ class Scheduler:
         self._remote_prefills.on_worker_lost(name, self._requests)
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
-        """Requests wait for its replacement; not who has killed it again and again, nor where there will be none."""
+        """Requests wait for its replacement, except suspects that have killed it again, and where none will come."""
         requests = list(self._requests.values())
         over = for_good or self._settings.simulated
         for request, words in [(r, why) for r in requests] if over else self._recovery.on_target_lost(requests, why):
@@ -387,7 +387,7 @@ class Scheduler:
         return [SettledRound(request, ended, outcome, nodes, tuple(kept), reason)]
 
     def _record(self, settled: SettledRound, now_ns: int) -> None:
-        """What a round brought is counted, learned from and told."""
+        """Records what a round brought, feeds the planner, and tells the front."""
         request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._metrics.on_outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.on_outcome(request, ended, outcome, kept, now_ns)
@@ -435,7 +435,7 @@ class Scheduler:
             self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
-        """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
+        """A worker missed something and gets all committed tokens again. A target's loss begins a new epoch."""
         if sender in request.drafters:
             self._draft_pool.reopen(request, sender)
             self._next.end_wait(request, now_ns)
@@ -450,7 +450,7 @@ class Scheduler:
             self._fail(request, message.message)
 
     def _on_worker_note(self, sender: str, remark: WorkerNote) -> None:
-        """Is told with every text under way that the sender has a part in, once."""
+        """Adds the note, once, to every text under way that the sender works for."""
         for request in self._requests.values():
             if self._workers.is_target(sender) or sender in request.drafters:
                 request.add_worker_note(sender, remark.message)

@@ -69,7 +69,7 @@ class SpeculationCache:
         self.pushes = 0
 
     def start(self, asked: dict[str, int] | None = None) -> None:
-        """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; nobody unless said."""
+        """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; default: none."""
         self.clear()
         self._awaited = asked or {}
         self._wanted = sum(self._awaited.values())
@@ -84,7 +84,7 @@ class SpeculationCache:
 
     @property
     def final(self) -> bool:
-        """Nothing more is to come: all who were asked have finished."""
+        """Nothing more will come: all drafters that were asked have finished."""
         return not self._awaited
 
     @property

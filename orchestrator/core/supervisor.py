@@ -102,7 +102,7 @@ class Exits:
         self._waiting.register(self._watched[pid], select.EPOLLIN)
 
     def forget(self, pid: int) -> None:
-        """Its end is known, or nobody's business any more."""
+        """Its end is known, or does not matter any more."""
         held = self._watched.pop(pid, None)
         if held is not None:
             os.close(held)  # and so it is waited for no more
@@ -165,7 +165,7 @@ class Supervisor:
         return lost
 
     def thawed(self) -> list[Worker]:
-        """Those who were frozen and answer again."""
+        """Workers that were frozen and answer again."""
         frozen = [worker for worker in self._registry.all() if worker.state == "frozen"]
         found = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
         for worker in found:
@@ -174,7 +174,7 @@ class Supervisor:
         return found
 
     def restart(self, now_ns: int) -> list[WorkerLoss]:
-        """Starts those again whose time has come, once nothing is left of them; who can't be started has died again."""
+        """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
         lost = []
         for name, restarts in self._restarts.items():
             before = self._registry.named(name)

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 # Messages that wait for a worker that does not read, or for this process.
 MOST_WAITING = 1024
-# So much is worth a warning, so that nobody fills a log: one in ten seconds, after some at once.
+# So many warnings, so that strangers can't fill a log: one in ten seconds, after some at once.
 WARNINGS = Rate(0.1, 10)
 
 
@@ -260,7 +260,7 @@ class WorkerPool:
         os.sched_yield()
 
     def refuse_key(self, name: str, why: str) -> None:
-        """Lets the key of the worker of this name in no more, and sends away who is here with it."""
+        """Refuses the key of the worker of this name, and dismisses workers that joined with it."""
         worker = self._registry.named(name)
         if worker is not None:
             self.admission.refuse_key(worker.key, why)
@@ -381,7 +381,7 @@ class WorkerPool:
                 self._supervisor.dismiss(worker, why)
 
     def _share_memory(self) -> None:
-        """Tells all workers what their texts may take, by who is there."""
+        """Tells all workers what their texts may take, by the workers that are there."""
         budget = self.kv_budget
         for worker in self._registry.all():
             share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0

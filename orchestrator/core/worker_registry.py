@@ -93,7 +93,7 @@ class FarClock:
 SILENT = 40
 QUIET = 8
 # A worker that answers may stand still for so many times the time that its work should take, and never for less than it
-# may be silent; where nobody knows how long that should take, for so many times that.
+# may be silent; where that time is not known, for so many times that.
 SLACK = 10
 UNKNOWN = 6
 
@@ -121,7 +121,7 @@ class Heartbeat:
         return max(SLACK * self.expected_s / seconds_a_ping, SILENT) if self.expected_s else UNKNOWN * SILENT
 
     def is_frozen(self, seconds_a_ping: float) -> bool:
-        """It may come back; nobody should wait for it."""
+        """It may come back, but must not be waited for."""
         return self.unanswered >= QUIET or self.still >= self.most(seconds_a_ping) / 2
 
     def is_lost(self, seconds_a_ping: float) -> str | None:
@@ -265,7 +265,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoss:
-    """A drafter that nobody should wait for, or a worker that is `is_lost`; `fatal`: the server can't do without it."""
+    """A drafter that must not be waited for, or a worker that is `gone`; `fatal`: the server can't do without it."""
 
     worker: Worker
     why: str
@@ -325,7 +325,7 @@ class WorkerRegistry:
         return self._named.get(name)
 
     def at(self, identity: bytes) -> Worker | None:
-        """Whose hot socket or heartbeat this is; None for strangers and for those who were given up."""
+        """The worker of this hot socket or heartbeat; None for strangers and workers that were given up."""
         return self._at.get(identity)
 
     def give(self, worker: Worker) -> None:
@@ -414,7 +414,7 @@ class WorkerRegistry:
         return None
 
     def join(self, hello: Hello, key: str = "") -> Worker:
-        """A place for who came by itself, with this key, and was not refused; those who left earlier are forgotten."""
+        """A place for a worker that joins by itself, with this key; those that left earlier are forgotten."""
         if hello.role == "target":
             before = self._named.get(TARGET)
             worker = Worker(TARGET, hello.role, hello.incarnation, None, restarts=before.restarts + 1 if before else 0)
@@ -436,7 +436,7 @@ NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `o
 
 
 class WorkerAdmission:
-    """`auth`: who asks for keys; None: nobody does. `language`: what tokens mean in this cluster, once it is known."""
+    """`auth`: asks for keys; None: there are none. `language`: what tokens stand for in this cluster, once known."""
 
     def __init__(self, registry: WorkerRegistry, auth: CurveAuth | None) -> None:
         self._registry, self._auth = registry, auth
@@ -448,12 +448,12 @@ class WorkerAdmission:
         return self._auth.keys(DRAFTER) if self._auth is not None else None
 
     def refuse_key(self, key: str, why: str) -> None:
-        """Lets it in no more, and sends away who is here with it; an empty one is nobody's."""
+        """Refuses it from now on, and dismisses workers that joined with it; an empty one is no key."""
         if self._auth is not None and key:
             self._auth.refuse(key, why)
 
     def may_stay(self, role: str, key: str) -> bool:
-        allowed = PREFILL if role == "prefill" else DRAFTER  # who reads prompts is trusted with the text
+        allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
         return self._auth is not None and self._auth.is_allowed(allowed, key)
 
     def is_unauthorized(self, identity: bytes, first: zmq.Frame) -> bool:

@@ -244,7 +244,7 @@ def _ended(admit: Admit, text: TextStream, characters: int) -> str:
 
 T = TypeVar("T")
 Whose: TypeAlias = tuple[bytes, ...]
-"""Whose a request is: a client, or a client and somebody who has a part in its turns, and so on."""
+"""Whose turns a request takes: a client's, or a client's and one of its users', and so on."""
 
 
 class FairQueue(Generic[T]):
@@ -258,7 +258,7 @@ class FairQueue(Generic[T]):
         return len(self._own) + sum(map(len, list(self._lines.values())))  # any thread may ask
 
     def put(self, whose: Whose, item: T, first: bool = False) -> None:
-        """At the end of its own line; `first`: before all, for somebody waits in the middle of something."""
+        """At the end of its own line; `first`: before all, since a text under way continues."""
         if not whose:
             self._own.appendleft(item) if first else self._own.append(item)
             return
@@ -267,11 +267,11 @@ class FairQueue(Generic[T]):
             self._lines.move_to_end(whose[0], last=False)
 
     def first(self) -> T | None:
-        """Whose turn it is, left in the line; None when nobody waits."""
+        """The next item, left in the line; None when none waits."""
         return self._own[0] if self._own else next((line.first() for line in self._lines.values()), None)
 
     def take(self) -> T | None:
-        """The first of those whose turn it is, who then go to the back; None when nobody waits."""
+        """The next item; its client goes to the back. None when none waits."""
         if self._own:
             return self._own.popleft()
         if not self._lines:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClientMessage:
-    """A message, the routing id it came from, and the key that its sender showed; empty: nobody asked for one."""
+    """A message, the routing id it came from, and its sender's key; empty: none was asked for."""
 
     sender: bytes
     message: Message
@@ -42,7 +42,7 @@ class ClientMessage:
 class ClientSocket:
     """Bound on creation, for `most` connections; used by one thread at a time.
 
-    `endpoint` is where clients are told to connect, `own` where this server's other processes do.
+    `endpoint` is where clients connect, `own` where this server's other processes do.
 
     Raises:
         EndpointError: the endpoint can't be served.
@@ -68,7 +68,7 @@ class ClientSocket:
         return self.bound.endpoint
 
     def serve(self, endpoint: str, most: int, keys: ServerKeys) -> None:
-        """The same at one more endpoint, for clients with keys, who are told of this one from now on.
+        """The same at one more endpoint, for clients with keys; it is `endpoint` from now on.
 
         Raises:
             EndpointError: it can't be served.

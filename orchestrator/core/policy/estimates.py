@@ -68,7 +68,7 @@ SELDOM = 0.02
 class Acceptance:
     """How often chain token i held, given that those before it did.
 
-    The first `positions` are told apart, but for the last of them, which stands for all that follow.
+    The first `positions` have counts of their own; the last of them stands for all that follow.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class InProcessDrafts:
         self._step_ms = Average()
 
     def observe(self, tokens: int, accepted: int, milliseconds: float) -> None:
-        """A chain of so many tokens, drafted together with those of who else drafted then."""
+        """A chain of so many tokens, drafted together with those of other requests."""
         self.drafted.add(tokens, accepted)
         self._step_ms.add(milliseconds / max(tokens, 1))
 
@@ -478,7 +478,7 @@ class Estimates:
         return self.in_process_ms(tokens, drafter) if drafter else tokens * self.step_ms() + self.link_ms()
 
     def in_process_ms(self, tokens: int, drafter: str) -> float:
-        """A chain of one in the target's process, or so long a one for each who shares its forwards."""
+        """A chain of one in the target's process, or one for each request that shares its forwards."""
         return tokens * self._in_process[drafter].step_ms(self.forward_ms(1))
 
     def chain_ms(self, tokens: int) -> float:

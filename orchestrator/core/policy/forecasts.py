@@ -84,7 +84,7 @@ def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
 
 
 def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
-    """Draft, then verify, in the target's process: those who share the verify share the drafting, too."""
+    """Draft, then verify, in the target's process: requests that share the verify share the drafting, too."""
     verify_ms = costs.verify_ms(costs.at_once * (depth + 1))
     return costs.at_once * odds.tokens(depth) / (draft_ms + verify_ms)
 
@@ -217,7 +217,7 @@ class Forecasts:
         return self.at_once * (1.0 + tokens) / self._verify_ms(self.at_once * (1 + round(rows)))
 
     def _brings(self, depth: int, drafter: str = "") -> float:
-        """E[tokens] of a round with a chain of K; a tuned K may be deeper than is told apart."""
+        """E[tokens] of a round with a chain of K; a tuned K may be deeper than is counted."""
         known = self._tokens.get(drafter)
         if known is None:
             known, reach = [1.0], 1.0

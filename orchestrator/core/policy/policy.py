@@ -29,7 +29,7 @@ from outrider.protocol.heads import NGRAM
 FADE, FADE_TOGETHER = 0.9, 0.7
 # What is believed of a way counts as much as this many milliseconds of measuring.
 BELIEF_MS = 150.0
-# A round counts as so many usual ones at most: what took longer was held up by something else. Of few nobody knows yet.
+# A round counts as so many usual ones at most: what took longer was held up by something else. Not known of a few.
 HELD_UP, FEW = 4.0, 8
 # A try ends early when it has brought less than this share of the best.
 HOPELESS = 0.8
@@ -63,7 +63,7 @@ class ArmRecord:
         return (self.prior_rate * told_ms + self.tokens) / measured_ms if measured_ms > 0 else None
 
     def rate_where(self, formula: float) -> float:
-        """What it should bring where the formula says this: at first what it was told or the formula itself, then by
+        """What it should bring where the formula says this: at first the prior rate or the formula itself, then by
         and by as many times the formula as in its own rounds."""
         believed = self.prior_rate or formula
         if self.promised <= 0:
@@ -149,7 +149,7 @@ LONGEST_READING = 6 * EPISODE_ROUNDS
 LONGEST_WAIT = 32
 # Another K than the tuned one is worth a try when the formula, right or wrong about both, sees this much more in it.
 OTHER_DEPTH_MARGIN = 1.05
-# In larger company speculation holds up who reads a prompt, and texts end one by one, the last ones in few rows: while
+# With many requests speculation delays the reading of prompts, and texts end one by one, the last in few rows: while
 # all run it has to bring so many times as much as plain decoding for each time that there are twice as many as two.
 DEARER = 1.025
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
@@ -158,7 +158,7 @@ STAY_MARGIN = 1.02
 HOME_MARGIN = 1.05
 # The formula's error about a way at one load is half of it, by factors, at the next; more than this is another matter.
 MOST_ERROR = 1.5
-# With other requests it is half of it after so many episodes, too: who runs then are others.
+# With other requests it is half of it after so many episodes, too: by then others run.
 HALF_FORGOTTEN = 24
 # What was never measured has to promise so much more than what a tuning or an earlier server recommends.
 UNKNOWN_MARGIN = 1.1

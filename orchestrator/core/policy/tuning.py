@@ -93,7 +93,7 @@ def path_for(settings: ServeSettings) -> Path:
 
 
 def memory_for(settings: ServeSettings) -> Path:
-    """Where lies what servers of this pair learned; who drafts, and where, is part of it."""
+    """The file of what servers of this pair learned; the drafters and their places are part of its name."""
     heads = list(settings.head)
     what = [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay), *([heads] if heads else [])]
     return _file("memory", what)
@@ -103,7 +103,7 @@ def folder() -> Path:
     """Where all these files lie."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # who has no home has no file either
+    except RuntimeError:  # without a home there is no file either
         home = Path(os.devnull)
     return home / "outrider"
 
