@@ -107,6 +107,11 @@ def actions(text):
 LONG = [command for command in HERE if getattr(module_of(command), "COMMON", ())]
 
 
+@pytest.mark.parametrize("command", ["pairs", "completion", "doctor", "keys", "pull"])
+def test_help_all_is_taken_where_help_shows_all(run, command):
+    assert run(command, "--help-all") == run(command, "--help")
+
+
 @pytest.mark.parametrize("command", LONG)
 def test_help_shows_some_flags_and_help_all_shows_all(run, command):
     few, every = run(command, "--help")[1], run(command, "--help-all")[1]
