@@ -1,78 +1,26 @@
-"""Outrider: speculative speculative decoding on MLX. Never imports MLX; imports its names when they are used."""
+"""Outrider: speculative speculative decoding on MLX. A thin facade over `outrider.orchestrator`."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from outrider.protocol.errors import (
-    EndpointError,
-    InvalidRequest,
-    KeyFault,
-    ModelError,
-    OutriderError,
-    ProtocolError,
-    ServerBusy,
-    ServerStopped,
-    WorkerError,
-)
-
 if TYPE_CHECKING:
-    from outrider.orchestrator.client.client import AsyncClient, AsyncResumed, Client, Resumed
-    from outrider.orchestrator.client.cluster import LocalCluster
-    from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, TokenLogprob
-    from outrider.protocol.sampling import Grammar, SamplingParams
-    from outrider.protocol.schema import Origin
+    from outrider.orchestrator import *  # noqa: F403
 
     __version__: str
-
-_LATER = {
-    "AsyncClient": "outrider.orchestrator.client.client",
-    "AsyncResumed": "outrider.orchestrator.client.client",
-    "Chunk": "outrider.orchestrator.client.dialogue",
-    "Client": "outrider.orchestrator.client.client",
-    "GenerationResult": "outrider.orchestrator.client.dialogue",
-    "Grammar": "outrider.protocol.sampling",
-    "LocalCluster": "outrider.orchestrator.client.cluster",
-    "Origin": "outrider.protocol.schema",
-    "Resumed": "outrider.orchestrator.client.client",
-    "SamplingParams": "outrider.protocol.sampling",
-    "TokenLogprob": "outrider.orchestrator.client.dialogue",
-}
-
-__all__ = [
-    "AsyncClient",
-    "AsyncResumed",
-    "Chunk",
-    "Client",
-    "EndpointError",
-    "GenerationResult",
-    "Grammar",
-    "InvalidRequest",
-    "KeyFault",
-    "LocalCluster",
-    "ModelError",
-    "Origin",
-    "OutriderError",
-    "ProtocolError",
-    "Resumed",
-    "SamplingParams",
-    "ServerBusy",
-    "ServerStopped",
-    "TokenLogprob",
-    "WorkerError",
-]
-
-if not TYPE_CHECKING:  # a misspelt name is a type error, not Any
+else:
+    from outrider.orchestrator import __all__
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
             from outrider.protocol.version import PACKAGE_VERSION
 
             return PACKAGE_VERSION
-        if name not in _LATER:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LATER[name]), name)
+        from outrider import orchestrator
+
+        return getattr(orchestrator, name)
 
     def __dir__() -> list[str]:
         return [*__all__, "__version__"]

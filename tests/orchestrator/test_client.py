@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 import outrider
-from outrider import AsyncClient, Chunk, Client, LocalCluster, Resumed
+from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resumed
 from outrider.orchestrator.client.client import Patience
 from outrider.orchestrator.client.dialogue import GenerateOptions, GenerateRequest, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
