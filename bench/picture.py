@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.version import install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEFT_OUT = "Note: the picture was left out: Matplotlib is not installed (pip install 'outrider[bench]')."
+LEFT_OUT = f"Note: the picture was left out: Matplotlib is not installed ({install('bench')})."
 
 
 def can_draw() -> bool:

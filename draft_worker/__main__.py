@@ -17,7 +17,7 @@ from outrider.engine.memory import PeakMemory
 from outrider.engine.models_only import models_only
 from outrider.engine.pace import Pace
 from outrider.grammar.compiler import TOKENIZER, Compiler
-from outrider.protocol import logs, worker_link
+from outrider.protocol import process, worker_link
 from outrider.protocol.messages import Hello, Loading, WorkerNote
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink
@@ -25,7 +25,7 @@ from outrider.protocol.worker_link import WorkerLink
 
 def main() -> int:
     options = _parser().parse_args()
-    logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
+    process.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     if options.device == "cpu":
         mx.set_default_device(mx.cpu)
     return worker_link.run(options, lambda link: _load(options, link))

@@ -201,7 +201,7 @@ class SeparateKVCache:
     is_lazy = True
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
-        """`own_caches`: see `engine.load_checks.abilities`."""
+        """`own_caches`: see `protocol.messages.Abilities`."""
         self._model, self._own_caches = model, own_caches
         self._sequences: list[KVState] = []
         self._hidden_states: HiddenStates | None = None

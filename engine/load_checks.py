@@ -44,7 +44,6 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
 from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import (
     CannotDraft,
     InvalidRequest,
@@ -54,6 +53,7 @@ from outrider.protocol.errors import (
     first_line,
     named_errors,
 )
+from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import lines

@@ -41,9 +41,9 @@ from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, flags
-from outrider.protocol.endpoints import connect
+from outrider.protocol.endpoints import connect, keys_to
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
-from outrider.protocol.keyring import CLIENT, DRAFTER, Keyring
+from outrider.protocol.keys import CLIENT, DRAFTER
 from outrider.protocol.messages import Stats, WorkerStats
 
 BUNDLE = 1
@@ -129,7 +129,7 @@ class ServerWatch:
 
     def __init__(self, endpoint: str, keys: Path | None) -> None:
         self._endpoint = endpoint
-        self._keys = Keyring(keys).to_reach(endpoint)
+        self._keys = keys_to(endpoint, folder=keys)
         self._client = Client(endpoint, timeout=1.0, keys=keys)
 
     def wait_until_there(self) -> None:

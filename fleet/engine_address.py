@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import ray
 
 from outrider.orchestrator.machine.spawn import Sweeper
-from outrider.protocol.directory import private_directory
-from outrider.protocol.keyring import AllowedKey, Keyring
-from outrider.protocol.keys import parse_key
+from outrider.protocol.keys import AllowedKey, Keyring, parse_key
+from outrider.protocol.socket_files import private_directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ import psutil
 from outrider.orchestrator.machine.spawn import child_environment
 from outrider.protocol import values
 from outrider.protocol.errors import EndpointError, InvalidRequest, KeyFault
-from outrider.protocol.version import PACKAGE_VERSION
+from outrider.protocol.version import PACKAGE_VERSION, install
 
 MOST = 1_000_000
 ONE_A_HOST = ("metal", "ane")
@@ -259,7 +259,7 @@ def end(running: HostProcess, told: Callable[[str], None] = lambda _: None) -> N
 def require_ray() -> None:
     """Raises InvalidRequest where Ray is not installed."""
     if find_spec("ray") is None:
-        raise InvalidRequest('a fleet needs Ray, which is not installed; expected pip install "outrider[fleet]"')
+        raise InvalidRequest(f"a fleet needs Ray, which is not installed; expected {install('fleet')}")
 
 
 def require_free(ip: str, port: int) -> None:

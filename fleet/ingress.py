@@ -22,13 +22,12 @@ from outrider.fleet import plan
 from outrider.fleet.engine_address import Visitor
 from outrider.fleet.leases import NOBODY, EngineKind, EngineLeases, Leased
 from outrider.orchestrator.client.client import AsyncClient
-from outrider.orchestrator.front.timing_totals import add, by_name, each
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Stats
-from outrider.protocol.stats import Durations, KvUse
+from outrider.protocol.stats import Durations, KvUse, by_name, each
 from outrider.server.__main__ import DRAIN_SECONDS, config
 from outrider.server.app import application
 from outrider.server.connection import Server
@@ -63,7 +62,7 @@ def _sum(left: Stats, right: Stats) -> Stats:
         queued=left.queued + right.queued,
         finished=left.finished + right.finished,
         failed=left.failed + right.failed,
-        totals=add(left.totals, right.totals),
+        totals=left.totals + right.totals,
         stale_messages=left.stale_messages + right.stale_messages,
         rejected_frames=left.rejected_frames + right.rejected_frames,
         generated=left.generated + right.generated,

@@ -1,11 +1,9 @@
-"""Who a peer is: keys that are let in, and the routing ids by which clients are told apart.
+"""Which peers may connect, and which client a request comes from.
 
-`CurveAuth`: who is let in by key: the allow-list of the server's keyring, read again when it changes, and keys refused
-since. Asked by ZeroMQ at each handshake, on a thread of its own; what stands here is the answer, and nothing else of a
-server decides it. Knows keys and doors; knows nothing of messages.
+`CurveAuth`: the allow-list of the server's keyring, read again when it changes, less the keys refused since. ZeroMQ
+asks it at each handshake, on a thread of its own. Knows keys and endpoints' roles; knows nothing of messages.
 
-`client_key`: how a server tells its clients apart: each request has a socket of its own, and their routing ids begin
-alike.
+`client_key`: the common beginning of the routing ids of one client, whose requests have a socket each.
 """
 
 from __future__ import annotations
@@ -20,13 +18,12 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
-from outrider.protocol.keys import ServerKeys, from_zmq
+from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring, ServerKeys, from_zmq
 
 log = logging.getLogger(__name__)
 
-# Who may come to an endpoint: all workers of other machines have one.
-_COME_TO = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
+# Which roles an endpoint admits: all workers of other machines have one.
+_ADMITTED = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
 
 
 class CurveAuth:
@@ -46,21 +43,21 @@ class CurveAuth:
         self._read()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
-        for role in _COME_TO:
+        for role in _ADMITTED:
             self._authenticator.configure_curve_callback(role, self)
 
     def keys(self, role: str) -> ServerKeys:
-        """What a socket is bound with, to let in those who are allowed this role; workers come as drafters."""
+        """What a socket is bound with, to admit the keys that are allowed this role; workers connect as drafters."""
         return ServerKeys(self.own, role)
 
     def refuse(self, key: str, why: str) -> None:
-        """Lets this key in no more, as long as this server runs; who is inside stays. From any thread."""
+        """Refuses this key from now on, as long as this server runs; open connections stay. From any thread."""
         with self._lock:
             self._refused[key] = why
         log.warning("the key %s is now refused: %s", key, why)
 
     def is_allowed(self, role: str, key: str) -> bool:
-        """Whether who has `key` is let in as `role` now. From any thread."""
+        """Whether `key` is admitted as `role` now. From any thread."""
         with self._lock:
             try:
                 self._read()
@@ -73,12 +70,12 @@ class CurveAuth:
     def callback(self, domain: str, key: bytes) -> bool:
         """The same as ZeroMQ's authentication asks it."""
         shown = from_zmq(key)
-        let_in = any(self.is_allowed(role, shown) for role in _COME_TO[domain])
+        let_in = any(self.is_allowed(role, shown) for role in _ADMITTED[domain])
         log.info("the key %s is %s as %s", shown, "let in" if let_in else "refused", domain)
         return let_in
 
     def close(self) -> None:
-        """Nobody is let in any more."""
+        """Admits no more keys."""
         self._authenticator.stop()
 
     def _read(self) -> None:
@@ -87,7 +84,7 @@ class CurveAuth:
             self._allowed, self._seen = self._keyring.allowed(), seen
 
     def _state(self) -> tuple[int, ...] | None:
-        """What changes when the allow-list does; None: it can't be told."""
+        """What changes when the allow-list does; None: not known."""
         try:
             found = os.stat(self._keyring.allowed_file)
         except OSError:
@@ -96,7 +93,7 @@ class CurveAuth:
 
 
 def curve_auth_for(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:
-    """The gate that a server's endpoints need; None: only this machine reaches them, and nobody wants keys there.
+    """What a server's endpoints ask keys by; None: only this machine reaches them, and no keys are wanted.
 
     Raises:
         KeyFault: they need one and the keyring has no own key, or can't be used.

@@ -1,22 +1,26 @@
-"""What the orchestrator's two threads say to each other, and the queues between them.
+"""What the orchestrator's threads tell each other, and a starting server its parent.
 
 The *core* thread owns the workers' socket and the rounds; it deals in tokens. The *front* thread owns the clients'
 socket, tokenizers, text and the queue of waiting requests; it deals in text.
 
-`ThreadQueues`: the ways between the orchestrator's threads, as one record, and what the front may look up in the core.
+`ThreadQueues`: the queues between the orchestrator's threads, as one record. `Mailbox`: a queue between two threads
+that a ZeroMQ poller can wait on. `CoreStats`: what the front may ask of the core at any time.
 
-`Mailbox`: a queue between two threads of the orchestrator that a ZeroMQ poller can wait on.
+`Announcement`: what a starting server reports to the process that started it, as a JSON line on a socket. The same
+socket ends the server when the parent closes its end, or is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
@@ -35,9 +39,9 @@ class Admit:
     """Run this request now. `sampling.seed` is drawn already; `mode` is ar, sd, ssd or auto; `eos` is empty when
     ignored.
 
-    `num_draft_tokens` and `branches` None: nobody has named any, neither client nor server. `origins`, `rounds`:
-    tell them. `resume_tokens`: the text's first tokens, which another server has made. `drafter`: the only one to
-    draft, if it is named. `code`: its prompt looks like a program.
+    `num_draft_tokens` and `branches` None: neither client nor server has named any. `origins`, `rounds`: report them.
+    `resume_tokens`: the text's first tokens, which another server has made. `drafter`: the only one to draft, if it is
+    named. `code`: its prompt looks like a program.
     """
 
     request: str
@@ -69,7 +73,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class ModelVocabulary:
-    """The cluster's `model` means by its tokens what this digest says (`pair.vocabulary`); drafters have to, too."""
+    """A digest of what the tokens of the cluster's `model` stand for; a drafter's must equal it."""
 
     model: str
     vocabulary: str
@@ -127,10 +131,12 @@ class Committed:
 
     def and_then(self, later: Committed) -> Committed:
         """Both in one."""
-        told = [one.logprobs for one in (self, later) if one.logprobs is not None]
+        logprobs = [one.logprobs for one in (self, later) if one.logprobs is not None]
         origins = None if self.origins is None else self.origins + (later.origins or ())
         rounds = None if self.rounds is None else self.rounds + (later.rounds or ())
-        return Committed(self.request, self.tokens + later.tokens, joined(told) if told else None, origins, rounds)
+        return Committed(
+            self.request, self.tokens + later.tokens, joined(logprobs) if logprobs else None, origins, rounds
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +165,7 @@ ToFront = WorkersChanged | RequestBegan | PrefillProgress | Committed | RequestE
 
 
 def together(events: Iterable[ToFront]) -> list[ToFront]:
-    """The same, but tokens of a request with nothing else of it between them are one event: who is late tells them at
-    once."""
+    """The same events, but consecutive tokens of one request are one event, so a late reader gets them at once."""
     found: list[ToFront] = []
     latest: dict[str, int] = {}
     for event in events:
@@ -194,7 +199,7 @@ class Mailbox(Generic[T]):
         self._bell.connect(address)
 
     def put(self, item: T) -> None:
-        """Never waits. The bell rings for the first item; who comes for that takes the others along."""
+        """Never waits. Wakes the taker for the first item; it takes the others along."""
         with self._putting:
             self._items.put(item)
             if self._items.qsize() <= 1:
@@ -218,7 +223,7 @@ class Mailbox(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class EndServer:
-    """Main thread -> front thread: tell everybody and end."""
+    """Main thread -> front thread: end, after each client was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,26 +231,15 @@ class Drain:
     """Main thread -> front thread: take no new requests."""
 
 
-class CoreFacts(Protocol):
-    """What the core tells without being asked through a mailbox."""
+@dataclass(frozen=True, slots=True)
+class CoreStats:
+    """The core's counts and durations since the start; see `Stats`."""
 
-    @property
-    def workers_endpoint(self) -> str: ...
-
-    @property
-    def stale_messages(self) -> int: ...
-
-    @property
-    def dropped_branches(self) -> int: ...
-
-    @property
-    def rejected_frames(self) -> int: ...
-
-    @property
-    def round_seconds(self) -> Durations: ...
-
-    @property
-    def verify_seconds(self) -> Durations: ...
+    stale_messages: int
+    rejected_frames: int
+    dropped_branches: int
+    round_seconds: Durations
+    verify_seconds: Durations
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,3 +253,80 @@ class ThreadQueues:
     def close(self) -> None:
         for mailbox in (self.core, self.events, self.orders):
             mailbox.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How far the start is, for a person to read."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReady:
+    """Clients may connect at `endpoint`, further drafters at `workers`; `notes` are worth a line each. `http` is where
+    HTTP is served, if it is.
+
+    `joining`: where drafters of other machines join. `key`: the server's, where keys are asked for. `own`: where its
+    owner's processes on this machine connect without any.
+    """
+
+    endpoint: str
+    workers: str = ""
+    notes: tuple[str, ...] = ()
+    http: str = ""
+    joining: str = ""
+    key: str = ""
+    own: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The server can't go on; `kind` names a class of protocol.errors."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """The server has ended as it was asked to, but for this; `kind` as above."""
+
+    kind: str
+    message: str
+
+
+Announcement = Stage | ServerReady | Failure | Unfinished
+_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, ServerReady, Failure, Unfinished)}
+
+
+def announce(line: socket.socket, announcement: Announcement) -> None:
+    """Tells the parent; a parent that is gone is no error here, its end is noticed by `wait_for_end`."""
+    text = json.dumps([type(announcement).__name__, asdict(announcement)])
+    try:
+        line.sendall(text.encode() + b"\n")
+    except OSError:
+        return
+
+
+def wait_for_end(line: socket.socket) -> None:
+    """Returns when the parent's end of the line is closed, however the parent went."""
+    try:
+        while line.recv(1):
+            pass
+    except OSError:
+        return
+
+
+def announcements(line: socket.socket) -> Iterator[Announcement]:
+    """What the server tells, until it goes. TimeoutError when the socket has a timeout and nothing comes."""
+    rest = b""
+    while data := line.recv(4096):
+        *lines, rest = (rest + data).split(b"\n")
+        for one in lines:
+            kind, fields = json.loads(one, object_hook=_tuples)
+            yield _KINDS[kind](**fields)
+
+
+def _tuples(fields: dict[str, object]) -> dict[str, object]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -1,7 +1,7 @@
-"""What the HTTP server is told when it starts: a frozen record, checked once, here and nowhere else.
+"""The settings of the HTTP server: a frozen record that checks itself.
 
-The server is a process of a room that this one does not know; the record travels to it as JSON, for keys are no matter
-for a command line that everybody can read. Knows names and ranges; opens no socket.
+The server is a process of a room that this one does not know. The record travels to it as JSON on stdin, since other
+users can read command lines and it holds keys. Knows names and ranges; opens no socket.
 """
 
 from __future__ import annotations

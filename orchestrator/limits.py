@@ -1,17 +1,15 @@
-"""Limits: how much a peer may say, how many connections an endpoint serves, and how much memory texts may take.
+"""Limits: how much a peer may send, how many connections an endpoint serves, and how much memory texts may take.
 
-`RateLimiter`: how much each peer of a socket may say: so much a second, with some in reserve for what comes at once.
-What is beyond that is dropped before it is read, so that whoever floods a socket takes no time from the others. Knows
-peers and sizes; knows nothing of what they say.
+`RateLimiter`: each peer of a socket may send so much a second, with a reserve for bursts. What exceeds that is dropped
+before it is read, so a flood takes no time from other peers. Knows peers and sizes; knows nothing of messages.
 
-`ConnectionLimiter`: serves an endpoint for so many connections at once: when all places are taken it stops listening
-until one leaves. ZeroMQ would accept until no file is left and then end the process. Who comes to a shut door waits in
-the system's own line and is let in, in turn; at a port, which can't be shut, who is one too many is hung up on, and may
-try again. Knows connections; knows nothing of messages.
+`ConnectionLimiter`: serves an endpoint for so many connections at once; ZeroMQ would accept until no file is left and
+then end the process. A full unix socket stops listening, and whoever connects waits in the system's queue. A port can't
+stop listening, so excess connections to one are closed, and may try again.
 
-`KVBudget`: how much memory texts may take in all workers together, and what one request needs of it. A request's text
-lies in the target and in every drafter, so the room counts tokens alike for all: each worker's share is what the same
-tokens take there. Arithmetic only; waiting is the front's matter, evicting the workers'.
+`KVBudget`: how much memory texts may take in all workers together, and what one request needs of it. A text lies in the
+target and in every drafter, so the budget counts tokens alike for all: each worker's share is what the same tokens take
+there. Arithmetic only; the front waits for room, the workers evict.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class RateLimiter:
         self._most = MOST_PEERS
 
     def allow(self, peer: bytes, frames: Iterable[bytes | memoryview], now_ns: int) -> bool:
-        """Whether the peer may say this much now."""
+        """Whether the peer may send this much now."""
         level = self._level(peer, now_ns)
         cost = 1 + sum(map(len, frames)) / BYTES
         # What is larger than the reserve passes when that is full: a size has a limit of its own.
@@ -70,7 +68,7 @@ class RateLimiter:
         return True
 
     def is_first(self, peer: bytes) -> bool:
-        """Whether this refusal is the peer's first since it had all its reserve: the one to tell of."""
+        """Whether this refusal is the peer's first since it had all its reserve: the one to report."""
         level = self._levels[peer]
         level.is_over, was_over = True, level.is_over
         return not was_over
@@ -90,7 +88,7 @@ class RateLimiter:
             level.is_over = False
 
     def _forget_idle(self, now_ns: int) -> None:
-        """Who has all its reserve is as good as unknown. Looks through all only when they have doubled."""
+        """Forgets peers that have all their reserve. Looks through all only when they have doubled."""
         if len(self._levels) < self._most:
             return
         for peer, level in list(self._levels.items()):
@@ -104,7 +102,7 @@ CROWDED = 0.875
 
 
 class LimitedEndpoint:
-    """An endpoint, and who came in by it: file descriptors, of whose coming and going ZeroMQ tells."""
+    """An endpoint and its connections: file descriptors, as ZeroMQ reports them."""
 
     def __init__(self, bound: Bound, most: int) -> None:
         self.bound = bound
@@ -116,13 +114,13 @@ class LimitedEndpoint:
         return len(self.inside) >= CROWDED * self.most
 
     def enter(self, descriptor: int) -> None:
-        """Somebody came in. At a port, which can't be shut, who is one too many is sent out again."""
+        """A connection was accepted. At a port, which can't stop listening, one too many is closed."""
         self.inside.add(descriptor)
         if len(self.inside) > self.most:
             self.bound.hang_up(descriptor)
 
     def keep(self) -> None:
-        """Shuts or opens it."""
+        """Stops or resumes listening."""
         if len(self.inside) >= self.most:
             self.bound.stop_listening()
         else:
@@ -147,9 +145,9 @@ class ConnectionLimiter:
             raise
 
     def open(self, endpoint: str, most: int, keys: ServerKeys | None = None) -> Bound:
-        """One more door, with places of its own, so that those who crowd at one keep nobody from another.
+        """Serves one more endpoint, with a limit of its own, so that a crowd at one leaves room at another.
 
-        Doors without keys come first; see `bind`.
+        Endpoints without keys come first; see `bind`.
         """
         bound = bind(self._socket, endpoint, keys)
         self.endpoints.append(LimitedEndpoint(bound, most))
@@ -158,29 +156,29 @@ class ConnectionLimiter:
     @property
     def crowded(self) -> bool:
         """Nearly all places are taken: time to turn work away while there is still room to say so."""
-        return any(door.crowded for door in self.endpoints)
+        return any(one.crowded for one in self.endpoints)
 
     def watch(self) -> None:
-        """Takes in who came and went, and shuts or opens the doors."""
+        """Counts the connections that came and went; stops or resumes listening."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._at(event["endpoint"].decode()).enter(event["value"])
             else:
-                for door in self.endpoints:
-                    door.inside.discard(event["value"])
-        for door in self.endpoints:
-            door.keep()
+                for one in self.endpoints:
+                    one.inside.discard(event["value"])
+        for one in self.endpoints:
+            one.keep()
 
     def close(self, linger_ms: int = 0) -> None:
         """Ends the socket and frees the endpoints."""
         self._end_monitor()
-        for door in self.endpoints:
-            door.bound.close(linger_ms)
+        for one in self.endpoints:
+            one.bound.close(linger_ms)
 
     def _at(self, endpoint: str) -> LimitedEndpoint:
-        """The door there; ZeroMQ may spell an address in its own way, of which there is at most one."""
-        return next((door for door in self.endpoints if door.bound.endpoint == endpoint), self.endpoints[-1])
+        """The endpoint there; ZeroMQ may spell an address in its own way, of which there is at most one."""
+        return next((one for one in self.endpoints if one.bound.endpoint == endpoint), self.endpoints[-1])
 
     def _end_monitor(self) -> None:
         if not self._socket.closed:

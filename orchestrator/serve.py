@@ -22,19 +22,24 @@ import zmq
 
 from outrider.orchestrator.auth import CurveAuth, curve_auth_for
 from outrider.orchestrator.core.loop import Core
-from outrider.orchestrator.events import Drain, EndServer, Mailbox, ModelVocabulary, Quit, ThreadQueues, ToCore, ToFront
+from outrider.orchestrator.events import (
+    Announcement,
+    Drain,
+    EndServer,
+    Failure,
+    Mailbox,
+    ModelVocabulary,
+    Quit,
+    ServerReady,
+    ThreadQueues,
+    ToCore,
+    ToFront,
+    Unfinished,
+    wait_for_end,
+)
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import (
-    Announcement,
-    Failure,
-    ServerReady,
-    Unfinished,
-    as_error,
-    kind_of,
-    wait_for_end,
-)
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.http_process import HttpListener, HttpProcess
@@ -43,9 +48,9 @@ from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.directory import PrivateDirectory, private_directory
-from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
-from outrider.protocol.keyring import CLIENT
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
+from outrider.protocol.keys import CLIENT
+from outrider.protocol.socket_files import PrivateDirectory, private_directory
 
 STATUS_SECONDS = 1.0
 DRAIN_LOOK_SECONDS = 0.05
@@ -80,7 +85,8 @@ class ServerThreads:
     def complete(self, ready: ServerReady) -> ServerReady:
         """With all that is known of where the server is reached."""
         key = self.auth.own.public if self.auth is not None else ""
-        return replace(ready, own=self.clients.own, joining=self.core.joining_endpoint, key=key)
+        workers, joining = self.core.workers_endpoint, self.core.joining_endpoint
+        return replace(ready, workers=workers, own=self.clients.own, joining=joining, key=key)
 
 
 def run(
@@ -207,7 +213,7 @@ def _threads(
                 stack.enter_context(closing(beacon))
             text = read_pair(pair)
             lines.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
-            front = Front(pair, Admission(text), clients, lines, core, happenings.put)
+            front = Front(pair, Admission(text), clients, lines, core.stats, happenings.put)
             threads.insert(0, _start(front.run, "front"))
             yield ServerThreads(front, core, lines.orders, http, clients, auth)
         finally:

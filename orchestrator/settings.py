@@ -1,18 +1,20 @@
-"""What one cluster is told when it starts: a frozen record, checked once, here and nowhere else.
+"""The settings of one cluster: a frozen record that checks itself.
 
-Knows names and ranges; touches no file, no socket and no model.
+Each field says what it may hold, and carries the help of its flag, from which `cli.flags` makes the command line. Knows
+names and ranges; touches no file, no socket and no model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from outrider.protocol import logs, values
+from outrider.protocol import process, values
 from outrider.protocol.endpoints import is_local, parse
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import AHEAD, HEADS, OF_TARGET
@@ -30,24 +32,8 @@ HEAD_PLACES = ("target", "draft-worker")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
-_WORDS = {
-    "mode": MODES,
-    "draft_backend": DRAFT_BACKENDS,
-    "prefill_backend": PREFILL_BACKENDS,
-    "draft_device": DRAFT_DEVICES,
-    "cpu_kernels": KERNELS,
-    "fan_out": FAN_OUTS,
-    "branch_depth": BRANCH_DEPTHS,
-    "head_in": HEAD_PLACES,
-    "log_level": LOG_LEVELS,
-    "log_format": logs.FORMATS,
-}
-FLAGS = (
-    "ngrams", "trees", "colocate", "prompt_cache", "memory", "keyed", "await_target", "advertise", "pin_cores",
-    "gguf_keep_precision",
-)  # fmt: skip
 NAMED = ("tiny", "smollm2", "gemma3-270m")
-"""Models with names of their own (`pair.model_files`), with which a draft may come."""
+"""Models with names of their own (`pairing.model_files`), which may come with a draft."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64
@@ -58,116 +44,174 @@ NO_SSD_COLOCATED = (
 )
 
 
+Check = Callable[[str, Any], Any]
+"""(name, value) -> the plain value; raises InvalidRequest."""
+
+
+def _setting(default: Any, check: Check, group: str, metavar: str, *, help: str, type: type[Any] | None = None) -> Any:
+    """A field whose flag stands in this group of a command's help; `type` is what argparse makes of its value.
+
+    In `help`, {default} stands for the default. None is allowed where it is the default.
+    """
+    metadata = {"check": check, "group": group, "metavar": metavar, "help": help, "type": type}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _word(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
+    return _setting(default, partial(_one_of, words), group, metavar or "|".join(words), help=help)
+
+
+def _count(default: int | None, low: int, high: int, group: str, metavar: str = "N", *, help: str) -> Any:
+    return _setting(default, partial(_within, low, high), group, metavar, help=help, type=int)
+
+
+def _flag(default: bool, group: str, *, help: str) -> Any:
+    """`help` is of the flag, --NAME or --no-NAME, that says the opposite of the default."""
+    return _setting(default, values.flag, group, "", help=help, type=bool)
+
+
+def _path(group: str, metavar: str = "FILE", *, help: str) -> Any:
+    return _setting(None, values.path, group, metavar, help=help, type=Path)
+
+
+def _one_of(words: tuple[str, ...], name: str, value: object) -> str:
+    return values.word(name, value, words)
+
+
+def _within(low: int, high: int, name: str, value: object) -> int:
+    return values.whole(name, value, low, high)
+
+
+SPECULATION, MODELS, DRAFTING, WORKERS = "speculation", "models", "drafting", "workers"
+MEMORY, LOGS, ENDPOINTS = "requests and memory", "keys, logs and traces", "endpoints"
+
+
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """The settings of one cluster; every field is a flag of the command line by the same name.
+    """The settings of one cluster; every field is a flag of the command line by the same name, with its help here.
 
-    `model` and `draft_model` are Hugging Face ids, folders or GGUF files; both None: the default (docs/models.md).
-    `endpoint` is where clients connect; None: a socket of its own in the run directory. `num_draft_tokens` and
-    `branches` None: in `auto` what `outrider tune` found, else `DRAFT_TOKENS` and `BRANCHES`. `threads`: threads of
-    each worker for matrix products. `cpu_kernels`: what computes on a CPU: mlx, or auto: ONNX Runtime for models that
-    it serves. `pin_cores`: on a machine of two cores, target and drafter keep to one each; not where another cluster
-    runs. `max_active`: requests in flight at once; None: as many as `kv_memory` holds, at most 16. `max_waiting`: how
-    many may wait for their turn; more are refused. `kv_memory`: bytes, or text like "2GB", for keys and values in all
-    workers together; None: half of what the weights leave of the machine's. `prompt_cache`: keep what was read of texts
-    that have ended, where running ones leave room. `ngrams`: let repeated text fill what the drafter has not reached.
-    `trees`: verify drafts of several origins at once. `replay`: the script of the replay drafter. `simulate`: a latency
-    profile that both workers keep to (docs/simulation.md). `draft_backend`: who drafts; mtp, a head that reads the
-    target (`protocol.heads`), is in the model's own folder unless `draft_model` names another, and comes along where
-    neither is named; auto looks what `draft_model` is. `head_in`: the process that a head drafts in, the target's or a
-    draft worker, which is told the rows that it reads and works ahead. `head`: heads that draft in the target's process
-    beside whoever else does, "mtp" or "early-exit" for the model's own, a kind that comes along for the embedded
-    target's; one that can't be used is done without. `draft_prefill`: who reads prompts for a drafter on MLX
-    (docs/coreml.md). `draft_device`: where draft workers on MLX compute; auto: where the target does, cpu: beside a
-    target on a GPU. `drafters`: so many processes draft and share a round's outcomes; `branches` None: `BRANCHES` for
-    each. `colocate`: the target drafts in its own process, in turn with verifying, instead of a draft worker that works
-    ahead. `shards`: so many ranks of the target on this machine, each with a part of each layer. `await_target`: none
-    is started; one that somebody else starts joins, from several machines maybe. `worker_timeout`: seconds for which a
-    worker may be silent until it is given up; a drafter is done without after a fifth of that. `memory`: carry over
-    from run to run what `auto` learned of this pair on this machine. `workers_endpoint`: where drafters of other
-    machines join, tcp://HOST:PORT; None: only this machine's do. `keys`: the folder of keys; None:
-    `protocol.keyring.default_folder`. `keyed`: ask for keys at `endpoint` and `workers_endpoint` also where only this
-    machine reaches them; beyond it they are always asked for. `advertise`: announce `workers_endpoint` on the local
-    network. `prefill_workers`: so many processes read long prompts in the target's place; `prefill_from`: of so many
-    tokens and more; None: what `outrider tune` found, else 512; `prefill_backend`: by what, of the target's own
-    weights. `gguf_keep_precision`: blocks of a GGUF file that MLX has no form for stay in half precision, and are not
-    quantised anew.
+    - Both models None: the default (docs/models.md). `num_draft_tokens` and `branches` None: in `auto` what `outrider
+      tune` found, else `DRAFT_TOKENS`, and `BRANCHES` for each drafter.
+    - `draft_backend` mtp: the head in the model's own folder, unless `draft_model` names another; auto: what
+      `draft_model` is. `head`: a kind, such as "mtp", means the model's own, or one that comes with the embedded
+      target. A head that can't be used is left out. `head_in` draft-worker: the target sends it the rows that it reads.
+    - `pin_cores` off: where another cluster runs on the machine. `worker_timeout`: a drafter is done without after a
+      fifth of that. `prompt_cache`: ended texts stay where running ones leave room.
+    - `keyed`: beyond this machine keys are always asked for. `await_target`: it may be of several ranks.
 
     Raises:
         InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
     """
 
-    model: str | None = None
-    draft_model: str | None = None
-    draft_backend: str = "mlx"
-    head: tuple[str, ...] = ()
-    draft_prefill: str = "auto"
-    draft_device: str = "auto"
-    drafters: int = 1
-    num_draft_tokens: int | None = None
-    branches: int | None = None
-    fan_out: str = "best-first"
-    branch_depth: str = "auto"
-    head_in: str = "target"
-    ngrams: bool = True
-    trees: bool = False
-    mode: str = "auto"
-    endpoint: str | None = None
-    threads: int = 1
-    cpu_kernels: str = "auto"
-    pin_cores: bool = True
-    max_active: int | None = None
-    max_waiting: int = 256
-    kv_memory: int | None = None
-    prompt_cache: bool = True
-    trace: Path | None = None
-    log_level: str = "warning"
-    log_format: str = "text"
-    replay: Path | None = None
-    simulate: Path | None = None
-    colocate: bool = False
-    shards: int = 1
-    await_target: bool = False
-    worker_timeout: int = 10
-    memory: bool = True
-    workers_endpoint: str | None = None
-    keys: Path | None = None
-    keyed: bool = False
-    advertise: bool = False
-    prefill_workers: int = 0
-    prefill_from: int | None = None
-    prefill_backend: str = "mlx"
-    gguf_keep_precision: bool = False
+    mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated (default: {default})")
+    num_draft_tokens: int | None = _count(
+        None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
+        help=f"draft tokens a round (default: {DRAFT_TOKENS}); what is copied from the text may be longer",
+    )  # fmt: skip
+    branches: int | None = _count(
+        None, 1, MAX_BRANCHES_ASKED, SPECULATION, "B",
+        help=f"outcomes to prepare for in a round (default: {BRANCHES})",
+    )  # fmt: skip
+    model: str | None = _setting(
+        None, values.text, MODELS, "ID|PATH",
+        help="target: a name of `outrider pairs`, a Hugging Face id, a folder or a GGUF file (default: smollm2)",
+    )  # fmt: skip
+    draft_model: str | None = _setting(
+        None, values.text, MODELS, "ID|PATH",
+        help="a small model of the same family (default: the one that comes with --model, if any)",
+    )  # fmt: skip
+    gguf_keep_precision: bool = _flag(
+        False, MODELS,
+        help="keep in half precision what MLX can't hold as a GGUF file has it, instead of quantizing it anew",
+    )  # fmt: skip
+    draft_backend: str = _word(
+        "mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"what drafts: {', '.join(DRAFT_BACKENDS)} (default: {{default}})"
+    )
+    head: tuple[str, ...] = _setting(
+        (), values.texts, MODELS, "ID|PATH",
+        help="a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"
+        " (default: none)",
+    )  # fmt: skip
+    head_in: str = _word("target", HEAD_PLACES, MODELS, help="the process that a head drafts in (default: {default})")
+    drafters: int = _count(
+        1, 1, MAX_DRAFTERS, DRAFTING, help="draft processes, which share the outcomes (default: {default})"
+    )
+    draft_prefill: str = _setting(
+        "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
+        help="what reads an mlx drafter's prompts (default: {default})",
+    )  # fmt: skip
+    draft_device: str = _word(
+        "auto", DRAFT_DEVICES, DRAFTING,
+        help="where draft workers on MLX compute (default: {default}, where the target does)",
+    )  # fmt: skip
+    colocate: bool = _flag(False, DRAFTING, help="draft in the target's process")
+    fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen (default: {default})")
+    branch_depth: str = _word(
+        "auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep (default: {default})"
+    )
+    ngrams: bool = _flag(True, DRAFTING, help="copy no drafts from the text")
+    trees: bool = _flag(
+        False, DRAFTING, help="verify drafts of several drafters at once, where that pays and the target can"
+    )
+    replay: Path | None = _path(DRAFTING, help="the script of the replay drafter (default: none)")  # noqa: RUF009
+    threads: int = _count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products (default: {default})")
+    cpu_kernels: str = _word(
+        "auto", KERNELS, WORKERS,
+        help="what computes on a CPU; auto: ONNX Runtime, or MLX for models that it does not serve"
+        " (default: {default})",
+    )  # fmt: skip
+    pin_cores: bool = _flag(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
+    shards: int = _count(1, 1, MAX_SHARDS, WORKERS, help="ranks of the target on this machine (default: {default})")
+    prefill_workers: int = _count(
+        0, 0, MAX_DRAFTERS, WORKERS, help="processes that read long prompts (default: {default})"
+    )
+    prefill_from: int | None = _count(
+        None, 1, 2**31 - 1, WORKERS, "TOKENS",
+        help="the shortest prompt that they read (default: what tune found, else 512)",
+    )  # fmt: skip
+    prefill_backend: str = _word(
+        "mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers (default: {default})"
+    )
+    await_target: bool = _flag(False, WORKERS, help="start no target; one joins by `outrider worker target`")
+    worker_timeout: int = _count(
+        10, 1, 86_400, WORKERS, "SECONDS",
+        help="seconds of silence before a worker is considered dead (default: {default})",
+    )  # fmt: skip
+    simulate: Path | None = _path(WORKERS, help="a machine's latency profile to keep to (default: none)")  # noqa: RUF009
+    max_active: int | None = _count(
+        None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
+    )
+    max_waiting: int = _count(
+        256, 0, 1_000_000, MEMORY, help="requests that may wait; more are refused (default: {default})"
+    )
+    kv_memory: int | None = _setting(
+        None, values.size, MEMORY, "SIZE",
+        help="for keys and values in all workers, like 2GB (default: half of what the weights leave)",
+    )  # fmt: skip
+    prompt_cache: bool = _flag(True, MEMORY, help="read every prompt in full")
+    memory: bool = _flag(True, MEMORY, help="mode auto starts without what it learned before, and saves nothing")
+    keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
+    trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto (default: none)")  # noqa: RUF009
+    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the least that is logged (default: {default})")
+    log_format: str = _word(
+        "text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process (default: {default})"
+    )
+    endpoint: str | None = _setting(
+        None, values.text, ENDPOINTS, "ENDPOINT",
+        help="where Python clients connect, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
+    )  # fmt: skip
+    workers_endpoint: str | None = _setting(
+        None, values.text, ENDPOINTS, "ENDPOINT",
+        help="where drafters of other machines join, tcp://HOST:PORT, see docs/security.md (default: nowhere)",
+    )  # fmt: skip
+    advertise: bool = _flag(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
+    keyed: bool = _flag(False, ENDPOINTS, help="ask for keys on loopback, too; other machines are always asked")
 
     def __post_init__(self) -> None:
-        for name, words in _WORDS.items():
-            self._keep(name, values.word(name, getattr(self, name), words))
-        for name in ("threads", "max_active"):
-            if getattr(self, name) is not None or name == "threads":
-                self._keep(name, values.whole(name, getattr(self, name), 1, 1024))
-        self._keep("shards", values.whole("shards", self.shards, 1, MAX_SHARDS))
-        self._keep("drafters", values.whole("drafters", self.drafters, 1, MAX_DRAFTERS))
-        self._keep("prefill_workers", values.whole("prefill_workers", self.prefill_workers, 0, MAX_DRAFTERS))
-        if self.prefill_from is not None:
-            self._keep("prefill_from", values.whole("prefill_from", self.prefill_from, 1, 2**31 - 1))
-        self._keep("max_waiting", values.whole("max_waiting", self.max_waiting, 0, 1_000_000))
-        self._keep("worker_timeout", values.whole("worker_timeout", self.worker_timeout, 1, 86_400))
-        if self.kv_memory is not None:
-            self._keep("kv_memory", values.size("kv_memory", self.kv_memory))
-        for name in FLAGS:
-            self._keep(name, values.flag(name, getattr(self, name)))
-        for name in ("model", "draft_model", "endpoint", "workers_endpoint"):
-            if getattr(self, name) is not None:
-                self._keep(name, values.text(name, getattr(self, name)))
-        for name in ("trace", "replay", "simulate", "keys"):
-            if getattr(self, name) is not None:
-                self._keep(name, values.path(name, getattr(self, name)))
-        self._keep("head", values.texts("head", self.head))
-        self._keep("draft_prefill", values.text("draft_prefill", self.draft_prefill))
-        if self.num_draft_tokens is not None:
-            self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
-        if self.branches is not None:
-            self._keep("branches", check_branches(self.branches))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                self._keep(field.name, field.metadata["check"](field.name, value))
         if self.drafts_by_head and self.head_in == "target":
             self._keep("colocate", True)
         self._check_together()
@@ -295,47 +339,47 @@ class ServeSettings:
 class Settings(TypedDict, total=False):
     """The fields of `ServeSettings` as keywords, in every form in which they are taken; see `LocalCluster`."""
 
-    model: str | os.PathLike[str] | None
-    draft_model: str | os.PathLike[str] | None
-    draft_backend: str
-    head: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-    draft_prefill: str | os.PathLike[str]
-    draft_device: str
-    drafters: int
+    mode: str
     num_draft_tokens: int | None
     branches: int | None
+    model: str | os.PathLike[str] | None
+    draft_model: str | os.PathLike[str] | None
+    gguf_keep_precision: bool
+    draft_backend: str
+    head: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    head_in: str
+    drafters: int
+    draft_prefill: str | os.PathLike[str]
+    draft_device: str
+    colocate: bool
     fan_out: str
     branch_depth: str
-    head_in: str
     ngrams: bool
     trees: bool
-    mode: str
-    endpoint: str | None
+    replay: str | os.PathLike[str] | None
     threads: int
     cpu_kernels: str
     pin_cores: bool
+    shards: int
+    prefill_workers: int
+    prefill_from: int | None
+    prefill_backend: str
+    await_target: bool
+    worker_timeout: int
+    simulate: str | os.PathLike[str] | None
     max_active: int | None
     max_waiting: int
     kv_memory: int | str | None
     prompt_cache: bool
+    memory: bool
+    keys: str | os.PathLike[str] | None
     trace: str | os.PathLike[str] | None
     log_level: str
     log_format: str
-    replay: str | os.PathLike[str] | None
-    simulate: str | os.PathLike[str] | None
-    colocate: bool
-    shards: int
-    await_target: bool
-    worker_timeout: int
-    memory: bool
+    endpoint: str | None
     workers_endpoint: str | None
-    keys: str | os.PathLike[str] | None
-    keyed: bool
     advertise: bool
-    prefill_workers: int
-    prefill_from: int | None
-    prefill_backend: str
-    gguf_keep_precision: bool
+    keyed: bool
 
 
 def settings_from(given: Settings) -> ServeSettings:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.engine.models_only import models_only
-from outrider.protocol import logs, worker_link
+from outrider.protocol import process, worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.messages import Hello, Loading
 from outrider.protocol.worker_link import WorkerLink
@@ -21,7 +21,7 @@ BACKENDS = ("coreml", "mlx")
 
 def main() -> int:
     options = _parser().parse_args()
-    logs.set_up(options.log_level, options.log_format, options.name, options.log_fd)
+    process.set_up(options.log_level, options.log_format, options.name, options.log_fd)
     return worker_link.run(options, lambda link: _load(options, link))
 
 

@@ -1,8 +1,7 @@
-"""The one clock of all spans, and how long one side waits for a word by it.
+"""The one clock of all spans, monotonic nanoseconds that a machine's processes share, and how long one side waits by
+it.
 
-`since`: the one clock of all spans: monotonic nanoseconds, shared by the processes of a machine.
-
-How long one side waits for a word before it takes it for lost (docs/protocol.md, "When a message is lost").
+The waits are for messages that may be lost (docs/protocol.md, "When a message is lost").
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
-"""Messages to ZeroMQ frames and back, by functions that are written out from the types of their fields.
+"""Messages to ZeroMQ frames and back, by functions that are generated from the types of their fields.
 
-`encode`: messages to ZeroMQ frames and back. Frame 0 is msgpack: [protocol version, message name, [value of each
-field, in order]]. Each numpy array stands in the header as [dtype, shape], and its little-endian bytes follow as a
-frame of their own, in field order. Messages that leave together stand one after the other. Nothing that arrives is
-trusted: see `decode`.
+Frame 0 is msgpack: [protocol version, message name, [value of each field, in order]]. A numpy array stands in the
+header as [dtype, shape]; its little-endian bytes, last axis fastest, follow as a frame of their own, in field order.
+Messages that leave together follow one another. Nothing that arrives is trusted: see `decode`.
 
-`wrong`: two functions a message, one for each direction, written out from its field types as `dataclasses` writes
-`__init__`. `loader` turns what msgpack read into a dataclass, `dumper` a dataclass into what msgpack writes. Both hold
-every value to its shape and raise ProtocolError with its place, the value and what was expected. Array bytes are taken
-from, or appended to, the raw frames in field order.
-
-`read_array`: numpy arrays as raw frames: little-endian items, last axis fastest. Whoever calls has checked kind and
-size.
+`loader` and `dumper`: two functions for each message, generated from its field types as `dataclasses` generates
+`__init__`. `loader` turns what msgpack read into a dataclass, `dumper` a dataclass into what msgpack writes. Both check
+every value and raise ProtocolError with its place, the value and what was expected.
 """
 
 from __future__ import annotations
@@ -303,7 +298,7 @@ def decode_all(frames: Sequence[Buffer]) -> list[Message]:
 
 
 def request_of(frames: Sequence[Buffer]) -> str | None:
-    """The request a refused message was about, when that can be read: so that its sender can be told what was wrong."""
+    """The request of a refused message, where that can be read, so that its sender can be answered."""
     try:
         _, name, fields = _unpack(frames[0])
         request = fields[list(fields_of(MESSAGES[name])).index("request")]

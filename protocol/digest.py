@@ -1,6 +1,6 @@
-"""A digest by which two processes find that their folders hold another model, without reading all of it.
+"""A digest that differs between two models' folders, without reading all of their weights.
 
-Of the configuration every byte counts, of each tensor its name, format and shape and its first bytes: other weights
+It covers the whole configuration, and of each tensor its name, format and shape and its first bytes: other weights
 differ there, if they differ at all. Knows files; nothing of models.
 """
 
@@ -38,7 +38,7 @@ def digest(folder: Path) -> str:
 
 
 def fits(ours: str, theirs: str) -> bool:
-    """Whether these may be of one model: who has no weights knows it by its configuration."""
+    """Whether these may be of one model; without weights, by the configuration alone."""
     config, _, weights = ours.partition("-")
     other_config, _, other_weights = theirs.partition("-")
     return config == other_config and (weights == other_weights or not (weights and other_weights))

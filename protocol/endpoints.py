@@ -1,15 +1,14 @@
 """Where processes meet: `ipc://PATH` on one machine, `tcp://HOST:PORT` between machines.
 
-Owns what an endpoint may look like, who serves it, and that nothing goes to other machines without keys. ZeroMQ would
-cut a port to 16 bits, take an ipc path away from a live server, replace any file that lies there and talk in the clear
-to whoever comes; `bind` and `connect` refuse instead, in one sentence.
+Owns the form of an endpoint, which process serves it, and that nothing goes to other machines without keys. ZeroMQ
+would cut a port to 16 bits, take an ipc path from a live server, replace any file that lies there, and connect to
+anybody unencrypted; `bind` and `connect` refuse instead, in one sentence.
 
-`prepare`: what a socket needs whose other end is on another machine, where a link breaks and nobody is told. Both ends
-ask each other whether they are there, below our messages, and give a connection up that does not answer. Then the end
-that connects tries again, a few times a second: so a link that is healed is back within that time, and not when TCP
-next repeats itself, which is as much later as the cut was long.
+`prepare`: the options of a socket whose peer is on another machine, where a link may break silently. Both ends send
+heartbeats below our messages and close a connection that does not answer them. Then the connecting end tries again, a
+few times a second, so a healed link is back within that time. TCP alone would take as long again as the cut lasted.
 
-`probe`: tries an endpoint's door, so that who finds nobody, or is not let in, hears why instead of waiting.
+`probe`: connects once, so that a peer that finds no server, or is refused, learns why instead of waiting.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import socket as sockets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -29,14 +29,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from outrider.protocol.errors import EndpointError, KeyFault, OutriderError
-from outrider.protocol.keys import ClientKeys, ServerKeys, raw
+from outrider.protocol.keys import ClientKeys, Keyring, ServerKeys, parse_key, raw
 from outrider.protocol.schema import MAX_FRAME
-from outrider.protocol.socket_lock import SocketLock
+from outrider.protocol.socket_files import MAX_PATH, SocketLock
 
 Socket: TypeAlias = zmq.Socket[Any]
-
-MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
-"""Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
 
 HANDSHAKE_MS = 10_000
 """Whoever connects and does not say so long what every ZeroMQ peer says first is hung up on."""
@@ -141,6 +138,33 @@ def reachable(endpoint: str) -> Endpoint:
     return where
 
 
+def keys_to(
+    endpoint: str, server_key: str | None = None, folder: str | os.PathLike[str] | None = None
+) -> ClientKeys | None:
+    """The keys that a connection to `endpoint` needs; None: it is on this machine, and no key of its server is known.
+
+    `server_key`: the key that the server must have; None: the trusted one. `folder`: see `Keyring`.
+
+    Raises:
+        KeyFault: a key is missing or can't be used.
+        EndpointError: it is no endpoint.
+    """
+    where, keyring = reachable(endpoint), Keyring(Path(folder) if folder is not None else None)
+    host = where.host if isinstance(where, Tcp) else endpoint
+    known = parse_key(server_key) if server_key is not None else None
+    if known is None and isinstance(where, Tcp):
+        trusted = {server.place: server.key for server in keyring.servers()}
+        known = trusted.get(str(where).removeprefix("tcp://"), trusted.get(host))
+    if known is not None:
+        return ClientKeys(keyring.own(), known)
+    if is_local(where):
+        return None
+    raise KeyFault(
+        f"{endpoint} is on another machine, and its server's key is not trusted yet; expected"
+        f" `outrider keys trust {host} KEY` (or --server-key), with the key that `outrider serve` prints there"
+    )
+
+
 def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> None:
     """Connects `socket`; whoever serves the endpoint may come later, and has to have the key of `keys`.
 
@@ -181,7 +205,7 @@ class Bound:
             self.lock.open()
 
     def stop_listening(self) -> None:
-        """Whoever connects waits until `listen`. Only at a path: ZeroMQ would leave a port with all who are inside."""
+        """New connections wait until `listen`. Only at a path: from a port ZeroMQ would drop all connections."""
         if self.lock is not None:
             self.lock.shut()
 
@@ -210,7 +234,7 @@ class Bound:
 def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound:
     """Serves `endpoint` with `socket`; `Bound.endpoint` is the same with a port of 0 filled in.
 
-    With `keys` it lets in whose key its context's authentication allows, and nobody where there is none. What the same
+    With `keys` it admits the keys that its context's authentication allows, and none where there is none. What the same
     socket is bound to later is served with keys, too.
 
     Raises:
@@ -255,7 +279,7 @@ def _at_port(where: Tcp) -> sockets.socket:
 
 def _ask_for_keys(socket: Socket, keys: ServerKeys) -> None:
     socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
-    socket.zap_domain = keys.door.encode()
+    socket.zap_domain = keys.domain.encode()
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context that has no authentication lets everybody in
 
 
@@ -347,7 +371,7 @@ def _can_probe(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str,
 
 
 def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
-    """Returns when a server at `endpoint` lets in who comes with `keys`.
+    """Returns when a server at `endpoint` admits `keys`.
 
     Raises:
         KeyFault: it refuses the key, has another one than it should, or asks for one and there is none.

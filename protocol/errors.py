@@ -1,9 +1,9 @@
-"""The named errors that cross rooms, and what turns a model's failure into one.
+"""The named errors that cross rooms, sockets and pipes. Each message says what was wrong, what was expected, what to
+do.
 
-`OutriderError`: the named errors that cross rooms. Each message says what was wrong, what was expected and what to do.
+`ModelFault`: any failure in a model's code is one request's failure: a named error that a worker can report.
 
-`ModelFault`: whatever goes wrong in a model's code is one request's failure: it becomes a named error that a worker
-can report.
+`kind_of` and `as_error`: across a socket or a pipe an error is a class name and a sentence.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class InvalidRequest(OutriderError):
 
 class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for an answer in the model's context, or in the memory for texts."""
+
+
+class UnknownDrafter(InvalidRequest):
+    """A request names a drafter that the server does not have."""
 
 
 class ModelError(OutriderError):
@@ -82,7 +86,7 @@ class OtherModel(InvalidRequest):
 
 
 class RefusedRequest(InvalidRequest, ProtocolError):
-    """A well-formed message asks for something out of range. Who drops bad messages drops it; its sender is told."""
+    """A well-formed message asks for something out of range. It is dropped like an invalid one, but answered."""
 
 
 log = logging.getLogger(__name__)
@@ -111,3 +115,17 @@ def named_errors(doing: str, level: int = logging.WARNING) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """The error's first line, or its kind where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def kind_of(error: OutriderError) -> str:
+    """The name of this error's class, or of its nearest base here, by which it crosses a socket or a pipe."""
+    named = (cls for cls in type(error).__mro__ if globals().get(cls.__name__) is cls)
+    return next(named, OutriderError).__name__
+
+
+def as_error(kind: str, message: str) -> OutriderError:
+    """The exception that `kind` names; a kind that this version doesn't know is a plain OutriderError."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, OutriderError):
+        return found(message)
+    return OutriderError(message)

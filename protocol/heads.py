@@ -1,6 +1,6 @@
-"""Heads that read the target: their kinds, and by which words of its config.json a checkpoint is known for one.
+"""Heads that read the target: their kinds, and how a checkpoint's config.json shows that it is one.
 
-Knows names only; what a head computes is `drafters.heads`'.
+Knows names only; what a head computes is in `drafters.heads`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> str | None:
-    """The kind of head that a checkpoint with this config.json holds; None: a model, or what nobody knows here.
+    """The kind of head that a checkpoint with this config.json holds; None: a model, or nothing that is known here.
 
     `target`: that of the model to draft for, which may have its own head (mtp) in its original repository.
     """
@@ -53,7 +53,7 @@ def in_process_head(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def is_joint(drafter: str) -> bool:
-    """Whether this names two who draft for one tree."""
+    """Whether this names two drafters of one tree."""
     return JOINT in drafter
 
 

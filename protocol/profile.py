@@ -1,6 +1,6 @@
 """A latency profile: what is known of a machine we don't have, in a JSON file (docs/simulation.md lists its fields).
 
-Workers keep to it (`--simulate`), the orchestrator checks it before anything starts. Knows numbers; paces nothing.
+Workers keep to it (`--simulate`); the orchestrator checks it before anything starts. Knows numbers; paces nothing.
 """
 
 from __future__ import annotations

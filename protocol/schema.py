@@ -1,15 +1,10 @@
 """What a message field may hold: the types that fields are made of, and how each type is read.
 
-`Real`: what a message field may hold, read from its type once: the codec, the documentation and the tests all build on
-this. Knows dataclasses and the markers of `protocol.schema`, some of which are shapes; knows nothing of bytes or
-messages.
+The codec, the documentation and the tests all build on this. A field's type says its range or size, and the codec
+enforces it for senders, too. Knows dataclasses; knows nothing of bytes or messages.
 
-`Range`: the types that message fields are made of: each says its range or size, and the codec holds senders to it.
-
-`Logprobs`: how likely the target found its tokens: what OUTCOME and the chunks of a request that asked for it carry.
-Knows arrays; knows nothing of models.
-
-`Origin`: where a committed token came from: what the chunks of a request that asked for it carry, a number a token.
+`Logprobs`: log-probabilities of tokens, in Outcome and in chunks of requests that asked for them. `Origin`: where a
+committed token came from, a number for each token in the same chunks.
 """
 
 from __future__ import annotations
@@ -77,7 +72,7 @@ class Array:
 MAX_TOKENS = 2**24
 MAX_FRAME = 2**26
 """Bytes: the most tokens that there may be. Who announces more is disconnected before memory is taken for it."""
-# Usually a chain and its bonus token; more when a drafter was not told for a while.
+# Usually a chain and its bonus token; more when a drafter was not asked for a while.
 MAX_COMMIT = 4096
 MAX_CHAIN = 64
 MAX_BESIDE = 16

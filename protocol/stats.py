@@ -1,12 +1,15 @@
-"""The numbers that processes report about themselves: memory, counts and durations.
+"""The numbers that processes report: memory, counts, durations, and what a replay found.
 
-`KvCost`, `KvUse` and `CacheUse` are bytes of keys, values and state of a model, and the use of a prompt cache. A worker
-measures them; the orchestrator adds them up. `Tally` and `Durations` count events since the process started.
+`KvCost`, `KvUse` and `CacheUse` are bytes of keys, values and state of a model, and the use of a prompt cache. A
+worker measures them; the orchestrator adds them up. `Tally` and `Durations` count events since the process started.
+`Report` is written by `target_worker.certificate` and read by `outrider verify`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from outrider.protocol.schema import Count, Name, Serial
 
@@ -56,6 +59,19 @@ class Tally:
     count: Serial
 
 
+def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
+    """The sum of each name."""
+    counts: Counter[str] = Counter()
+    for tally in (*left, *right):
+        counts[tally.name] += tally.count
+    return tuple(Tally(name, count) for name, count in sorted(counts.items()))
+
+
+def each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    """The sum at each place."""
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
+
+
 @dataclass(frozen=True, slots=True)
 class Durations:
     """A histogram: `counts[i]` durations were at most `bounds[i]` seconds and longer than the bound before; the last
@@ -64,3 +80,36 @@ class Durations:
     bounds: tuple[float, ...] = ()
     counts: tuple[Serial, ...] = ()
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """At absolute `position` the target says `expected` and the output has `token`.
+
+    `margin` is by how much the target's logits would have to differ for `token` to be chosen, `tolerance` what rounding
+    may make them differ by there. A token that the target's top-p, min-p or top-k rule out has no margin.
+    """
+
+    position: int
+    token: int
+    expected: int
+    margin: float | None
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """`positions` tokens replayed, `identical` as the target alone says; what differs is a tie or a mismatch.
+
+    A tie is a difference that rounding explains. `context_length` is where the target's text must end.
+    """
+
+    positions: int
+    identical: int
+    ties: tuple[Difference, ...]
+    mismatches: tuple[Difference, ...]
+    context_length: int
+
+    @property
+    def holds(self) -> bool:
+        return not self.mismatches

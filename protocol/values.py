@@ -1,4 +1,4 @@
-"""Values as people give them, turned into the plain ones that are kept and sent: numpy's numbers are numbers, too.
+"""Values as people give them, turned into the plain ones that are kept and sent; numpy's numbers are accepted.
 
 Each function returns the plain value or raises InvalidRequest with the name, the value and what was expected.
 """

@@ -1,8 +1,6 @@
-"""What is installed: the protocol, the release, and the extras that a part of it needs.
+"""The protocol version, the release, and what to install for the parts that need an extra. Imports none of these.
 
-Which protocol this is and which release speaks it. Two processes talk only when PROTOCOL_VERSION is the same.
-
-What a part of Outrider needs beyond the core, and what to install where it is missing. Imports none of it.
+Two processes communicate only when their PROTOCOL_VERSION is the same.
 """
 
 from __future__ import annotations
@@ -40,6 +38,11 @@ def missing(extra: str) -> list[str]:
     return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
+def install(extra: str) -> str:
+    """What to run to install an extra: the version is on no package index yet."""
+    return f"pip install '.[{extra}]' in a checkout (docs/install.md)"
+
+
 def require(extra: str, what: str, otherwise: str = "") -> None:
     """
     Raises:
@@ -48,4 +51,4 @@ def require(extra: str, what: str, otherwise: str = "") -> None:
     lacking = missing(extra)
     if lacking:
         instead = f", or {otherwise}" if otherwise else ""
-        raise InvalidRequest(f"{what} needs {' and '.join(lacking)}; expected pip install 'outrider[{extra}]'{instead}")
+        raise InvalidRequest(f"{what} needs {' and '.join(lacking)}; expected {install(extra)}{instead}")

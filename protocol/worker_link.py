@@ -1,12 +1,11 @@
 """A worker process: its flags and keys, its link to the orchestrator, and how it serves one after another.
 
-`WorkerLink`: how a worker process hangs on the orchestrator: the hot socket, the heartbeat thread, and the parent's
-pipe. The worker's one busy thread owns the hot socket. The heartbeat thread answers Ping with a counter that the busy
-thread moves, so that "alive" means "moving". A process is known by its incarnation; what it is called the orchestrator
-says. Knows nothing of models.
+`WorkerLink`: the hot socket, the heartbeat thread, and the parent's pipe. The worker's one busy thread owns the hot
+socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
+process is identified by its incarnation; the orchestrator gives it its name. Knows nothing of models.
 
-`WorkerLoop`: what all worker processes have in common: their flags, their keys, and how they serve one orchestrator
-after another. Knows the link; knows nothing of what a worker does.
+`WorkerLoop`: what a worker process runs. `add_flags` and `run`: the flags that all of them have, and how they serve one
+orchestrator after another.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from typing import Protocol
 
 import zmq
 
-from outrider.protocol import clock, endpoints, logs
+from outrider.protocol import clock, endpoints, process
 from outrider.protocol.codec import decode, decode_all, encode, encode_all
-from outrider.protocol.endpoints import Tcp, connect, parse, probe
+from outrider.protocol.endpoints import Tcp, connect, keys_to, parse, probe
 from outrider.protocol.errors import (
     CannotDraft,
     EndpointError,
@@ -41,10 +40,9 @@ from outrider.protocol.errors import (
     VersionMismatch,
     WorkerError,
 )
-from outrider.protocol.interrupts import outside_finalizers
-from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Fault, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.process import outside_finalizers
 
 INCARNATION_BITS = 63
 IDLE_POLL_MS = 200
@@ -52,7 +50,7 @@ GRACE_SECONDS = 5.0
 LONGEST_MS = 10**9
 SEND_MS = 2000
 # How often a worker that a person started looks for the answer to its HELLO: for some ten seconds, and for ten minutes
-# where it was one of a cluster before. It says HELLO again now and then, for who comes may be another.
+# where it was one of a cluster before. It repeats HELLO now and then, since the server may be another.
 WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
 # It takes the orchestrator for gone after so many waits without a ping, and not before so many pings are overdue.
 SILENT_WAITS, SILENT_PINGS = 50, 40
@@ -98,7 +96,7 @@ class WorkerLink:
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         if keys is not None:
-            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # who is refused has nobody that takes it
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # after a refusal nothing takes the message
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
         self._entered = False
@@ -128,7 +126,7 @@ class WorkerLink:
         polls, most = 0, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
         while not (self._by_hand and polls >= most):
             if polls == 0 or (self._entered and polls % HELLO_POLLS == 0):
-                self._try_the_door()
+                self._probe()
                 self.send(hello)
             polls += 1
             if self._pings != self._pings_known:
@@ -144,8 +142,8 @@ class WorkerLink:
                     raise WorkerError(f"turned away: {reason}")
         raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
 
-    def _try_the_door(self) -> None:
-        """Where keys are asked for: that this one's is still good. KeyFault when it is not."""
+    def _probe(self) -> None:
+        """Where keys are asked for, checks that this one's is still admitted. KeyFault when it is not."""
         if self._keys is not None and self._entered:
             with suppress(EndpointError):  # it may come yet
                 probe(self._endpoint, self._keys)
@@ -164,7 +162,7 @@ class WorkerLink:
         return error.exit_code
 
     def expect(self, milliseconds: float) -> None:
-        """What is done next should take so long at most; 0: nobody knows."""
+        """What is done next should take so long at most; 0: not known."""
         self._expected_ms = min(math.ceil(milliseconds), LONGEST_MS)
 
     def send(self, *messages: Message) -> None:
@@ -208,7 +206,7 @@ class WorkerLink:
         self._socket.poll(max(int(milliseconds), 1))
 
     def _waited(self) -> None:
-        """Counted, not timed: who was stopped has not waited."""
+        """Counted, not timed: a stopped process has not waited."""
         if self._pings != self._pings_known:
             self._pings_known, self._waits = self._pings, 0
         self._waits += 1
@@ -325,14 +323,14 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
     else:
         parser.set_defaults(keys=None, server_key=None)
     parser.add_argument("--log-level", default="warning")
-    parser.add_argument("--log-format", choices=logs.FORMATS, default="text")
+    parser.add_argument("--log-format", choices=process.FORMATS, default="text")
     parser.add_argument("--log-fd", type=int, default=None, help="the log file of the server that started it")
 
 
 def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop]]) -> int:
     """Enters with its keys, loads and serves. The code to exit with, where an error is said to the orchestrator."""
     try:
-        keys = Keyring(options.keys).to_reach(options.endpoint, options.server_key)
+        keys = keys_to(options.endpoint, options.server_key, options.keys)
     except KeyFault as fault:
         log.error("%s", fault)
         return fault.exit_code

@@ -15,7 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing_wanted
-from outrider.protocol import logs
+from outrider.protocol import process
+from outrider.protocol.version import install
 from outrider.server.app import application
 from outrider.server.auth_middleware import Callers
 from outrider.server.connection import Connection, Server
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Serves until stdin ends."""
     order = HttpOrder.from_json(sys.stdin.readline())
-    logs.set_up(order.log_level, order.log_format, "http", order.log_fd)
+    process.set_up(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
     tracing = _tracing(order.settings, model.id)
     app = application(model, Callers(order.endpoint), order.settings, tracing)
@@ -62,7 +63,7 @@ def _tracing(settings: HttpSettings, model: str) -> Tracing | None:
     try:
         from outrider.server.tracing import Tracing, exporting
     except ModuleNotFoundError as missing:
-        log.warning("no spans are exported: %s; expected pip install 'outrider[otel]'", missing)
+        log.warning("no spans are exported: %s; expected %s", missing, install("otel"))
         return None
     return Tracing(model, exporting(settings.otlp_endpoint))
 

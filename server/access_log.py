@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.protocol.logs import current_request
+from outrider.protocol.process import current_request
 from outrider.server.auth_middleware import key_of
 from outrider.server.metrics import Metrics
 

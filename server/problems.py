@@ -9,7 +9,15 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
+from outrider.protocol.errors import (
+    EndpointError,
+    InvalidRequest,
+    ModelError,
+    OutriderError,
+    ServerBusy,
+    UnknownDrafter,
+    WorkerError,
+)
 from outrider.server.shapes.plain import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
 
 RETRY_SECONDS = 1
@@ -92,6 +100,8 @@ def problem_of(error: Exception) -> Problem:
             return Problem(429, str(error), code="rate_limit_exceeded")
         case EndpointError() | WorkerError():
             return Problem(503, str(error))
+        case UnknownDrafter():
+            return Problem(400, str(error), param="speculation")
         case InvalidRequest() | ModelError():
             too_long = "context of" in str(error) and "tokens; expected at most" in str(error)
             return Problem(400, str(error), code="context_length_exceeded" if too_long else None)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.engine.models_only import models_only
-from outrider.protocol import logs, worker_link
+from outrider.protocol import worker_link
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, OutriderError
 from outrider.protocol.heads import DRAFT_MODEL, HEADS, names_of
 from outrider.protocol.messages import Hello, Loading, WorkerNote
+from outrider.protocol.process import set_up
 from outrider.protocol.profile import Profile
 from outrider.protocol.worker_link import WorkerLink, end_with_parent
 from outrider.target_worker.rank_link import RANK, LocalRanks
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 def main() -> int:
     options = _parser().parse_args()
     process = f"{options.name} rank {os.environ.get(RANK, '')}".strip() if options.shard else options.name
-    logs.set_up(options.log_level, options.log_format, process, options.log_fd)
+    set_up(options.log_level, options.log_format, process, options.log_fd)
     if options.shards == 1 and not options.shard:
         return _serve(options, None)
     try:

@@ -28,9 +28,9 @@ from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
 from outrider.grammar.compiler import Compiler
-from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import Difference, Report
 
 # What the difference of two logits may be off by: at least this, and a step of the format for each of the two.
 LEAST = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}

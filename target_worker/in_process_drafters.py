@@ -31,9 +31,9 @@ from outrider.engine.kv_cache import CacheSlot, FlatKVCache, KVCache, Listener
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol import abilities
 from outrider.protocol.errors import ModelError, OutriderError, named_errors
 from outrider.protocol.heads import DRAFT_MODEL
+from outrider.protocol.messages import workers
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
@@ -339,7 +339,7 @@ class LoadedDrafters:
     """The drafters that were loaded, by name, and a sentence for each that was not."""
 
     drafters: Mapping[str, InProcessProposer]
-    infos: tuple[abilities.InProcessDrafter, ...] = ()
+    infos: tuple[workers.InProcessDrafter, ...] = ()
     left_out: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
@@ -380,11 +380,11 @@ def _loaded(wanted: DrafterSpec, model: LoadedModel, progress: Callable[[str], N
 
 def _info(
     wanted: DrafterSpec, drafter: InProcessProposer, model: LoadedModel, cost: Cost | None
-) -> abilities.InProcessDrafter:
+) -> workers.InProcessDrafter:
     is_head = not isinstance(drafter, InProcessModel)
     agreement = None if isinstance(drafter, InProcessModel) else drafter.drafter.agreement
     agreement = -1.0 if agreement is None else agreement
-    return abilities.InProcessDrafter(wanted.name, wanted.path, is_head, agreement, _weight(drafter, model, cost))
+    return workers.InProcessDrafter(wanted.name, wanted.path, is_head, agreement, _weight(drafter, model, cost))
 
 
 def _weight(drafter: InProcessProposer, model: LoadedModel, cost: Cost | None) -> float:

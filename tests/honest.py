@@ -20,5 +20,5 @@ class HonestWorkers:
     def model(self, name: str) -> object:
         """All run the same."""
 
-    def record_lie(self, name: str, kind: str) -> None:
+    def record_invalid(self, name: str, kind: str) -> None:
         raise AssertionError(f"{name} is honest, and was taken for a liar: {kind}")

@@ -37,8 +37,9 @@ def hook(frame, event, argument):
             calls.setdefault(name, set()).add(int(time.monotonic() / {BUCKET_S}))
 def save():
     path = os.path.join(os.environ["{FOLDER}"], f"{{os.getpid()}}.json")
-    with open(path, "w") as file:
-        json.dump({{"command": sys.orig_argv, "calls": {{k: sorted(v) for k, v in calls.items()}}}}, file)
+    with open(path + ".part", "w") as file:
+        json.dump({{"command": sys.orig_argv, "calls": {{k: sorted(v) for k, v in list(calls.items())}}}}, file)
+    os.replace(path + ".part", path)  # a process that is killed meanwhile leaves no half of it
 threading.setprofile(hook)
 sys.setprofile(hook)
 atexit.register(save)

@@ -25,9 +25,8 @@ from outrider.bench import picture
 from outrider.bench.prompts import SUITE, load, load_suite
 from outrider.orchestrator.cli.terminal import say
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.pairing.chat import load_text
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.pairing.tokenizer import load_codec
+from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
 from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest

@@ -24,6 +24,7 @@ from outrider.orchestrator.pairing.pulled import PULLED, pull
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.version import install
 
 MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
@@ -153,7 +154,7 @@ def gguf_of(model: str | None) -> Path | None:
 def _missing(name: str, file: Path | None) -> str | None:
     """Why a peer can't take part; None: it can."""
     if find_spec(PEERS[name]) is None:
-        return f"{name} takes no part: {PEERS[name]} is not installed; pip install 'outrider[bench]'"
+        return f"{name} takes no part: {PEERS[name]} is not installed; expected {install('bench')}"
     if name == LLAMA_CPP and file is None:
         return f"{name} takes no part: it reads GGUF files; expected --model FILE.gguf"
     return None

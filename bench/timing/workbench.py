@@ -14,10 +14,9 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
-from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import (
     Branch,
@@ -33,6 +32,7 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.socket_files import private_directory
 
 REQUEST = "bench"
 PATIENCE_MS = 120_000
@@ -172,7 +172,7 @@ class Workbench:
 
     def _to_drafters(self, message: Message) -> None:
         for name in self._pool.drafters():
-            self._pool.send_drafter(name, message)
+            self._pool.send_worker(name, message)
 
     # --- waiting --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from outrider.fleet.host import FleetHost, checked_token, default_folder, enter
 from outrider.orchestrator import cli
-from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli import Parser
 from outrider.protocol.errors import InvalidRequest
 
 COMMANDS = {
@@ -25,7 +25,7 @@ COMMANDS = {
     "down": "stop what was started on this host",
 }
 ORDER = """
-Linux hosts, with Ray (pip install "outrider[fleet]"):
+Linux hosts, with Ray (pip install '.[fleet]' in a checkout):
   outrider fleet head --ip IP      on one, which says what to do on the others
   outrider fleet join IP:6379      on each of the others
   outrider fleet run fleet.yaml    on the head

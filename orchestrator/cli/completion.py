@@ -10,8 +10,7 @@ from pathlib import Path
 
 import shtab
 
-from outrider.orchestrator.cli import COMMANDS, HELP, common_flags, module_of
-from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli import COMMANDS, HELP, Parser, common_flags, module_of
 from outrider.orchestrator.machine.system import require_mlx
 
 SHELLS = ("bash", "zsh", "fish")

@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     trial = "convert the draft and try Core ML, which can take minutes"
     parser.add_argument("--probe", action="store_true", help=trial)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    flags.add_log_flag(parser.add_argument)
+    flags.add_setting(parser.add_argument, "log_level")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,10 +1,6 @@
 """Flags that several commands share, and the records they become. Names are mlx-lm's where mlx-lm has the flag.
 
-`read_text_file`: a text file that a flag names.
-
-`writable_folder`: a folder for results: made when it is not there, and found to be writable before the work begins.
-
-`add_http_flags`: the flags of `outrider serve` for HTTP, and the record they become.
+The flags of a cluster are made from `ServeSettings`, field by field.
 """
 
 from __future__ import annotations
@@ -18,25 +14,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from outrider.orchestrator import settings
 from outrider.orchestrator.http_settings import HOST, MAX_BODY_MB, PORT, HttpSettings
 from outrider.orchestrator.pairing.pulled import OFFLINE
-from outrider.orchestrator.settings import (
-    BRANCH_DEPTHS,
-    BRANCHES,
-    DRAFT_BACKENDS,
-    DRAFT_DEVICES,
-    DRAFT_TOKENS,
-    FAN_OUTS,
-    HEAD_PLACES,
-    LOG_LEVELS,
-    MODES,
-    PREFILL_BACKENDS,
-    ServeSettings,
-)
-from outrider.protocol import logs, version
+from outrider.orchestrator.settings import LOG_LEVELS, ServeSettings
+from outrider.protocol import version
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.process import set_up
 from outrider.protocol.sampling import PRESETS, RULES, Grammar, SamplingParams
-from outrider.protocol.worker_link import KERNELS
 
 
 def read_text_file(path: Path, expected: str) -> str:
@@ -57,88 +42,46 @@ OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
 
 def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """How one request is run; they hold for a server that is running already, too. `without`: see `_adder`."""
-    add = _adder(parser, "speculation", without)
-    add("--mode", metavar="|".join(MODES), help=f"how tokens are generated (default: {_DEFAULTS.mode})")
-    copied = "what is copied from the text may be longer"
-    add("--num-draft-tokens", type=int, metavar="K", help=f"draft tokens a round (default: {DRAFT_TOKENS}); {copied}")
     one = "use this drafter only: draft, ngram, or a head such as eagle3 or mtp (default: all)"
-    add("--drafter", metavar="NAME", help=one)
-    add("--branches", type=int, metavar="B", help=f"outcomes to prepare for in a round (default: {BRANCHES})")
+    add_settings(
+        parser, settings.SPECULATION, without, num_draft_tokens=("--drafter", {"metavar": "NAME", "help": one})
+    )
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """What a cluster is started with. `without`: see `_adder`."""
-    add = _adder(parser, "models", without)
-    target = "target: a name of `outrider pairs`, a Hugging Face id, a folder or a GGUF file (default: smollm2)"
-    add("--model", metavar="ID|PATH", help=target)
-    small = "a small model of the same family (default: the one that comes with --model, if any)"
-    add("--draft-model", metavar="ID|PATH", help=small)
     local = "download nothing: use what is on this machine (as HF_HUB_OFFLINE=1 does)"
-    add("--offline", action=_Offline, nargs=0, help=local)
-    keep = "keep in half precision what MLX can't hold as a GGUF file has it, instead of quantizing it anew"
-    add("--gguf-keep-precision", action="store_true", default=None, help=keep)
-    drafts = f"what drafts: {', '.join(DRAFT_BACKENDS)} (default: {_DEFAULTS.draft_backend})"
-    add("--draft-backend", metavar="NAME", help=drafts)
-    head = "a head that also drafts, in the target's process; mtp or early-exit: the model's own; repeatable"
-    add("--head", action="append", metavar="ID|PATH", help=f"{head} (default: none)")
-    where = f"the process that a head drafts in (default: {_DEFAULTS.head_in})"
-    add("--head-in", metavar="|".join(HEAD_PLACES), help=where)
-    add = _adder(parser, "drafting", without)
-    add("--drafters", type=int, metavar="N", help="draft processes, which share the outcomes (default: 1)")
-    reader = "what reads an mlx drafter's prompts (default: auto)"
-    add("--draft-prefill", metavar="auto|mlx|coreml|PACKAGE", help=reader)
-    device = "where draft workers on MLX compute (default: auto, where the target does)"
-    add("--draft-device", metavar="|".join(DRAFT_DEVICES), help=device)
-    add("--colocate", action="store_true", default=None, help="draft in the target's process")
-    add("--fan-out", metavar="|".join(FAN_OUTS), help=f"how outcomes are chosen (default: {_DEFAULTS.fan_out})")
-    full = f"full: wait until branches are K tokens deep (default: {_DEFAULTS.branch_depth})"
-    add("--branch-depth", metavar="|".join(BRANCH_DEPTHS), help=full)
-    add("--no-ngrams", dest="ngrams", action="store_false", default=None, help="copy no drafts from the text")
-    trees = "verify drafts of several drafters at once, where that pays and the target can"
-    add("--trees", action="store_true", default=None, help=trees)
-    add("--replay", type=Path, metavar="FILE", help="the script of the replay drafter (default: none)")
-    add = _adder(parser, "workers", without)
-    add("--threads", type=int, metavar="N", help="threads of each worker for matrix products (default: 1)")
-    kernels = "what computes on a CPU; auto: ONNX Runtime, or MLX for models that it does not serve (default: auto)"
-    add("--cpu-kernels", metavar="|".join(KERNELS), help=kernels)
-    free = "let target and drafter run on any core, on a machine that has two"
-    add("--no-pin-cores", dest="pin_cores", action="store_false", default=None, help=free)
-    add("--shards", type=int, metavar="N", help="ranks of the target on this machine (default: 1)")
-    add("--prefill-workers", type=int, metavar="N", help="processes that read long prompts (default: 0)")
-    least = "the shortest prompt that they read (default: what tune found, else 512)"
-    add("--prefill-from", type=int, metavar="TOKENS", help=least)
-    by = f"backend of prefill workers (default: {_DEFAULTS.prefill_backend})"
-    add("--prefill-backend", metavar="|".join(PREFILL_BACKENDS), help=by)
-    wait = "start no target; one joins by `outrider worker target`"
-    add("--await-target", action="store_true", default=None, help=wait)
-    timeout = f"seconds of silence before a worker is considered dead (default: {_DEFAULTS.worker_timeout})"
-    add("--worker-timeout", type=int, metavar="SECONDS", help=timeout)
-    profile = "a machine's latency profile to keep to (default: none)"
-    add("--simulate", type=Path, metavar="FILE", help=profile)
-    add = _adder(parser, "requests and memory", without)
-    most = "requests in flight at once (default: as many as fit in memory, at most 16)"
-    add("--max-active", type=int, metavar="N", help=most)
-    waiting = f"requests that may wait; more are refused (default: {_DEFAULTS.max_waiting})"
-    add("--max-waiting", type=int, metavar="N", help=waiting)
-    memory = "for keys and values in all workers, like 2GB (default: half of what the weights leave)"
-    add("--kv-memory", metavar="SIZE", help=memory)
-    forget = "read every prompt in full"
-    add("--no-prompt-cache", dest="prompt_cache", action="store_false", default=None, help=forget)
-    forget = "mode auto starts without what it learned before, and saves nothing"
-    add("--no-memory", dest="memory", action="store_false", default=None, help=forget)
-    add = _adder(parser, "keys, logs and traces", without)
-    folder = "the folder of your keys (default: ~/.config/outrider/keys)"
-    add("--keys", type=Path, metavar="FOLDER", help=folder)
-    trace = "write a timeline for chrome://tracing or Perfetto (default: none)"
-    add("--trace", type=Path, metavar="FILE", help=trace)
-    add_log_flag(add)
-    form = f"json: an object a line on stderr, from every process (default: {_DEFAULTS.log_format})"
-    add("--log-format", metavar="|".join(logs.FORMATS), help=form)
+    offline = ("--offline", {"action": _Offline, "nargs": 0, "help": local})
+    add_settings(parser, settings.MODELS, without, draft_model=offline)
+    for group in (settings.DRAFTING, settings.WORKERS, settings.MEMORY, settings.LOGS):
+        add_settings(parser, group, without)
 
 
-def add_log_flag(add: Callable[..., object]) -> None:
-    """By a parser's or a group's `add_argument`."""
-    add("--log-level", metavar="|".join(LOG_LEVELS), help=f"the least that is logged (default: {_DEFAULTS.log_level})")
+def add_settings(
+    parser: argparse.ArgumentParser, group: str, without: Collection[str] = (), **then: tuple[str, dict[str, Any]]
+) -> Callable[..., None]:
+    """The flags of a group of `ServeSettings`, and what adds more to it; `then`: a flag that follows this setting's."""
+    add = _adder(parser, group, without)
+    for field in dataclasses.fields(ServeSettings):
+        if field.metadata["group"] == group:
+            add_setting(add, field.name)
+            if field.name in then:
+                add(then[field.name][0], **then[field.name][1])
+    return add
+
+
+def add_setting(add: Callable[..., object], name: str) -> None:
+    """The flag of one setting, by a parser's or a group's `add_argument`."""
+    field = ServeSettings.__dataclass_fields__[name]
+    flag, kind, said = name.replace("_", "-"), field.metadata["type"], field.metadata["help"]
+    options: dict[str, Any] = {"help": said.format(default=field.default)}
+    if kind is bool and field.default:
+        add(f"--no-{flag}", dest=name, action="store_false", default=None, **options)
+    elif kind is bool:
+        add(f"--{flag}", action="store_true", default=None, **options)
+    else:
+        options |= {"metavar": field.metadata["metavar"]} | ({"type": kind} if kind is not None else {})
+        add(f"--{flag}", **options | ({"action": "append"} if isinstance(field.default, tuple) else {}))
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -231,7 +174,7 @@ def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
 def set_up_logging(options: argparse.Namespace, process: str = "outrider") -> None:
     """What is said wrongly is told when the settings are checked."""
     level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
-    logs.set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
+    set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
 
 
 def _given(options: argparse.Namespace, record: type[Any]) -> dict[str, Any]:
@@ -287,12 +230,14 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=PORT, help=f"port to listen at; 0: any free one (default: {PORT})")
     group.add_argument("--no-http", dest="http", action="store_false", help="serve Python clients only")
     key = f"a key that clients must send; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=key)
+    group.add_argument("--api-key", dest="api_keys", action="append", default=[], metavar="KEY", help=key)
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one a line (default: none)")
     name = "a name for the model in requests; repeatable (default: its id or folder)"
-    group.add_argument("--served-model-name", action="append", default=[], metavar="NAME", help=name)
+    group.add_argument(
+        "--served-model-name", dest="model_names", action="append", default=[], metavar="NAME", help=name
+    )
     origin = "web pages that may ask from a browser, or *; repeatable (default: none)"
-    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help=origin)
+    group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origin)
     group.add_argument(
         "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
     )
@@ -318,20 +263,10 @@ def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
     if not options.http:
         return None
     version.require("serve", "HTTP", otherwise="--no-http")
-    return HttpSettings(
-        host=options.host,
-        port=options.port,
-        api_keys=(*options.api_key, *keys_in(options.api_key_file), *keys_in_environment()),
-        cors_origins=tuple(options.cors_origin),
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        model_names=tuple(options.served_model_name),
-        max_body_mb=options.max_body_mb,
-        request_timeout=options.request_timeout,
-        max_streams_per_key=options.max_streams_per_key,
-        otlp_endpoint=options.otlp_endpoint,
-        tool_fallback=options.tool_fallback,
-    )
+    given: dict[str, Any] = {field.name: getattr(options, field.name) for field in dataclasses.fields(HttpSettings)}
+    given["api_keys"] = [*options.api_keys, *keys_in(options.api_key_file), *keys_in_environment()]
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return HttpSettings(**given | lists)
 
 
 def keys_in(path: Path | None) -> list[str]:

@@ -18,8 +18,8 @@ from outrider.orchestrator.client.client import Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY, GenerateRequest, GenerationResult, plural
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.chat import Message, ModelText, load_text
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
+from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
@@ -200,16 +200,7 @@ def generate(
 ) -> GenerationResult:
     """One completion, made where the flags say; everything that can be checked is checked before anything starts."""
     with server(options, screen) as client:
-        stream = client.stream(
-            request.prompt,
-            request.sampling,
-            mode=request.mode,
-            num_draft_tokens=request.num_draft_tokens,
-            branches=request.branches,
-            chat_template=request.chat_template,
-            drafter=request.drafter,
-            progress=lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"),
-        )
+        stream = client.ask(request, lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"))
         for chunk in stream:
             screen.clear()
             if show_text:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.keyring import CLIENT, ROLES, AllowedKey, Keyring, KnownServer
-from outrider.protocol.keys import parse_key
+from outrider.protocol.keys import CLIENT, ROLES, AllowedKey, Keyring, KnownServer, parse_key
 
 MAX_NAME = 64
 

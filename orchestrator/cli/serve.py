@@ -10,12 +10,12 @@ import time
 from outrider.orchestrator import serve
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.orchestrator.events import Announcement, Failure, ServerReady, Stage, announce
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement, Failure, ServerReady, Stage, announce, as_error, kind_of
 from outrider.orchestrator.http_settings import MOST_SECONDS, HttpSettings
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import ENDPOINTS, ServeSettings
 from outrider.protocol import values
-from outrider.protocol.errors import OutriderError
+from outrider.protocol.errors import OutriderError, as_error, kind_of
 from outrider.protocol.messages import Stats
 
 DRAIN_SECONDS = 30
@@ -31,18 +31,10 @@ COMMON = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_http_flags(parser)
-    group = parser.add_argument_group("endpoints")
-    clients = "where Python clients connect, ipc://PATH or tcp://HOST:PORT (default: a new socket)"
-    group.add_argument("--endpoint", metavar="ENDPOINT", help=clients)
-    joining = "where drafters of other machines join, tcp://HOST:PORT, see docs/security.md (default: nowhere)"
-    group.add_argument("--workers-endpoint", metavar="ENDPOINT", help=joining)
-    advertise = "announce the workers' endpoint on the local network"
-    group.add_argument("--advertise", action="store_true", default=None, help=advertise)
-    keyed = "ask for keys on loopback, too; other machines are always asked"
-    group.add_argument("--keyed", action="store_true", default=None, help=keyed)
+    add = flags.add_settings(parser, ENDPOINTS)
     drain = f"how long SIGTERM waits for running requests; new ones are refused (default: {DRAIN_SECONDS})"
-    group.add_argument("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
-    group.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    add("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
+    add("--parent-fd", type=int, help=argparse.SUPPRESS)
     flags.add_request_flags(parser, ("drafter",))
     flags.add_cluster_flags(parser)
 

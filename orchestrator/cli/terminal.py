@@ -1,12 +1,12 @@
-"""The command line's streams and signals: progress on stderr, standard streams that stay open, and an end in order.
+"""The command line's streams and signals: progress on stderr, standard streams that stay open, and an orderly end.
 
-`Screen`: progress on stderr: one line that changes on a terminal and is wiped; elsewhere only the log has it (level
-info).
+`Screen`: progress on stderr: on a terminal one line that changes and is removed in the end; elsewhere only the log has
+it (level info).
 
-`guarded`: the standard streams as every command may count on them: open, and able to write any text. A stdout that
-takes no more ends a command in a sentence, or without a word where its reader has enough.
+`guarded`: makes the standard streams open and able to write any text. A stdout that takes no more ends a command with a
+sentence, or silently where its reader has closed it.
 
-`ended_in_order`: an end asked for by a signal is an end in order: what a command has started and made goes with it.
+`ended_in_order`: a signal that ends a command unwinds it, so that what it has started and made goes with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.interrupts import outside_finalizers
+from outrider.protocol.process import outside_finalizers
 
 log = logging.getLogger(__name__)
 

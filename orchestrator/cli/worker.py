@@ -19,10 +19,9 @@ from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import fingerprint, load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.endpoints import parse, probe, require_server
+from outrider.protocol.endpoints import keys_to, parse, probe, require_server
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.keyring import Keyring
-from outrider.protocol.keys import parse_key
+from outrider.protocol.keys import Keyring, parse_key
 
 COMMON = (
     "--connect", "--discover", "--server-key", "--name", "--model", "--draft-model", "--draft-backend", "--keys",
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     endpoint = str(parse(options.connect))
     if os.environ.get("MLX_RANK", "0") == "0":  # other ranks speak with rank 0 only
         require_server(endpoint)
-        keys = Keyring(settings.keys).to_reach(endpoint, options.server_key)
+        keys = keys_to(endpoint, options.server_key, settings.keys)
         if keys is not None:
             probe(endpoint, keys)
     pair = choose_pair(settings)

@@ -1,6 +1,6 @@
-"""What can be asked for text: `generate` and `stream`, whoever answers; the same calls blocking and awaited.
+"""The calls of a client, `generate` and `stream`, blocking (`BaseClient`) and awaited (`AsyncBaseClient`).
 
-`AsyncBaseClient`: the same as `client`, awaited.
+Whichever server answers; see `client` for those that ask one over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -28,40 +28,88 @@ from outrider.protocol.sampling import SamplingParams
 S = TypeVar("S")
 
 
-class OpenStreams(Generic[S]):
-    """The streams of a client that somebody still holds, until the client is closed. Safe between threads."""
+class StreamClient(ABC, Generic[S]):
+    """What both kinds of clients share: they make streams, which are closed with the client.
 
-    def __init__(self, client: str) -> None:
-        self._client = client
-        self._streams: weakref.WeakSet[S] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._is_closed = False
-
-    def add(self, stream: S) -> S:
-        """
-        Raises:
-            InvalidRequest: the client is closed.
-        """
-        with self._lock:
-            if self._is_closed:
-                raise InvalidRequest(f"this {self._client} is closed; create a new one")
-            self._streams.add(stream)
-        return stream
-
-    def close(self) -> list[S]:
-        """Those that are to be closed with it."""
-        with self._lock:
-            self._is_closed = True
-            return list(self._streams)
-
-
-class BaseClient(ABC):
-    """`sources`: with how many servers a text may go on; see `Dialogue`. A context manager: leaving it closes it."""
+    `sources`: with how many servers a text may go on; see `Dialogue`. Safe between threads.
+    """
 
     sources: int
 
     def __init__(self) -> None:
-        self._streams: OpenStreams[Stream] = OpenStreams(type(self).__name__)
+        self._streams: weakref.WeakSet[S] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        rounds: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        **wishes: Unpack[GenerateFields],
+    ) -> S:
+        """The completion of `prompt` as it grows; see `generate`. Leaving the loop, or `close`, cancels.
+
+        `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
+        has been read.
+        """
+        return self.ask(self._request("stream", prompt, sampling, wishes, rounds), progress)
+
+    def _request(
+        self,
+        method: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        wishes: Mapping[str, Any],
+        rounds: bool = False,
+    ) -> GenerateRequest:
+        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, wishes)
+
+    def ask(self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None) -> S:
+        """The same as `stream`, of a request that has been checked already.
+
+        Raises:
+            InvalidRequest: the client is closed.
+        """
+        stream = self._stream_of(Dialogue(request, progress, self.sources))
+        with self._lock:
+            if self._is_closed:
+                raise InvalidRequest(f"this {type(self).__name__} is closed; create a new one")
+            self._streams.add(stream)
+        return stream
+
+    def _end_streams(self) -> list[S]:
+        """Makes no more; returns those to be closed."""
+        with self._lock:
+            self._is_closed = True
+            return list(self._streams)
+
+    @abstractmethod
+    def _stream_of(self, dialogue: Dialogue) -> S: ...
+
+
+class BaseStream:
+    """What both kinds of streams say of their text."""
+
+    _dialogue: Dialogue
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._dialogue.state}>"
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished completion.
+
+        Raises:
+            InvalidRequest: the stream was not read to its end.
+        """
+        return self._dialogue.result()
+
+
+class BaseClient(StreamClient["Stream"]):
+    """A client whose calls block. A context manager: leaving it closes it."""
 
     def __enter__(self) -> Self:
         return self
@@ -73,7 +121,7 @@ class BaseClient(ABC):
 
     def close(self) -> None:
         """Closes the streams that are not finished, in all threads; no more can be asked for. Again does nothing."""
-        for stream in self._streams.close():
+        for stream in self._end_streams():
             stream.close()
 
     def generate(
@@ -95,45 +143,20 @@ class BaseClient(ABC):
             EndpointError: nothing answers.
             WorkerError: a worker was lost on the way.
         """
-        stream = self._stream("generate", prompt, sampling, False, None, wishes)
+        stream = self.ask(self._request("generate", prompt, sampling, wishes))
         for _ in stream:
             pass
         return stream.result
 
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        rounds: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-        **wishes: Unpack[GenerateFields],
-    ) -> Stream:
-        """The completion of `prompt` as it grows; see `generate`. Leaving the loop, or `close`, cancels.
-
-        `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
-        has been read.
-        """
-        return self._stream("stream", prompt, sampling, rounds, progress, wishes)
-
-    def _stream(
-        self,
-        method: str,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        rounds: bool,
-        progress: Callable[[int, int], None] | None,
-        wishes: Mapping[str, Any],
-    ) -> Stream:
-        request = GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, wishes)
-        return self._streams.add(Stream(self, Dialogue(request, progress, self.sources)))
+    def _stream_of(self, dialogue: Dialogue) -> Stream:
+        return Stream(self, dialogue)
 
     @abstractmethod
     def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
 
 
-class Stream:
+class Stream(BaseStream):
     """A completion that grows: iterate once for its chunks, then ask for the `result`.
 
     A second loop, over a finished or a broken-off stream, is an InvalidRequest. `with` closes it in the end.
@@ -169,29 +192,12 @@ class Stream:
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<Stream: {self._dialogue.state}>"
-
-    @property
-    def result(self) -> GenerationResult:
-        """The finished completion.
-
-        Raises:
-            InvalidRequest: the stream was not read to its end.
-        """
-        return self._dialogue.result()
-
 
 Grown = Callable[[Chunk], object]
 
 
-class AsyncBaseClient(ABC):
-    """`sources`: with how many servers a text may go on; see `Dialogue`. `async with` closes it in the end."""
-
-    sources: int
-
-    def __init__(self) -> None:
-        self._streams: OpenStreams[AsyncStream] = OpenStreams(type(self).__name__)
+class AsyncBaseClient(StreamClient["AsyncStream"]):
+    """A client whose calls are awaited. `async with` closes it in the end."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -203,41 +209,20 @@ class AsyncBaseClient(ABC):
 
     async def close(self) -> None:
         """Closes the streams that are not finished; no more can be asked for. Again does nothing."""
-        for stream in self._streams.close():
+        for stream in self._end_streams():
             await stream.close()
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[GenerateFields]
     ) -> GenerationResult:
         """See `Client.generate`."""
-        stream = self._stream("generate", prompt, sampling, False, None, wishes)
+        stream = self.ask(self._request("generate", prompt, sampling, wishes))
         async for _ in stream:
             pass
         return stream.result
 
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None = None,
-        *,
-        rounds: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-        **wishes: Unpack[GenerateFields],
-    ) -> AsyncStream:
-        """See `Client.stream`."""
-        return self._stream("stream", prompt, sampling, rounds, progress, wishes)
-
-    def _stream(
-        self,
-        method: str,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        rounds: bool,
-        progress: Callable[[int, int], None] | None,
-        wishes: Mapping[str, Any],
-    ) -> AsyncStream:
-        request = GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, wishes)
-        return self._streams.add(AsyncStream(self, Dialogue(request, progress, self.sources)))
+    def _stream_of(self, dialogue: Dialogue) -> AsyncStream:
+        return AsyncStream(self, dialogue)
 
     async def exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
         """Runs one dialogue to its end; cancels it when the caller leaves early."""
@@ -261,7 +246,7 @@ class AsyncBaseClient(ABC):
         """Asks the server to end a dialogue that is going on."""
 
 
-class AsyncStream:
+class AsyncStream(BaseStream):
     """A completion that grows: iterate once with `async for`, then ask for the `result`; or `follow` it.
 
     A second loop, over a finished or a broken-off stream, is an InvalidRequest. `async with` closes it in the end.
@@ -297,9 +282,6 @@ class AsyncStream:
     ) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        return f"<AsyncStream: {self._dialogue.state}>"
-
     async def follow(self, grown: Grown) -> GenerationResult:
         """Reads it to its end instead of a loop: `grown` hears of each chunk as it comes, and must not take long."""
         self._dialogue.begin()
@@ -314,12 +296,3 @@ class AsyncStream:
     async def end(self) -> None:
         """Asks for no more text. The loop goes on to the end, which is near: `finish_reason` is cancelled then."""
         await self._client.end(self._dialogue)
-
-    @property
-    def result(self) -> GenerationResult:
-        """The finished completion.
-
-        Raises:
-            InvalidRequest: the stream was not read to its end.
-        """
-        return self._dialogue.result()

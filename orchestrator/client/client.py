@@ -1,22 +1,17 @@
-"""The Python clients: ask a running server over ZeroMQ and hand out text, blocking or awaited, and go on with
-another server.
+"""The Python clients: ask a running server over ZeroMQ, blocking or awaited, and continue with another server.
 
-`Client`: the Python client: asks a running server over ZeroMQ and hands out text. Safe to share between threads.
+`Client`: safe to share between threads. `AsyncClient`: the same calls for asyncio. `Connecting`: what both share: where
+the server is, how it is reached, and how long it may be silent.
 
-`AsyncClient`: the Python client for asyncio: the same calls as `Client`, awaited.
-
-`AsyncSocket`: a ZeroMQ socket in asyncio: each message is heard as it comes, in the loop's own turn, until one is the
+`AsyncSocket`: a ZeroMQ socket in asyncio: each message is handled as it comes, in the loop's own turn, until one is the
 last. ZeroMQ's own sockets for asyncio (`zmq.asyncio`) cost some futures and polls for each message, and a task that
-waits for each message another turn of the loop.
+waits for each message costs another turn of the loop.
 
-`Connecting`: where a client's server is, how it is reached, and for how long it may keep silent: the same for both
-clients.
+`Patience`: how long a client waits for a server that is silent. No socket in here.
 
-`Patience`: how long a client waits for a server that says nothing: no socket in here.
-
-`Resumed`: texts that outlive their server: where one goes away, the next goes on at the token where it broke off. It
-is the same text, because its noise is a function of seed and position; who runs another model or computes in other
-numbers refuses to go on with it. Knows clients and dialogues; no socket.
+`Resumed`: texts that outlive their server: where one goes away, the next continues at the token where it broke off. It
+is the same text, because its noise is a function of seed and position; a server with another model or number format
+refuses to continue it. Knows clients and dialogues; no socket.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Generic, Never, TypeVar
 
 import zmq
@@ -42,7 +36,7 @@ from outrider.orchestrator.client.base_client import AsyncBaseClient, BaseClient
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue
 from outrider.protocol import values
 from outrider.protocol.codec import decode, decode_all, encode
-from outrider.protocol.endpoints import connect, probe, require_server
+from outrider.protocol.endpoints import connect, keys_to, probe, require_server
 from outrider.protocol.errors import (
     EndpointError,
     InvalidRequest,
@@ -52,7 +46,6 @@ from outrider.protocol.errors import (
     ServerStopped,
     WorkerError,
 )
-from outrider.protocol.keyring import Keyring
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Message, Stats, StatsQuery
 
@@ -246,16 +239,6 @@ class Connecting:
             socket.close()
             raise
         return socket
-
-
-def keys_to(endpoint: str, server_key: str | None, folder: str | os.PathLike[str] | None) -> ClientKeys | None:
-    """The keys that a client needs there; None: it needs none.
-
-    Raises:
-        KeyFault: it does, and one is missing or can't be used.
-        EndpointError: it is no endpoint.
-    """
-    return Keyring(Path(folder) if folder is not None else None).to_reach(endpoint, server_key)
 
 
 class Client(Connecting, BaseClient):

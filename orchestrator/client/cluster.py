@@ -1,6 +1,6 @@
 """A cluster of one's own: starts `python -m outrider serve` as a process, waits until it is ready, ends it.
 
-The server ends with this process, however this process ends. Knows the handshake; knows nothing of workers.
+The server ends with this process, however this process ends. Knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,11 @@ from types import TracebackType
 from typing import Unpack
 
 from outrider.orchestrator.client.client import AsyncClient, Client
-from outrider.orchestrator.handshake import (
-    Announcement,
-    Failure,
-    ServerReady,
-    Stage,
-    Unfinished,
-    announcements,
-    as_error,
-)
+from outrider.orchestrator.events import Announcement, Failure, ServerReady, Stage, Unfinished, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings, flags, settings_from
 from outrider.protocol import values
-from outrider.protocol.errors import ServerStopped, WorkerError
+from outrider.protocol.errors import ServerStopped, WorkerError, as_error
 
 END_SECONDS = 12.0
 

@@ -1,13 +1,9 @@
-"""One request seen from the client: what may be asked for, what to send, what each answer means and what the result
-is.
+"""One request as the client sees it: what may be asked for, what to send, what each answer means, and the result.
 
-`Client` and `AsyncClient` differ only in how they wait; everything else is this.
+`Client` and `AsyncClient` differ only in how they wait; everything else is here. Knows nothing of sockets.
 
-`GenerateRequest`: what a client may ask for: the keywords of `generate` and `stream`, and the checked record that they
-make.
-
-`TokenLogprob`: what a client gets: chunks while a text grows, a result when it is done. Knows numbers and words; knows
-nothing of sockets.
+`GenerateRequest`: the keywords of `generate` and `stream`, and the checked record that they make. `Chunk` and
+`GenerationResult`: what a client gets while a text grows, and when it is done. `Dialogue`: the exchange itself.
 """
 
 from __future__ import annotations
@@ -20,10 +16,17 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from outrider.orchestrator.handshake import as_error
 from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
 from outrider.protocol import messages, values
-from outrider.protocol.errors import InvalidRequest, OtherModel, OutriderError, ServerBusy, ServerStopped, WorkerError
+from outrider.protocol.errors import (
+    InvalidRequest,
+    OtherModel,
+    OutriderError,
+    ServerBusy,
+    ServerStopped,
+    WorkerError,
+    as_error,
+)
 from outrider.protocol.messages import Cancel, Done, Failed, Generate, Message, Progress, RoundRecord, Started, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
 from outrider.protocol.schema import NEVER, Logprobs, Origin

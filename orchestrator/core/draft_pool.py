@@ -1,28 +1,99 @@
-"""All drafters: who of them prepares which outcomes of a round, who is asked for a chain, and what each knows.
+"""All drafters: which outcomes of a round each prepares, which one is asked for a chain, and what each knows.
 
-Each has books of its own: in a request its `Part`, over all requests its `Tempo`. Who missed something, or comes
-later, is told the whole text; the others hear nothing of that. Who is not asked for a while hears nothing either, and
-with its next task what became final meanwhile. Sends OPEN, COMMIT and CLOSE; decides nothing about what is verified.
+A drafter has a state in each request (`DrafterState`) and one over all requests (`DrafterLatency`). A drafter that
+missed something, or joins later, reads the whole text; the others hear nothing of that. A drafter that is not asked for
+a while hears nothing either, and gets with its next task what became final meanwhile. Sends OPEN, COMMIT and CLOSE;
+decides nothing about what is verified.
 
-`Tempo`: how soon a drafter's work comes, as the orchestrator sees it, and how a round's outcomes are dealt by that.
-Its pace, its link and what it does for others are all in one measure: the time from a word to what it brings. Times in
-milliseconds, of the orchestrator's own clock. Sends nothing.
+`DrafterLatency`: how soon a drafter's work comes, as the orchestrator sees it. Its speed, its link and its work for
+other requests are one number: the time from a message to what it brings, in milliseconds of the orchestrator's clock.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from outrider.orchestrator.core.dispatch import Workers, opening
+import numpy as np
+
 from outrider.orchestrator.core.message_validator import SentTasks
-from outrider.orchestrator.core.policy.acceptance import Average
-from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.tree import worth_telling
+from outrider.orchestrator.core.policy.estimates import Average, Estimates
+from outrider.orchestrator.core.proposal import worth_telling
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Branches, Close, Commit, Drafted, Features, Open
+from outrider.protocol.messages import Abilities, Branches, Close, Commit, Drafted, Features, Message, Open
 from outrider.protocol.schema import MAX_COMMIT
+
+
+class Workers(Protocol):
+    """The workers as the rounds need them."""
+
+    @property
+    def target_context(self) -> int: ...
+
+    @property
+    def target_abilities(self) -> Abilities: ...
+
+    def notes(self) -> list[str]:
+        """Why there is less speculation than was asked for."""
+        ...
+
+    def is_target(self, name: str) -> bool: ...
+
+    def drafters(self) -> set[str]:
+        """Names of the drafters that are ready."""
+        ...
+
+    def prefill_workers(self) -> set[str]:
+        """Names of those that are ready to read prompts for this target."""
+        ...
+
+    def vocabulary(self, name: str) -> int:
+        """How many tokens this worker's model has."""
+        ...
+
+    def record_invalid(self, name: str, kind: str) -> None:
+        """Counts an invalid message of a drafter, by its kind (`message_validator.INVALID`); many disconnect it."""
+        ...
+
+    def features(self, name: str) -> str:
+        """Of what the rows are made that this drafter reads; empty: it reads none."""
+        ...
+
+    def model(self, name: str) -> object:
+        """What tells drafters that rank outcomes alike from others."""
+        ...
+
+    def send_target(self, message: Message) -> None: ...
+
+    def send_worker(self, name: str, message: Message) -> None: ...
+
+    def flush_and_yield(self) -> None:
+        """Lets what was sent leave before anything else is done here."""
+        ...
+
+
+def opening(
+    request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), min_prob: float = 1.0
+) -> Open:
+    """The text so far; for a drafter, the outcomes that it is to prepare of what the target verifies."""
+    return Open(
+        request=request.id,
+        epoch=request.epoch,
+        round=request.round,
+        tokens=np.asarray(request.tokens, np.int32),
+        sampling=request.admit.sampling,
+        eos=tuple(sorted(request.admit.eos)),
+        depth=request.depth,
+        branches=len(ranks) or request.branches,
+        verifying=verifying,
+        generated=request.generated,
+        rank_offset=ranks.start,
+        features=request.admit.mode != "ar",
+        min_prob=min_prob,
+    )
+
 
 SMOOTHING = 0.3
 # Who is not worth being asked is tried again after so many rounds.
@@ -33,7 +104,7 @@ LEADS = 0.9
 ALIKE = 0.75
 
 
-class Tempo:
+class DrafterLatency:
     """One drafter's. `left_out`: rounds since it was last asked."""
 
     def __init__(self) -> None:
@@ -47,7 +118,7 @@ class Tempo:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be tried, though it is not worth being asked, or nobody knows."""
+        """Whether it is to be tried although it is not worth being asked, or although that is not known."""
         return not self.is_known or self.left_out >= TRIAL_ROUNDS
 
     @property
@@ -60,26 +131,26 @@ class Tempo:
         """One token more; 0: not known."""
         return self._step_ms.value or 0.0
 
-    def began(self, milliseconds: float) -> None:
+    def observe_first(self, milliseconds: float) -> None:
         """The first tokens came after so long."""
         self._lag_ms.add(milliseconds)
 
-    def grew(self, milliseconds: float) -> None:
+    def observe_next(self, milliseconds: float) -> None:
         """The next ones came after so long."""
         self._step_ms.add(milliseconds)
 
-    def drafted(self, tokens: int, milliseconds: float) -> None:
+    def observe_chain(self, tokens: int, milliseconds: float) -> None:
         """A chain came at once."""
         step = self.step_ms or milliseconds / max(tokens, 1)
         self._step_ms.add(step)
         self._lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
 
-    def overdue(self, milliseconds: float) -> None:
+    def observe_overdue(self, milliseconds: float) -> None:
         """Nothing came for so long, and as long again is to be expected."""
         if milliseconds > self.lag_ms:
             self._lag_ms.add(2 * milliseconds)
 
-    def tried_again(self) -> None:
+    def reset(self) -> None:
         """After a time in which it was left out: what was known is old."""
         self.left_out = 0
         self._lag_ms = Average(SMOOTHING)
@@ -98,13 +169,13 @@ class Tempo:
         return (1.0 + left_ms / self.step_ms) / depth
 
 
-Tempos = Mapping[str, Tempo]
+Latencies = Mapping[str, DrafterLatency]
 Models = Mapping[str, object]
 """What each drafter runs: those of one model rank alike."""
 
 
-def quickest(latencies: Tempos, depth: int, lead: str = "") -> list[str]:
-    """Their names, the quickest first, those that nobody knows last."""
+def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
+    """Their names, the quickest first, unknown ones last."""
 
     def expected(name: str) -> tuple[bool, float, str]:
         latency = latencies[name]
@@ -114,7 +185,7 @@ def quickest(latencies: Tempos, depth: int, lead: str = "") -> list[str]:
 
 
 def dealt(
-    latencies: Tempos, models: Models, lead: str, branches: int, depth: int, within_ms: float
+    latencies: Latencies, models: Models, lead: str, branches: int, depth: int, within_ms: float
 ) -> dict[str, range]:
     """Which ranks each prepares, the quickest first: it has the likeliest outcomes, and leads.
 
@@ -143,7 +214,7 @@ def evenly(names: Sequence[str], branches: int) -> dict[str, range]:
 
 
 class DraftPool:
-    """`sent`: where it is noted what they are told. `evenly_dealt`: no measurement decides who does what, so rounds are
+    """`sent`: records what they are sent. `evenly_dealt`: no measurement decides about their shares, so rounds are
     reproducible."""
 
     def __init__(self, workers: Workers, sent: SentTasks, estimates: Estimates, evenly_dealt: bool) -> None:
@@ -151,13 +222,13 @@ class DraftPool:
         self._sent = sent
         self._estimates = estimates
         self._evenly_dealt = evenly_dealt
-        self._latencies: defaultdict[str, Tempo] = defaultdict(Tempo)
+        self._latencies: defaultdict[str, DrafterLatency] = defaultdict(DrafterLatency)
 
-    def latency(self, drafter: str) -> Tempo:
+    def latency(self, drafter: str) -> DrafterLatency:
         """How soon its work comes."""
         return self._latencies[drafter]
 
-    # --- what they are told ---------------------------------------------------------------------------------------
+    # --- what they are sent ---------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
         """All read the committed tokens, and prepare the round's outcomes, if it has any to prepare for."""
@@ -185,7 +256,7 @@ class DraftPool:
             self._commit(request, name, round_, None, NO_RANKS, depth, 0)
 
     def prepare(self, request: Request, now_ns: int) -> None:
-        """The target has its round: each is told what became final, and which of its outcomes to prepare."""
+        """The target has its round: each is sent what became final, and which of its outcomes to prepare."""
         ranks = self._deal(request)
         self._expire(request, now_ns)
         request.cache.start(_counts(ranks))
@@ -193,7 +264,7 @@ class DraftPool:
             self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
-        """The quickest is asked for what follows the committed text; who was not asked for long is tried beside it.
+        """Asks the quickest for what follows the committed text, and tries others that were not asked for long.
 
         One, for the answer of the quickest is the first one: more would only keep the others from the next round.
         """
@@ -210,18 +281,18 @@ class DraftPool:
         """What the target tells of its rows goes to those that read them."""
         for name in request.drafters:
             if self._workers.features(name):
-                self._workers.send_drafter(name, message)
+                self._workers.send_worker(name, message)
 
     def remove(self, request: Request, name: str) -> None:
         """It drafts for this request no longer; it may only have slept, and would work on."""
         del request.drafters[name]
         request.cache.lost(name)
-        self._workers.send_drafter(name, Close(request.id))
+        self._workers.send_worker(name, Close(request.id))
 
     def close(self, request: Request) -> None:
         """The request is over."""
         for name in request.drafters:
-            self._workers.send_drafter(name, Close(request.id))
+            self._workers.send_worker(name, Close(request.id))
         self._sent.forget(request.id)
 
     # --- what they say --------------------------------------------------------------------------------------------
@@ -229,30 +300,30 @@ class DraftPool:
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
         """A push of one that was asked for it."""
         state = request.drafters[name]
-        if len(request.drafters) == 1:  # nobody to compare it with
+        if len(request.drafters) == 1:  # there is none to compare it with
             state.done = message.final
             state.pushes += 1
             return
         latency = self._latencies[name]
         state.pushes += bool(message.entries)
         if message.entries and state.pushes == 1 and state.asked_ns:
-            latency.began((now_ns - state.asked_ns) / MILLISECOND_NS)
+            latency.observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
         elif message.entries and state.pushes > 1:
-            latency.grew((now_ns - state.heard_ns) / MILLISECOND_NS)
+            latency.observe_next((now_ns - state.heard_ns) / MILLISECOND_NS)
         state.heard_ns, state.done = now_ns, message.final
 
     def on_late_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
         """A push for a round that has ended: how late it comes is all that it says."""
         state = request.drafters[name]
         if message.entries and message.round == state.round and state.asked_ns and not state.pushes:
-            self._latencies[name].began((now_ns - state.asked_ns) / MILLISECOND_NS)
+            self._latencies[name].observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
             state.pushes = 1
 
     def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> None:
         """The chain of one that was asked for it, whether it is still waited for or not."""
         state = request.drafters[name]
         if state.asked_ns:
-            self._latencies[name].drafted(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
+            self._latencies[name].observe_chain(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
         state.done = True
 
     def on_overdue(self, request: Request, now_ns: int) -> None:
@@ -261,7 +332,7 @@ class DraftPool:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _of(self, request: Request) -> Mapping[str, Tempo]:
+    def _of(self, request: Request) -> Mapping[str, DrafterLatency]:
         return {name: self._latencies[name] for name in request.drafters}
 
     def _deal(self, request: Request) -> dict[str, range]:
@@ -279,21 +350,21 @@ class DraftPool:
             if name not in ranks:
                 latency.left_out += 1
             elif latency.left_out:
-                latency.tried_again()
+                latency.reset()
         self._estimates.part = len(ranks[next(iter(ranks))]) / max(branches, 1)
         return ranks
 
     def _expire(self, request: Request, now_ns: int) -> None:
-        """What was asked for before and has not begun to come is overdue; nobody waits for it any more."""
+        """What was asked for before and has not begun to come is overdue, and no longer waited for."""
         for name, state in request.drafters.items():
             if not state.done and not state.pushes and state.asked_ns:
-                self._latencies[name].overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
+                self._latencies[name].observe_overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
             state.done = True
 
     def _open(self, request: Request, name: str, ranks: range) -> None:
         state, verifying = request.drafters[name], _verifying(request) if ranks else None
-        least = worth_telling(self._estimates, request.takes_trees)
-        self._send(name, opening(request, verifying, ranks, least))
+        min_prob = worth_telling(self._estimates, request.takes_trees)
+        self._send(name, opening(request, verifying, ranks, min_prob))
         state.is_asked(request.round, ranks, request.depth, len(request.tokens), 0)
         state.done = verifying is None
 
@@ -307,7 +378,7 @@ class DraftPool:
         depth: int,
         now_ns: int,
     ) -> None:
-        """COMMIT; a drafter that was not told for longer than a message holds is opened anew first."""
+        """COMMIT; a drafter that lacks more tokens than a message holds is opened anew first."""
         state = request.drafters[name]
         if len(request.tokens) - state.known_len > MAX_COMMIT:
             self._open(request, name, NO_RANKS)
@@ -329,7 +400,7 @@ class DraftPool:
 
     def _send(self, drafter: str, message: Open | Commit) -> None:
         self._sent.record(drafter, message)
-        self._workers.send_drafter(drafter, message)
+        self._workers.send_worker(drafter, message)
 
 
 def _counts(ranks: Mapping[str, range]) -> dict[str, int]:

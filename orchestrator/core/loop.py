@@ -1,4 +1,4 @@
-"""The core thread: waits on the workers' socket and on the front, and hands each thing to the pool or the rounds.
+"""The core thread: waits for the workers' socket and for the front, and hands what comes to the pool or the scheduler.
 
 Owns no state but the loop. Everything here must answer in microseconds.
 """
@@ -14,15 +14,16 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import PolicyStore, Tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import WorkerLoss
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.orchestrator.events import (
     Admit,
+    CoreStats,
     Mailbox,
     ModelVocabulary,
     Quit,
@@ -36,7 +37,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome
-from outrider.protocol.stats import Durations
 
 log = logging.getLogger(__name__)
 
@@ -93,25 +93,16 @@ class Core:
         """Where drafters of other machines join; empty: nowhere."""
         return self._pool.joining_endpoint
 
-    @property
-    def stale_messages(self) -> int:
-        return self._scheduler.stale
-
-    @property
-    def dropped_branches(self) -> int:
-        return self._scheduler.dropped_branches
-
-    @property
-    def rejected_frames(self) -> int:
-        return self._pool.rejected
-
-    @property
-    def round_seconds(self) -> Durations:
-        return self._scheduler.metrics.rounds.snapshot()
-
-    @property
-    def verify_seconds(self) -> Durations:
-        return self._scheduler.metrics.verifies.snapshot()
+    def stats(self) -> CoreStats:
+        """For any thread."""
+        metrics = self._scheduler.metrics
+        return CoreStats(
+            stale_messages=self._scheduler.stale,
+            rejected_frames=self._pool.rejected,
+            dropped_branches=self._scheduler.dropped_branches,
+            round_seconds=metrics.rounds.snapshot(),
+            verify_seconds=metrics.verifies.snapshot(),
+        )
 
     def run(self) -> None:
         """Runs until Quit; always ends the workers it started."""

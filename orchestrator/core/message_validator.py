@@ -1,13 +1,13 @@
-"""Who may say what of a request, and what each drafter was told of it.
+"""Which messages about a request are valid, and what each drafter was sent.
 
-`MessageValidator`: who may say what of a request: the target its outcomes, its drafters branches and chains, all of its
-epoch. What comes too late is no lie: it answers what its sender was told (`sent`). What answers nothing that it was
-ever told, or breaks its bounds, is a lie, and has a kind. The pool has checked by then that a message comes from the
-process that holds its sender's name (`places`).
+`MessageValidator`: the target may send its outcomes, drafters their branches and chains, all of the request's epoch. A
+late message is valid: it answers what its sender was sent (`SentTasks`). A message that answers nothing, or breaks its
+bounds, is invalid, and has a kind (`INVALID`). The pool has already checked that it comes from the process that holds
+the sender's name.
 
-`SentTasks`: what each drafter was told of each request: the rounds that its words may be about. Every word of an honest
-drafter answers an OPEN or a COMMIT that it was sent, however late it comes. Bounded: the latest rounds of a request;
-of the latest requests that have ended, who was told of them. Knows messages; judges nothing.
+`SentTasks`: the rounds that a drafter's messages may be about. Every message of an honest drafter answers an OPEN or a
+COMMIT that it was sent, however late it comes. Bounded: the latest rounds of a request, and of the latest requests that
+have ended the drafters that knew them. Knows messages; judges nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RequestTasks:
             self.at.popitem(last=False)
 
     def is_past(self, place: Place) -> bool:
-        """Whether what was told there may be forgotten by now."""
+        """Whether the tasks there may be forgotten by now."""
         return place < min(self.at)
 
 
@@ -97,11 +97,11 @@ class SentTasks:
             self._forgotten.popitem(last=False)
 
     def tasks(self, drafter: str, request: str) -> RequestTasks | None:
-        """What it was told of this request, which runs; None: nothing."""
+        """What it was sent of this running request; None: nothing."""
         return self._tasks.get(drafter, {}).get(request)
 
     def is_forgotten(self, drafter: str, request: str) -> bool:
-        """Whether this is a request that has ended, and of which it was told."""
+        """Whether this is a request that has ended, and that it was sent."""
         return drafter in self._forgotten.get(request, ())
 
 
@@ -110,7 +110,7 @@ DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
 
 flat = chain.from_iterable
 LATE = "late"
-LIES = {
+INVALID = {
     "role": "messages that drafters must not send",
     "request": "messages about requests that are not its own",
     "round": "messages about unknown rounds",
@@ -123,18 +123,20 @@ LIES = {
     "frame": "frames that are not messages",
     "flood": "too many messages",
 }
-"""The kinds of lies, in words that go on "it said"."""
+"""The kinds of invalid messages, in words that follow "it sent"."""
 
 
 class MessageValidator:
-    """Judges what workers say by what they were `sent`."""
+    """Judges messages by what their senders were `sent`."""
 
     def __init__(self) -> None:
         self.sent = SentTasks()
 
     def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
-        """Why this may not be taken in: LATE or the kind of a lie; empty where it may. `request`: None, it is over or
-        never was. `vocab`: the sender's tokens."""
+        """Why this is dropped: LATE, or a kind of `INVALID`; empty: it is not. `request` None: it is over or never was.
+
+        `vocab`: the size of the sender's vocabulary.
+        """
         if from_target:
             may = isinstance(message, TARGETS) and request is not None and not request.over
             return "" if may and _is_of(request, message) else LATE
@@ -143,9 +145,9 @@ class MessageValidator:
         tasks = self.sent.tasks(sender, message.request or "")
         if tasks is None:
             return LATE if self.sent.is_forgotten(sender, message.request or "") else "request"
-        lie = _lie(tasks, message, vocab)
-        if lie:
-            return lie
+        kind = _invalid(tasks, message, vocab)
+        if kind:
+            return kind
         runs = request is not None and not request.over and sender in request.drafters
         return "" if runs and _is_of(request, message) else LATE
 
@@ -154,8 +156,8 @@ def _is_of(request: Request | None, message: Message) -> bool:
     return request is not None and getattr(message, "epoch", request.epoch) == request.epoch
 
 
-def _lie(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
-    """What kind of lie it is, if it is one."""
+def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
+    """The kind of an invalid message, or LATE; empty: it is valid."""
     match message:
         case Fault():
             return ""
@@ -170,8 +172,8 @@ def _lie(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync |
         return "base_len"
     if not _is_sound(message):
         return "q"
-    lies = [_misfit(task, message, vocab) for task in fitting]
-    return "" if "" in lies else lies[-1]
+    kinds = [_misfit(task, message, vocab) for task in fitting]
+    return "" if "" in kinds else kinds[-1]
 
 
 def _is_sound(message: Branches | Drafted) -> bool:
@@ -216,7 +218,7 @@ def _misfit_branches(task: DraftTask, message: Branches, vocab: int) -> str:
 
 
 def _is_misplaced(task: DraftTask, own: Sequence[int], beside: Alternatives | None, vocab: int) -> bool:
-    """Whether these are no tokens that may be told beside a chain."""
+    """Whether these are no valid alternatives to a chain's tokens."""
     if beside is None:
         return False
     count, odds = len(beside.tokens), beside.odds

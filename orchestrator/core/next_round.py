@@ -1,39 +1,46 @@
-"""What a request does next: its round begins, is prepared for or is waited for, and whoever has a part in it is
-told.
+"""What a request does next: its round begins, is prepared for or is waited for, and the workers are sent what follows.
 
-What that is the proposer decides; this carries it out. Knows one request at a time.
+The proposer decides what that is; `NextRound` carries it out, one request at a time.
 
-`may_prepare`: what the target is to have prepared: chains for the outcomes it may find, so a hit costs no word between
-verifies. The proposer decides about them as it would decide after the outcome. Sends nothing.
+`Dispatch`: a request's state as messages to the target: OPEN, VERIFY, HALT, PREPARE, CLOSE. Decides nothing and keeps
+no state. The drafters' messages are the draft pool's.
 
-`wait_for_chain`: how long a request waits for a drafter: never longer than what it waits for is expected to take, with
-some slack.
+`prepared`: chains for the outcomes that the target may find, so that a hit costs no message between two verifies. The
+proposer decides about them as it would decide after the outcome.
 
-Alternation (MineDraft, arXiv 2603.18016): the target verifies one half of the requests, the other is drafted for.
+`wait_for_chain`, `wait_for_branch`: how long a request waits for a drafter: never longer than what it waits for is
+expected to take, with some slack.
 
-Left alone, requests whose outcomes come together are drafted for together and verified together: the target waits for
-the drafter, then the drafter for the target. Held apart, each half's chains are drafted, from exact features where a
-head reads them, while the other half is verified. That pays where two forwards over half the rows, or a draft and one
-of them, take less than a draft and one forward over all. Pure of time and messages.
+`Alternation` (MineDraft, arXiv 2603.18016): the target verifies one half of the requests while the other half is
+drafted for. Without it, requests whose outcomes come together are drafted for together and verified together: the
+target waits for the drafter, then the drafter for the target. Alternation pays where two forwards over half the rows,
+or a draft and one of them, take less than a draft and one forward over all.
+
+`RemotePrefills`: prompts that another process reads in the target's place. The target reports what it has of a prompt;
+the rest is read elsewhere where it is long enough. What is lost on the way costs time: the target, asked again, reads
+on by itself. Knows requests and messages, no keys or values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.dispatch import Dispatch, Workers
-from outrider.orchestrator.core.draft_pool import DraftPool
+import numpy as np
+
+from outrider.orchestrator.core.draft_pool import DraftPool, Workers, opening
+from outrider.orchestrator.core.metrics import RoundMetrics
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Proposal
-from outrider.orchestrator.core.proposals.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
-from outrider.orchestrator.core.request import DrafterWait, Request, remaining_tokens, up_to_end
-from outrider.orchestrator.core.round_metrics import RoundMetrics
+from outrider.orchestrator.core.proposal import Proposal
+from outrider.orchestrator.core.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
+from outrider.orchestrator.core.request import DrafterWait, Request, remaining_length, remaining_tokens, up_to_end
 from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled, Prepare, PromptKv, Verify
 
 
 def may_prepare(request: Request, proposer: Proposer) -> bool:
-    """Where nobody waits, nor drafts beside it. A residual q would travel twice."""
+    """Not during a wait, nor where an in-process drafter drafts too. A residual q would travel twice."""
     ahead = request.mode == "ssd" and not proposer.unites(request)
     return ahead and not request.wait and not request.admit.sampling.is_residual
 
@@ -84,6 +91,69 @@ def wait_for_others(estimates: Estimates, waiting: DrafterWait, depth: int, now_
     """The wait of a chain that has come, until the other half was verified."""
     limit_ms = longest_wait_ms(estimates.verify_ms(depth + 1))
     return DrafterWait(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Sends a request's state to the target."""
+
+    workers: Workers
+
+    def open(self, request: Request, offered: bool) -> None:
+        """It reads the committed tokens, unless they are `offered` to a prefill worker; its answer is the outcome of an
+        empty chain."""
+        self.workers.send_target(replace(opening(request, None), offered=offered))
+
+    def verify(self, request: Request) -> None:
+        """The request's proposal, in its round."""
+        proposal = request.proposal
+        self.workers.send_target(
+            Verify(
+                request=request.id,
+                epoch=request.epoch,
+                round=request.round,
+                base_len=request.base_len,
+                chain=proposal.chain,
+                kind=proposal.kind(request.admit.sampling),
+                q=proposal.q,
+                autonomous=proposal.autonomous,
+                draft=proposal.draft,
+                drafter=proposal.drafter if proposal.draft else "",
+                max_tokens=remaining_length(request, self.workers.target_context)
+                if proposal.autonomous or proposal.draft
+                else 0,
+                parents=proposal.parents,
+                min_prob=proposal.min_prob,
+            )
+        )
+
+    def again(self, request: Request) -> None:
+        """The round under way once more: the target answers from what it has said, works on, or says RESYNC."""
+        self.verify(request)
+        if request.halted:
+            self.halt(request)
+
+    def halt(self, request: Request) -> None:
+        """The target is not to go on by itself."""
+        self.workers.send_target(Halt(request=request.id, epoch=request.epoch))
+
+    def prepare(self, request: Request) -> None:
+        """What the target may go on with after the round under way."""
+        chains = request.prepared.values()
+        self.workers.send_target(
+            Prepare(
+                request=request.id,
+                epoch=request.epoch,
+                round=request.round,
+                base_len=request.base_len,
+                committed=tuple(request.prepared),
+                chains=tuple(proposal.chain for proposal in chains),
+                parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
+            )
+        )
+
+    def close(self, request: Request) -> None:
+        self.workers.send_target(Close(request.id))
 
 
 class NextRound:
@@ -139,7 +209,7 @@ class NextRound:
         self._planner.on_proposed(request)
 
     def on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """The target has begun the next round by itself; it is told when that is to be the last such one."""
+        """The target has begun the next round by itself; HALT follows where that is to be the last such one."""
         self._begin_round(request, proposal)
         if not proposal.autonomous:
             self._under_way(request, now_ns)
@@ -172,7 +242,7 @@ class NextRound:
         request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def end_wait(self, request: Request, now_ns: int) -> None:
-        """Where nobody is left to wait for."""
+        """Ends the wait where no drafter is left to wait for."""
         if request.wait and not request.awaits_drafters:
             held, request.held = request.held, None
             self.verify(request, held or self._proposer.as_it_is(request, self._remaining_tokens(request)), now_ns)
@@ -219,3 +289,87 @@ def _takes_turns(request: Request) -> bool:
 def _is_verified(request: Request) -> bool:
     """Whether the target has a round of it, other than its prompt."""
     return not (request.wait or request.reads or request.over)
+
+
+@dataclass(slots=True)
+class RemotePrefill:
+    """A prompt in its `epoch` that was offered, or is read by `worker`; so many tokens are `left`."""
+
+    epoch: int
+    left: int
+    worker: str = ""
+
+
+class RemotePrefills:
+    """The readings under way, by request. `min_tokens`: shorter prompts are the target's own matter."""
+
+    def __init__(self, workers: Workers, dispatch: Dispatch, min_tokens: int) -> None:
+        self._workers = workers
+        self._dispatch = dispatch
+        self._min_tokens = min_tokens
+        self._prefills: dict[str, RemotePrefill] = {}
+        self._asked: set[str] = set()
+
+    def offer(self, request: Request) -> bool:
+        """Whether the target is to wait, before it reads, for what becomes of this prompt."""
+        self.forget(request)
+        left = len(request.tokens) - 1
+        if left < self._min_tokens or not self._workers.prefill_workers():
+            return False
+        self._prefills[request.id] = RemotePrefill(request.epoch, left)
+        return True
+
+    def on_progress(self, request: Request, message: Prefilled) -> None:
+        """The target has so much of a prompt: the worker with the least to read gets the rest, or the target."""
+        reading = self._prefills.get(request.id)
+        if reading is None or reading.epoch != message.epoch:
+            return
+        reading.left = message.total - 1 - message.done
+        if reading.worker or reading.left <= 0:
+            return
+        workers = self._workers.prefill_workers()
+        if reading.left < self._min_tokens or not workers:
+            self._hand_back(request)
+            return
+        reading.worker = min(sorted(workers), key=self._load)
+        self._asked.add(reading.worker)
+        tokens = np.asarray(request.tokens, np.int32)
+        self._workers.send_worker(reading.worker, Prefill(request.id, request.epoch, tokens, message.done))
+
+    def has_asked(self, worker: str) -> bool:
+        """Whether this is a prefill worker whose words come here."""
+        return worker in self._asked
+
+    def on_message(self, request: Request | None, sender: str, message: Message) -> bool:
+        """Takes what a prefill worker says; False: it is of no use any more."""
+        reading = self._prefills.get(request.id) if request is not None else None
+        if request is None or reading is None or reading.worker != sender:
+            return False
+        if isinstance(message, PromptKv):
+            if message.epoch != reading.epoch:
+                return False
+            request.metrics.handed_over += message.count
+            self._workers.send_target(message)
+        else:
+            self._hand_back(request)
+        return True
+
+    def on_worker_lost(self, worker: str, requests: Mapping[str, Request]) -> None:
+        """It reads no more: the target does."""
+        self._asked.discard(worker)
+        for id_ in [id_ for id_, reading in self._prefills.items() if reading.worker == worker]:
+            self._hand_back(requests[id_])
+
+    def forget(self, request: Request) -> None:
+        """Stops the remote reading: the prompt has been read, or the target reads it, or the request is over."""
+        reading = self._prefills.pop(request.id, None)
+        if reading is not None and reading.worker:
+            self._workers.send_worker(reading.worker, Close(request.id))
+
+    def _hand_back(self, request: Request) -> None:
+        """The target reads on by itself."""
+        self.forget(request)
+        self._dispatch.again(request)
+
+    def _load(self, worker: str) -> int:
+        return sum(reading.left for reading in self._prefills.values() if reading.worker == worker)

@@ -1,6 +1,6 @@
-"""The in-process branch source: what followed the last time the text ended like this (prompt lookup).
+"""The in-process source of copies: what followed the last time the text ended like this (prompt lookup).
 
-Needs no worker, so it survives all of them. Knows tokens only.
+Needs no worker, so no loss of one affects it. Knows tokens only.
 """
 
 from __future__ import annotations

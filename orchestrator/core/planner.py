@@ -1,6 +1,6 @@
-"""What the rounds learn from, and what follows: the live estimates, the controllers, each request's plan.
+"""What the rounds teach, and what follows: the live estimates, the policies, and each request's plan.
 
-The rounds tell it what was sent and what came; it writes nothing down and never sends anything.
+The scheduler reports what was sent and what came. Sends nothing and records nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal
-from outrider.orchestrator.core.proposals.tree import LONGEST_COPY, longest_copy
+from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, Proposal, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, RoundSnapshot
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import InProcessDrafter
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
-from outrider.protocol.messages import Branches, Drafted, Outcome, Span
+from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Outcome, Span
 
 MOST_WISHED = 64
 
@@ -94,7 +92,7 @@ class Planner:
         return self._fixed_plan(admit, means)
 
     def _fixed_plan(self, admit: Admit, means: DraftSources) -> tuple[RoundPlan, list[str]]:
-        """Draft workers go before the drafters of the target's process where nobody is named, these before n-grams."""
+        """Where none is named, draft workers go before the drafters of the target's process, these before n-grams."""
         depth, branches = self._depth(admit), self._branches(admit, means.workers)
         if admit.mode == "ar" or means.workers:
             joint = admit.mode == "ssd" and is_joint(admit.drafter) and means.others
@@ -179,13 +177,13 @@ class Planner:
             along = proposal.along(proposal.nodes(outcome) or ())
             if self._can_judge(request):
                 self.profiles.observe_chain(
-                    request.text, proposal.drafter if proposal.draft else "", len(proposal.in_process), along
+                    request.text, proposal.drafter if proposal.draft else "", len(proposal.drafter_nodes), along
                 )
             if not proposal.draft:
-                estimates.observe_chain(len(proposal.in_process), along)
+                estimates.observe_chain(len(proposal.drafter_nodes), along)
             elif proposal.chain and outcome.drafting is not None:
                 drafting_ms = _milliseconds(outcome.drafting)
-                estimates.observe_in_process(proposal.drafter, len(proposal.in_process), along, drafting_ms)
+                estimates.observe_in_process(proposal.drafter, len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
@@ -213,7 +211,7 @@ class Planner:
             held = self.estimates.observe_copy(foretold.copy, kept)
             if self._can_judge(request):
                 self.profiles.observe_copy(request.text, min(len(foretold.copy.chain), len(kept)), held)
-            own, copy = proposal.in_process, foretold.copy
+            own, copy = proposal.drafter_nodes, foretold.copy
             if own and copy.chain and proposal.chain[own[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
         if not request.ngrams.is_empty:
@@ -287,7 +285,7 @@ class Planner:
         return admit.num_draft_tokens or self._settings.depth
 
     def _branches(self, admit: Admit, drafters: int) -> int:
-        """Where nobody says how many, as many for each drafter."""
+        """Where no number is given, as many for each drafter."""
         each = max(drafters, 1) if self._settings.each else 1
         return admit.branches or self._settings.branches * each
 

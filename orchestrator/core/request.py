@@ -2,10 +2,9 @@
 
 Knows tokens and times; knows no text, socket or model.
 
-`DrafterState`: a drafter's part in one request: what it knows of the text, what it was asked for, and how far that has
-come.
+`DrafterState`: what a drafter knows of one request's text, what it was asked for, and how far that has come.
 
-`remaining_length`: where a request must end: its end tokens, its length, the target's context.
+`remaining_length`, `up_to_end`: where a request must end: at its end tokens, its length, or the target's context.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.orchestrator.core.metrics import RequestMetrics, RoundRecords
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfile
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.request_metrics import RequestMetrics, RoundRecords
+from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Branches, Drafted, Outcome
@@ -30,7 +29,7 @@ NO_RANKS = range(0)
 
 @dataclass(slots=True)
 class DrafterState:
-    """It was told the first `known_len` tokens.
+    """A drafter's state in a request: it knows the first `known_len` tokens.
 
     What it was asked for last is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, where
     there are none, a chain; `depth` tokens. `asked_ns`: when; 0: with a text to read, so that the answer's time tells
@@ -47,7 +46,7 @@ class DrafterState:
     done: bool = True
 
     def is_asked(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
-        """It is told the text up to `known_len`, and to do this."""
+        """It is sent the text up to `known_len`, and this task."""
         self.round, self.ranks, self.depth, self.known_len = round_, ranks, depth, known_len
         self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
 
@@ -105,7 +104,7 @@ class PendingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that has ended, as it was: the books are made after the next one is under way. `read`: the whole text."""
+    """A round that has ended, as it was: it is recorded once the next one is under way. `read`: the whole text."""
 
     number: int
     plan: RoundPlan
@@ -119,7 +118,7 @@ class Request:
 
     `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
     `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `prepared`: what the target may go on with after an outcome. `halted`: it was told to stop going on. `over`: its
+    `prepared`: what the target may go on with after an outcome. `halted`: HALT was sent. `over`: its
     last outcome has come. `text`: what it is taken for. `drafters`: by name, with the part that
     each has. `pending_copy`: of the round under way.
     `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
@@ -226,7 +225,7 @@ class Request:
 
     @property
     def in_process_drafter(self) -> str:
-        """Who may draft for it in the target's process while others work ahead; empty: nobody."""
+        """The drafter in the target's process that drafts while others work ahead; empty: none."""
         return self.plan.drafter if self.mode == "ssd" else ""
 
     @property

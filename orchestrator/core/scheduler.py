@@ -1,11 +1,15 @@
 """The rounds of speculative speculative decoding (paper algorithm 1, the verifier's side).
 
-AR, SD and SSD are this one loop with different proposals. Handling an outcome comes in this order: integer checks, the
-lookup, the next VERIFY, COMMIT, and only then word to the front, which does the text. Owns the running requests; knows
-tokens and integers only. Time is passed in.
+AR, SD and SSD are this one loop with different proposals. An outcome is handled in this order: integer checks, the
+lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. Owns the running
+requests; knows tokens and integers only. Time is passed in.
 
-`set_up_request`: a request's beginning: how its rounds will be made, who drafts for it, and what is to be told about
-that.
+`set_up_request`: how a new request's rounds are made, who drafts for it, and the notes about that.
+
+`TargetRecovery`: the time without a target: which requests wait for its replacement, and in what order they continue.
+All that were under way continue together. Where the target dies again before one of them has got a token, that request
+is a suspect; on the next replacement suspects run one at a time, with no other request, until their first token. A
+request that kills the target alone fails, and the others continue.
 """
 
 from __future__ import annotations
@@ -14,15 +18,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.orchestrator.core.dispatch import Dispatch, RemotePrefills, Workers
-from outrider.orchestrator.core.draft_pool import DraftPool
+from outrider.orchestrator.core.draft_pool import DraftPool, Workers
 from outrider.orchestrator.core.message_validator import LATE, MessageValidator
-from outrider.orchestrator.core.next_round import Alternation, NextRound, wait_for_others
+from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
+from outrider.orchestrator.core.next_round import Alternation, Dispatch, NextRound, RemotePrefills, wait_for_others
 from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.text_profiles import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.proposals.proposer import Proposer
+from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import (
     DrafterState,
     Request,
@@ -31,11 +35,7 @@ from outrider.orchestrator.core.request import (
     remaining_tokens,
     up_to_end,
 )
-from outrider.orchestrator.core.request_metrics import RequestMetrics, RoundRecords
-from outrider.orchestrator.core.round_metrics import RoundMetrics
 from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
-from outrider.orchestrator.core.target_recovery import TargetRecovery
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -58,9 +58,78 @@ from outrider.protocol.messages import (
     WorkerNote,
 )
 
+# Deaths of the target in a row while a request was under way and got no token: it is tried alone, it is given up.
+SUSPECT, GUILTY = 2, 3
+
+
+class TargetRecovery:
+    """From the target's death until every request is on its replacement; in between there is none.
+
+    `open_` begins a request on the target and its drafters, from its committed tokens.
+    """
+
+    def __init__(self, open_: Callable[[Request], None]) -> None:
+        self._open = open_
+        self._away = False
+        self._trial: Request | None = None
+        self._waiting: dict[str, Request] = {}
+
+    def on_target_lost(self, requests: Sequence[Request], why: str) -> list[tuple[Request, str]]:
+        """The target has died; `requests` wait from now on. Returns those that fail, with the reason."""
+        under_way = [request for request in requests if not self.is_waiting(request)]
+        self._away, self._trial = True, None
+        for request in under_way:
+            request.suspend()
+            request.add_note(f"the text continued after a pause: {why}")
+            request.deaths += 1
+            request.metrics.resumed += 1
+            self._waiting[request.id] = request
+        words = f"{why}, for the third time in a row with this request, the last time with this request alone"
+        return [(request, words) for request in under_way if request.deaths >= GUILTY]
+
+    def on_target_found(self) -> None:
+        """There is a target again."""
+        self._away = False
+        self._open_next()
+
+    def admit(self, request: Request) -> None:
+        """Opens a new request as soon as it may be on the target."""
+        self._waiting[request.id] = request
+        self._open_next()
+
+    def is_waiting(self, request: Request) -> bool:
+        """Whether it waits."""
+        return request.id in self._waiting
+
+    def is_on_trial(self, request: Request) -> bool:
+        """Whether this one is tried alone."""
+        return request is self._trial
+
+    def clear_suspect(self, request: Request) -> None:
+        """It was tried and got its first token; it goes on once all suspects were tried."""
+        request.suspend()
+        self._trial = None
+        self.admit(request)
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._waiting.pop(request.id, None)
+        if self.is_on_trial(request):
+            self._trial = None
+        self._open_next()
+
+    def _open_next(self) -> None:
+        """Opens the requests that may be on the target now: a suspect by itself, or all."""
+        if self._away or self._trial is not None or not self._waiting:
+            return
+        self._trial = next((request for request in self._waiting.values() if request.deaths >= SUSPECT), None)
+        for request in [self._trial] if self._trial is not None else list(self._waiting.values()):
+            del self._waiting[request.id]
+            self._open(request)
+
 
 def set_up_request(admit: Admit, workers: Workers, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
-    """The request as it stands before anybody was told of it; its n-grams are still to be read."""
+    """The request before anything was sent about it; its n-grams are still to be read."""
     less = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
@@ -182,7 +251,7 @@ class Scheduler:
         self._remote_prefills.on_worker_lost(name, self._requests)
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
-        """Requests wait for its replacement; not who has killed it again and again, nor where there will be none."""
+        """Requests wait for its replacement, except suspects that have killed it again, and where none will come."""
         requests = list(self._requests.values())
         over = for_good or self._settings.simulated
         for request, words in [(r, why) for r in requests] if over else self._recovery.on_target_lost(requests, why):
@@ -203,7 +272,7 @@ class Scheduler:
         self.handle_all([(sender, message)], now_ns)
 
     def handle_all(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
-        """What came together: all that workers are to hear of it leaves before books are made and the front hears."""
+        """What came together: all messages to workers leave before metrics are written and the front is told."""
         settled: list[SettledRound] = []
         for sender, message in arrived:
             self._handle_one(sender, message, now_ns, settled)
@@ -227,7 +296,7 @@ class Scheduler:
         if why_not or request is None:
             self.stale += 1
             if why_not != LATE:
-                self._workers.record_lie(sender, why_not)
+                self._workers.record_invalid(sender, why_not)
             return
         if isinstance(message, Outcome | Branches | Drafted):
             request.metrics.held(sender, message.peak_bytes)
@@ -318,7 +387,7 @@ class Scheduler:
         return [SettledRound(request, ended, outcome, nodes, tuple(kept), reason)]
 
     def _record(self, settled: SettledRound, now_ns: int) -> None:
-        """What a round brought is counted, learned from and told."""
+        """Records what a round brought, feeds the planner, and tells the front."""
         request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._metrics.on_outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.on_outcome(request, ended, outcome, kept, now_ns)
@@ -366,7 +435,7 @@ class Scheduler:
             self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
-        """Somebody missed something and is told all committed tokens again. A target's loss begins a new epoch."""
+        """A worker missed something and gets all committed tokens again. A target's loss begins a new epoch."""
         if sender in request.drafters:
             self._draft_pool.reopen(request, sender)
             self._next.end_wait(request, now_ns)
@@ -381,18 +450,19 @@ class Scheduler:
             self._fail(request, message.message)
 
     def _on_worker_note(self, sender: str, remark: WorkerNote) -> None:
-        """Is told with every text under way that the sender has a part in, once."""
+        """Adds the note, once, to every text under way that the sender works for."""
         for request in self._requests.values():
             if self._workers.is_target(sender) or sender in request.drafters:
                 request.add_worker_note(sender, remark.message)
 
     def _update_planner(self) -> None:
-        """The planner hears how many run, and whether prompts are still read."""
+        """Tells the planner how many requests run, and whether prompts are still read."""
         self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
 
     def _release_side(self, verified: Collection[int], now_ns: int) -> None:
-        """Chains that waited for the other half leave, all of a half together, once a forward of that has ended: in a
-        larger company somebody of it is always under way.
+        """Sends the chains that waited for the other half, all of a half together, once one forward of that has ended.
+
+        Of several requests in a half, one is always under way.
         """
         held, all_requests = [one for one in self._requests.values() if one.held is not None], self._requests.values()
         for request in [r for r in held if 1 - r.side in verified or not self._alternation.holds(r, all_requests)]:

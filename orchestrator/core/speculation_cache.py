@@ -1,12 +1,11 @@
 """The speculation cache of one request: outcome -> branch, one round deep (paper definition 4).
 
-An outcome (k, t) is known by the tokens it makes final: the first k of the chain, then t.
+An outcome (k, t) is identified by the tokens that it makes final: the first k of the chain, then t. The cache holds
+only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several drafters
+fill one cache: where two have prepared the same outcome, the deeper branch counts.
 
-Holds only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several
-drafters fill one cache: where two have prepared the same outcome the deeper branch counts, whosever it is.
-
-`CacheBudget`: how many bytes the branches of all requests may take, and of each: what is over is not kept, and counted.
-An honest drafter's branches take kilobytes. The bounds are for one that sends as much as a frame holds.
+`CacheBudget`: how many bytes the branches of all requests may take, and those of each. What exceeds it is dropped and
+counted. An honest drafter's branches take kilobytes; the bounds are for one that sends as much as a frame holds.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TOKEN_BYTES = 40  # a number and its place in a tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class CachedBranch:
     """A branch: its chain, what that was drawn from, if it was, whose it is, and what may stand beside its tokens."""
 
     chain: tuple[int, ...]
@@ -63,14 +62,14 @@ class SpeculationCache:
         """`budget`: shared with other requests' caches."""
         self._room = budget or CacheBudget()
         self._held = 0
-        self._branches: dict[tuple[int, ...], Prepared] = {}
+        self._branches: dict[tuple[int, ...], CachedBranch] = {}
         self._awaited: dict[str, int] = {}
         self._wanted = 0
         self.lead = ""
         self.pushes = 0
 
     def start(self, asked: dict[str, int] | None = None) -> None:
-        """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; nobody unless said."""
+        """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; default: none."""
         self.clear()
         self._awaited = asked or {}
         self._wanted = sum(self._awaited.values())
@@ -85,7 +84,7 @@ class SpeculationCache:
 
     @property
     def final(self) -> bool:
-        """Nothing more is to come: all who were asked have finished."""
+        """Nothing more will come: all drafters that were asked have finished."""
         return not self._awaited
 
     @property
@@ -107,7 +106,7 @@ class SpeculationCache:
                 or (entry.alternatives and known.chain == entry.chain)
             ):
                 q = message.q.part(start, end) if message.q is not None else None
-                self._branches[entry.committed] = Prepared(entry.chain, q, drafter, entry.alternatives)
+                self._branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives)
         if message.final:
             self.finished(drafter)
 
@@ -128,7 +127,7 @@ class SpeculationCache:
         """Nothing more is to come of this one, nor has all come."""
         self._wanted -= self._awaited.pop(drafter, 0)
 
-    def lookup(self, committed: tuple[int, ...]) -> Prepared | None:
+    def lookup(self, committed: tuple[int, ...]) -> CachedBranch | None:
         """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None.
 
         Of an outcome that went beyond a token beside the chain it is the rest of that token's branch.
@@ -137,14 +136,14 @@ class SpeculationCache:
         for length in range(len(committed) - 1, 0, -1) if found is None else ():
             shorter, rest = self._branches.get(committed[:length]), committed[length:]
             if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
-                return Prepared(shorter.chain[len(rest) :], None, shorter.drafter)
+                return CachedBranch(shorter.chain[len(rest) :], None, shorter.drafter)
         return found
 
-    def grows(self, branch: Prepared) -> bool:
+    def grows(self, branch: CachedBranch) -> bool:
         """Whether its drafter may still make it deeper."""
         return branch.drafter in self._awaited
 
-    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], Prepared]]:
+    def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
         """Every outcome whose branch is as deep as it will be, with it."""
         known = self._branches.items()
         if self.final:

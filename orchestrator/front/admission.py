@@ -1,27 +1,36 @@
-"""What the front checks before a request may wait, and what it makes of it: tokens, a seed, a text to be.
+"""What the front checks before a request may wait, what it makes of it (tokens, a seed, a text stream), and the
+queue.
 
 Every refusal is one sentence with what was expected. Knows the pair's text side and limits; knows nothing of sockets.
 
-`is_code`: what a prompt looks like, where that says who drafts best: code and prose are each best drafted by another.
-A count of characters, no more: in nine of ten pieces of Python more than one character in twenty is a sign, in nine of
-ten pieces of prose and Markdown fewer are. What a prompt asks for it does not know.
+`is_code`: whether a prompt looks like code; code and prose are each drafted best by another drafter. It counts
+characters: in nine of ten pieces of Python more than one character in twenty is a sign, in nine of ten pieces of prose
+and Markdown fewer are. What a prompt asks for it does not know.
+
+`FairQueue`: requests wait in one line per client, and the clients take turns; so do the users a client asks for.
+
+`Ticket`: a request as the front keeps it, and its lines in the log.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
-from dataclasses import dataclass, replace
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeAlias, TypeVar
 
 from outrider.grammar.compiler import check, vocabulary_of
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.limits import KVBudget, in_mb
-from outrider.orchestrator.pairing.chat import ModelText
 from outrider.orchestrator.pairing.model_files import drafters
 from outrider.orchestrator.pairing.pairing import PairText
-from outrider.orchestrator.pairing.tokenizer import fingerprint
+from outrider.orchestrator.pairing.tokenizer import ModelText, fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
-from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong
+from outrider.protocol import clock
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong, UnknownDrafter
 from outrider.protocol.heads import DRAFT_MODEL, is_joint
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import Grammar, SamplingParams
@@ -139,7 +148,7 @@ class Admission:
         """The only one that is to draft; empty: whoever is there."""
         if asked.drafter and asked.drafter not in self._drafters:
             known = ", ".join(self._drafters) or "none: this server has no drafter"
-            raise InvalidRequest(f"no drafter is called {asked.drafter!r} here; expected {known}")
+            raise UnknownDrafter(f"no drafter is called {asked.drafter!r} here; expected {known}")
         if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd" and not is_joint(asked.drafter):
             raise InvalidRequest(
                 f"mode ssd is for draft workers, and {asked.drafter} is not one; expected mode sd or auto"
@@ -231,3 +240,91 @@ def _ended(admit: Admit, text: TextStream, characters: int) -> str:
     if not admit.eos.isdisjoint(admit.resume_tokens[-1:]):
         return "eos"
     return "length" if len(admit.resume_tokens) >= admit.sampling.max_tokens else ""
+
+
+T = TypeVar("T")
+Whose: TypeAlias = tuple[bytes, ...]
+"""Whose turns a request takes: a client's, or a client's and one of its users', and so on."""
+
+
+class FairQueue(Generic[T]):
+    """A client with a hundred requests does not keep one with a single request waiting."""
+
+    def __init__(self) -> None:
+        self._own: deque[T] = deque()
+        self._lines: OrderedDict[bytes, FairQueue[T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._own) + sum(map(len, list(self._lines.values())))  # any thread may ask
+
+    def put(self, whose: Whose, item: T, first: bool = False) -> None:
+        """At the end of its own line; `first`: before all, since a text under way continues."""
+        if not whose:
+            self._own.appendleft(item) if first else self._own.append(item)
+            return
+        self._lines.setdefault(whose[0], FairQueue()).put(whose[1:], item, first)
+        if first:
+            self._lines.move_to_end(whose[0], last=False)
+
+    def first(self) -> T | None:
+        """The next item, left in the line; None when none waits."""
+        return self._own[0] if self._own else next((line.first() for line in self._lines.values()), None)
+
+    def take(self) -> T | None:
+        """The next item; its client goes to the back. None when none waits."""
+        if self._own:
+            return self._own.popleft()
+        if not self._lines:
+            return None
+        name, line = self._lines.popitem(last=False)
+        item = line.take()
+        if len(line):
+            self._lines[name] = line
+        return item
+
+    def drop(self, whose: Whose, item: T) -> bool:
+        """Takes `item` out of its line; False when it is not in it."""
+        if not whose:
+            found = item in self._own
+            if found:
+                self._own.remove(item)
+            return found
+        line = self._lines.get(whose[0])
+        if line is None or not line.drop(whose[1:], item):
+            return False
+        if not len(line):
+            del self._lines[whose[0]]
+        return True
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request from the client's word to its end. `whose` turns it waits for. `ending`: stop or cancelled once the
+    reader wants no more. `begun_ns`: when it was its turn; 0: it waits."""
+
+    sender: bytes
+    name: str
+    accepted: Accepted
+    whose: Whose
+    tokens: int = 0
+    ending: str = ""
+    asked_ns: int = field(default_factory=clock.now)
+    begun_ns: int = 0
+
+    @property
+    def queue_ms(self) -> float:
+        """How long it has waited for its turn."""
+        return ((self.begun_ns or clock.now()) - self.asked_ns) / MILLISECOND_NS
+
+    @property
+    def key(self) -> str:
+        return self.accepted.admit.request
+
+
+def note(ticket: Ticket, level: int, told: str, *values: object) -> None:
+    """A line about a request: what it is called here, and by its client."""
+    about = {"request": ticket.key, "client_request": ticket.name}
+    log.log(level, f"%s (%s) {told}", ticket.key, ticket.name, *values, extra=about)

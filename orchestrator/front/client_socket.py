@@ -1,7 +1,6 @@
-"""The socket that clients connect to: whole messages in, whole messages out, nothing else.
+"""The socket that clients connect to: whole messages in, whole messages out.
 
-Frames that are no message are counted and, where their request can be read, answered. Knows routing ids; knows nothing
-of what requests are.
+Invalid frames are counted and, where their request can be read, answered. Knows routing ids; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from typing import Any
 import zmq
 
 from outrider.orchestrator.auth import client_of
-from outrider.orchestrator.handshake import kind_of
 from outrider.orchestrator.limits import ConnectionLimiter, Rate, RateLimiter
 from outrider.protocol import clock
 from outrider.protocol.codec import decode, encode, request_of
-from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, kind_of
 from outrider.protocol.keys import ServerKeys, key_shown
 from outrider.protocol.messages import Failed, Message
 
@@ -34,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClientMessage:
-    """A message, the routing id it came from, and the key that its sender showed; empty: nobody asked for one."""
+    """A message, the routing id it came from, and its sender's key; empty: none was asked for."""
 
     sender: bytes
     message: Message
@@ -44,7 +42,7 @@ class ClientMessage:
 class ClientSocket:
     """Bound on creation, for `most` connections; used by one thread at a time.
 
-    `endpoint` is where clients are told to connect, `own` where this server's other processes do.
+    `endpoint` is where clients connect, `own` where this server's other processes do.
 
     Raises:
         EndpointError: the endpoint can't be served.
@@ -70,7 +68,7 @@ class ClientSocket:
         return self.bound.endpoint
 
     def serve(self, endpoint: str, most: int, keys: ServerKeys) -> None:
-        """The same at one more endpoint, for clients with keys, who are told of this one from now on.
+        """The same at one more endpoint, for clients with keys; it is `endpoint` from now on.
 
         Raises:
             EndpointError: it can't be served.

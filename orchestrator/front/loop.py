@@ -1,13 +1,14 @@
 """The front thread: clients, the queue of waiting requests, text. The body of the thread is `Front.run`.
 
-Takes GENERATE, CANCEL and STATS from clients, hands requests to the core as `Admit`, and turns what the core commits
-into text. A client that is gone or does not read loses its requests; nobody else notices. Knows no rounds.
+Takes Generate, Cancel and StatsQuery from clients, hands requests to the core as `Admit`, and turns committed tokens
+into text. A client that is gone or does not read loses its requests, and affects no other. Knows no rounds.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,29 +16,30 @@ import zmq
 
 from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (
+    Announcement,
     Committed,
-    CoreFacts,
+    CoreStats,
     EndServer,
+    Failure,
     PrefillProgress,
     RequestBegan,
     RequestEnded,
     RequestFailed,
+    ServerReady,
+    Stage,
     Stop,
     ThreadQueues,
     ToFront,
     WorkersChanged,
     together,
 )
-from outrider.orchestrator.front.admission import Admission
+from outrider.orchestrator.front.admission import Admission, FairQueue, Ticket, Whose, note
 from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
 from outrider.orchestrator.front.text import TextDelta
-from outrider.orchestrator.front.timing_totals import ServerMetrics
-from outrider.orchestrator.front.waiting import FairQueue, Ticket, Whose, note
-from outrider.orchestrator.handshake import Announcement, Failure, ServerReady, Stage, kind_of
 from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.protocol import clock
-from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped
+from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, kind_of
 from outrider.protocol.messages import (
     Cancel,
     Done,
@@ -52,7 +54,7 @@ from outrider.protocol.messages import (
     Timings,
     WorkerStats,
 )
-from outrider.protocol.stats import KvUse
+from outrider.protocol.stats import KvUse, Tally
 from outrider.protocol.version import PACKAGE_VERSION
 
 LETTERS_PER_TURN = 64
@@ -60,6 +62,36 @@ DRAINING = "the server is draining and accepts no new requests; retry after it r
 STOPPED = "the server was stopped before the text was complete; retry when it runs again"
 
 log = logging.getLogger(__name__)
+
+
+class ServerMetrics:
+    """One server's. `tokens`: made so far, for requests that still run, too."""
+
+    def __init__(self) -> None:
+        self.totals = Timings()
+        self.tokens = 0
+        self._done: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+
+    @property
+    def finished(self) -> int:
+        return self._done.total()
+
+    @property
+    def failed(self) -> int:
+        return self._failed.total()
+
+    def on_ended(self, last: Done | Failed) -> None:
+        """A request's last word."""
+        if isinstance(last, Done):
+            self._done[last.reason] += 1
+            self.totals += last.timings
+        else:
+            self._failed[last.kind] += 1
+
+    def endings(self) -> tuple[Tally, ...]:
+        """By reason, or by kind of error."""
+        return tuple(Tally(how, count) for how, count in (*list(self._done.items()), *list(self._failed.items())))
 
 
 class Front:
@@ -71,7 +103,7 @@ class Front:
         admission: Admission,
         clients: ClientSocket,
         lines: ThreadQueues,
-        core: CoreFacts,
+        core_stats: Callable[[], CoreStats],
         announce: Callable[[Announcement], None],
     ) -> None:
         self._pair = pair
@@ -80,7 +112,7 @@ class Front:
         self._core = lines.core
         self._events = lines.events
         self._commands = lines.orders
-        self._facts = core
+        self._core_stats = core_stats
         self._announce = announce
         self._serials = itertools.count(1)
         self._waiting: FairQueue[Ticket] = FairQueue()
@@ -120,6 +152,7 @@ class Front:
 
     def stats(self, request: str) -> Stats:
         """Workers and totals as of now, for any thread."""
+        core = self._core_stats()
         return Stats(
             request=request,
             version=PACKAGE_VERSION,
@@ -129,14 +162,14 @@ class Front:
             finished=self._metrics.finished,
             failed=self._metrics.failed,
             totals=self._metrics.totals,
-            stale_messages=self._facts.stale_messages,
-            rejected_frames=self._clients.rejected + self._facts.rejected_frames,
+            stale_messages=core.stale_messages,
+            rejected_frames=self._clients.rejected + core.rejected_frames,
             generated=self._metrics.tokens,
             endings=self._metrics.endings(),
             kv=self._kv_use(),
-            round_seconds=self._facts.round_seconds,
-            verify_seconds=self._facts.verify_seconds,
-            dropped_branches=self._facts.dropped_branches,
+            round_seconds=core.round_seconds,
+            verify_seconds=core.verify_seconds,
+            dropped_branches=core.dropped_branches,
         )
 
     # --- what clients say -----------------------------------------------------------------------------------------
@@ -244,7 +277,7 @@ class Front:
             self._give_up(kind_of(error), str(error))
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
-            self._announce(ServerReady(self._clients.endpoint, self._facts.workers_endpoint, notes))
+            self._announce(ServerReady(self._clients.endpoint, notes=notes))
         self._ready = self._ready or event.ready  # whoever is lost later comes again, or is done without
 
     def _give_up(self, kind: str, why: str) -> None:

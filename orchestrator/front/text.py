@@ -1,7 +1,7 @@
 """Committed tokens to text for a reader: whole characters only, and nothing of a stop string.
 
-One `TextStream` a request. Tokens are taken one by one, so that the text is the same however they were committed.
-Knows one request's tokens; knows nothing of sockets and rounds.
+One `TextStream` for each request. Tokens are taken one by one, so that the text is the same however they were
+committed. Knows one request's tokens; knows nothing of sockets and rounds.
 """
 
 from __future__ import annotations

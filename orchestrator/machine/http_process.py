@@ -1,6 +1,6 @@
-"""The HTTP server's process: its socket is opened here, before anything is loaded, and stays while the process changes.
+"""The HTTP server's process. Its socket is opened here, before anything is loaded, and stays while the process changes.
 
-The process ends when its stdin does, so with this one; it is told by its first line there what to do. Knows a command
+The process ends when its stdin does, and so with this one; the first line on stdin is its settings. Knows a command
 line and a process id; knows nothing of HTTP.
 """
 

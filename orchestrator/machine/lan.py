@@ -1,7 +1,7 @@
-"""Servers that are announced on the local network, and finding one: zeroconf (mDNS), when somebody asks for it.
+"""Servers that are announced on the local network, and how to find one: zeroconf (mDNS), where it is requested.
 
-Anybody there can announce anything, so what is found is an address and nothing more: a server is taken for one only by
-a key that was trusted before. Knows names and addresses; opens no socket of ours.
+Anybody on the network can announce anything, so what is found is an address and nothing more: a server is accepted only
+by a key that was trusted before. Knows names and addresses; opens no socket of ours.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The processes that the orchestrator starts: workers, and what is read, logged and removed beside them.
+"""The processes that the orchestrator starts, and what is read, logged and removed beside them.
 
-`SpawnedWorker`: worker processes: started in a session of their own, ended with the orchestrator however it goes. A
-worker holds the read end of a pipe whose end of file ends it; its stderr is a log in the run directory. Knows command
-lines and process ids; knows nothing of messages.
-
-`log_file`: the log of a process that this one starts: a file, or nothing where none can be written.
-
-`log_tail`: the end of a log file as one line, for an error message.
+`SpawnedWorker`: a worker process, in a session of its own, which ends with the orchestrator however that ends: it holds
+the read end of a pipe whose end of file ends it. Its stderr is a log in the run directory. Knows command lines and
+process ids; knows nothing of messages.
 
 `Sweeper`: removes what a killed server leaves behind: its run directory and its socket file. A shell waits at the end
-of a pipe that only the server holds; when the server is gone without a word, the pipe ends and the shell sweeps. A
-server that ends in order removes its files itself and dismisses the sweeper first.
+of a pipe that only the server holds, and removes them when the pipe ends. A server that ends in order removes its files
+itself and dismisses the sweeper first.
 
-`measured`: who should read a draft's prompts on this Mac: MLX, or its Core ML package where a measurement finds that
-quicker. The measurement is a process of the draft worker's and is kept by it; a drafter finds it there by itself.
+`measured`: which reads a draft's prompts sooner on this Mac: MLX, or its Core ML package. The draft worker's process
+measures it and keeps the result, where a drafter finds it.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import PACKAGE, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.socket_lock import SocketLock
+from outrider.protocol.socket_files import SocketLock
 
 log = logging.getLogger(__name__)
 

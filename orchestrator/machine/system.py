@@ -1,20 +1,16 @@
 """What this machine has and allows: the libraries that workers compute with, cores, open files, memory.
 
-`openblas`: a system OpenBLAS for the workers on Linux: MLX's CPU wheel carries the reference BLAS, whose cost is
-linear in rows. Preloaded, it takes the wheel's place. On macOS MLX uses Accelerate and nothing is needed. Knows files
-and environments.
-
-`require_mlx`: whether MLX has what it computes with: on Linux that is a package of its own, and a person chooses
-which.
+`openblas`: a system OpenBLAS for the workers on Linux. MLX's CPU wheel carries the reference BLAS, whose cost is linear
+in rows; preloaded, OpenBLAS takes its place. On macOS MLX uses Accelerate and nothing is needed. `require_mlx`: whether
+MLX has its library, which on Linux is a package of its own that a person chooses.
 
 `place`: which CPU core a process runs on. Only two cores need telling apart: there target and drafter have one each.
-The orchestrator is on the drafter's, and goes first there: on the target's core it would make the target's forwards
-wait, on which everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
+The orchestrator is on the drafter's core and has priority there: on the target's core it would delay the target's
+forwards, on which everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
 
-`raise_limit`: how many files this process may have open, of which every connection is one. A Mac's terminal allows 256
-unless asked for more, and ZeroMQ ends the process when the next connection finds none left.
-
-`physical`: how much memory this machine has, or this container may take; and whether a process died for want of it.
+`raise_limit`: how many files this process may have open, of which each connection is one. A Mac's terminal allows 256
+unless asked for more, and ZeroMQ ends the process when none is left. `physical`: how much memory this machine has, or
+this container may take. `likely_cause`: whether a process died for want of it.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from pathlib import Path
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
+from outrider.protocol.version import install
 from outrider.protocol.worker_link import CPU_KERNELS
 
 MISSING = (
@@ -83,7 +80,7 @@ def notes() -> tuple[str, ...]:
 def environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
     """`base` with OpenBLAS preloaded where it is needed and found, and `threads` threads for any BLAS there is.
 
-    `kernels`: what makes forwards on a CPU (`protocol.worker_process`); None: what `base` says.
+    `kernels`: what makes forwards on a CPU (`protocol.worker_link`); None: what `base` says.
     """
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
     if kernels is not None:
@@ -123,9 +120,7 @@ def require_mlx() -> None:
     found = find_spec("mlx")
     places = found.submodule_search_locations if found is not None else None
     if not any(Path(place, LIBRARY).is_file() for place in places or ()):
-        raise InvalidRequest(
-            "MLX has no backend installed; run pip install 'outrider[cpu]', or 'outrider[cuda]' for a GPU"
-        )
+        raise InvalidRequest(f"MLX has no backend installed; expected {install('cpu')}, or the extra cuda for a GPU")
 
 
 BEHIND = 5

@@ -1,14 +1,13 @@
 """A GGUF file: its header, where each tensor lies, and its blocks as MLX's quantised matrices.
 
-`TensorPlace`: a GGUF file's header: what the file says of its model, and where each tensor lies in it. Every length is
-checked against the file before it is believed, so a file that is cut short or is something else ends in one sentence.
-Knows the container and the types of its blocks; knows no architecture and no tokenizer.
+`GgufFile`: what the file says of its model, and where each tensor lies in it. Every length is checked against the file
+before it is believed, so a file that is cut short or is something else ends in one sentence. Knows the container and
+the types of its blocks; knows no architecture and no tokenizer.
 
-`Grid`: blocks of a GGUF file as MLX's quantised matrices: levels, scales and biases in groups of 32, w = scale q +
-bias. Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 keep their very numbers; Q4_K and Q5_K keep their levels, and each group's scale
-and minimum, a product of two numbers there, is rounded to half precision. All other block types have no such form
-(groups of 16, curves): they are quantised anew, with two bits more than they had, or kept in half precision. Works on
-whole rows; knows no model.
+`Grid`: blocks as MLX's quantised matrices: levels, scales and biases in groups of 32, w = scale q + bias. Q4_0, Q4_1,
+Q5_0, Q5_1 and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels, and each group's scale and minimum, a
+product of two numbers there, is rounded to half precision. All other block types have no such form (groups of 16,
+curves): they are quantised anew, with two bits more than they had, or kept in half precision.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Where a model's files are: a name, a Hugging Face id, a folder or a GGUF file becomes a folder, without MLX.
 
-A copy in the Hugging Face cache is used as it is; otherwise it is downloaded, unless offline mode is on. A GGUF file
-is converted once. Names are those of `pulled`, and `tiny`, the pair that comes along. Reads config.json; knows nothing
-of weights and tokens.
+A copy in the Hugging Face cache is used as it is; otherwise the model is downloaded, unless offline mode is on. A GGUF
+file is converted once. Names are those of `pulled`, and `tiny`, the embedded pair. Reads config.json; knows nothing of
+weights and tokens.
 
-`kind_of`: who drafts in the target's process, and what all that can draft in a cluster are called.
+`in_process_drafters`, `drafters`: which drafters run in the target's process, and the names of all in a cluster.
 """
 
 from __future__ import annotations

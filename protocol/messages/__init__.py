@@ -17,7 +17,6 @@ from outrider.protocol.messages.clients import (
     Timings,
     WorkerStats,
 )
-from outrider.protocol.messages.ranks import RankHello, TextChange, TextFeed, TextForward
 from outrider.protocol.messages.rounds import (
     Alternatives,
     Branch,
@@ -38,58 +37,34 @@ from outrider.protocol.messages.rounds import (
     Verify,
 )
 from outrider.protocol.messages.workers import (
+    Abilities,
     CacheReport,
     Fault,
     Hello,
+    InProcessDrafter,
     KvMemory,
     Loading,
     Ping,
     Pong,
+    RankHello,
     Shutdown,
+    TextChange,
+    TextFeed,
+    TextForward,
     Welcome,
     WorkerNote,
 )
 
-Message = (
-    Hello
-    | Welcome
-    | KvMemory
-    | CacheReport
-    | Loading
-    | Ping
-    | Pong
-    | Fault
-    | WorkerNote
-    | Shutdown
-    | Open
-    | Verify
-    | Halt
-    | Prepare
-    | Outcome
-    | Features
-    | Commit
-    | Branches
-    | Drafted
-    | Prefill
-    | PromptKv
-    | Prefilled
-    | Close
-    | Resync
-    | Generate
-    | Started
-    | Progress
-    | TextChunk
-    | Done
-    | Failed
-    | Cancel
-    | StatsQuery
-    | Stats
-    | RankHello
-    | TextChange
-    | TextForward
-)
+WorkerMessage = Hello | Welcome | KvMemory | CacheReport | Loading | Ping | Pong | Fault | WorkerNote | Shutdown
+TargetMessage = Open | Verify | Halt | Prepare | Outcome | Features
+DraftMessage = Commit | Branches | Drafted
+PrefillMessage = Prefill | PromptKv | Prefilled
+ClientMessage = Generate | Started | Progress | TextChunk | Done | Failed | Cancel | StatsQuery | Stats
+RankMessage = RankHello | TextChange | TextForward
+Message = WorkerMessage | TargetMessage | DraftMessage | PrefillMessage | Close | Resync | ClientMessage | RankMessage
 
 __all__ = [
+    "Abilities",
     "Alternatives",
     "Branch",
     "Branches",
@@ -106,6 +81,7 @@ __all__ = [
     "Generate",
     "Halt",
     "Hello",
+    "InProcessDrafter",
     "KvMemory",
     "Loading",
     "Message",
@@ -119,6 +95,7 @@ __all__ = [
     "Progress",
     "PromptKv",
     "RankHello",
+    "RankMessage",
     "Resync",
     "RoundRecord",
     "Shutdown",

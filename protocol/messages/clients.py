@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import add
+from typing import Annotated, Any
 
 from outrider.protocol.messages.rounds import Span
 from outrider.protocol.sampling import SamplingParams
@@ -22,7 +24,7 @@ from outrider.protocol.schema import (
     Tokens,
     Told,
 )
-from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally
+from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, by_name, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,26 @@ class Timings:
     draft_n_accepted_by: tuple[Tally, ...] = ()
     prefill_n: Serial = 0
     draft_n_accepted_from: tuple[Tally, ...] = ()
+
+    def __add__(self, other: Timings) -> Timings:
+        """The sum of counts and times; rates are weighted by their times, and of peaks the larger one counts.
+
+        Turnarounds are a request's own and are left out.
+        """
+        pairs = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        del pairs["turnaround_ms"]
+        sums: dict[str, Any] = {name: SUMS.get(name, add)(*pair) for name, pair in pairs.items()}
+        tokens = sum(one.predicted_per_second * one.predicted_ms for one in (self, other))
+        sums["predicted_per_second"] = tokens / sums["predicted_ms"] if sums["predicted_ms"] > 0 else 0.0
+        return Timings(**sums)
+
+
+SUMS: dict[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("accepted_by_position", "drafted_by_position", "looked_up_by_accepted", "hits_by_accepted"), each),
+    **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), by_name),
+    "peak_bytes": max,
+}
+"""How fields of `Timings` that are no plain sums are added."""
 
 
 @dataclass(frozen=True, slots=True)

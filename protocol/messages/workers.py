@@ -1,12 +1,54 @@
-"""Messages between the orchestrator and a worker about the worker itself: its start, its health, its end."""
+"""Messages about a worker itself, its start, its health, its end; and messages between the ranks of one target.
+
+`Abilities`: what a target can do, found by checks when it is loaded. Hello reports it, and nothing else is requested
+of the target.
+
+All ranks run the same model, each with a part of every layer, so every forward involves all ranks. Rank 0, which talks
+to the orchestrator, tells the others what it feeds. No other process uses these messages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.schema import Count, Name, Nanoseconds, RequestId, Role, Serial, Text
+from outrider.protocol.schema import Count, Name, Nanoseconds, OneOf, RequestId, Role, Serial, Size, Text, Token
 from outrider.protocol.stats import CacheUse, KvCost
+
+
+@dataclass(frozen=True, slots=True)
+class InProcessDrafter:
+    """A drafter in the target's process, under the name that Verify uses.
+
+    `model` names its files. `is_head`: it reads the target's hidden states. `agreement` is the share of a trial text's
+    tokens for which it proposed the target's own; -1: not tried. `weight` is the cost of a token of its chains relative
+    to a step of the target, measured at load, or else the ratio of their bytes of weights.
+    """
+
+    name: Name
+    model: Name = ""
+    is_head: bool = False
+    agreement: float = -1.0
+    weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """`chains`: the target verifies several tokens in one forward and can roll back the rejected ones.
+
+    Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
+    instead of the simpler ones that roll back at once. `takes_kv`: it can continue from keys and values of a prefill
+    worker. `trees`: it verifies trees of drafts, too. `drafters` are those in its process; `left_out` has a sentence
+    for each that was requested and could not be used.
+    """
+
+    chains: bool = True
+    own_caches: bool = False
+    takes_kv: bool = False
+    why: Text = ""
+    trees: bool = False
+    drafters: tuple[InProcessDrafter, ...] = ()
+    left_out: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +170,57 @@ class Shutdown:
     """Orchestrator -> worker: end in an orderly way. A `reason` means that it was rejected."""
 
     reason: Text = ""
+
+
+TextDeed = Annotated[str, OneOf(("open", "close", "mark", "roll back", "set", "save", "adopt", "drop"))]
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """A rank -> rank 0, before it loads anything.
+
+    `runs` names the releases of the computing libraries, `weights` is a digest of the model's files, and `host`
+    identifies the machine.
+    """
+
+    rank: Count
+    size: Count
+    host: Name
+    runs: Text
+    weights: Name
+
+
+@dataclass(frozen=True, slots=True)
+class TextChange:
+    """Rank 0 -> a rank: a change to the text with the number `text`.
+
+    `length` is the length it was rolled back or set to, or the length that was saved or adopted. `copy` is the number
+    of the copy that was saved, adopted or dropped.
+    """
+
+    deed: TextDeed
+    text: Count = 0
+    length: Count = 0
+    copy: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextFeed:
+    """The next tokens of a text; the last `wanted` of them get logits. Without `tokens` the collective delivers
+    `count`.
+
+    `prompt`: the tokens are a piece of a prompt.
+    """
+
+    text: Count
+    tokens: Annotated[tuple[Token, ...], Size(2**16)]
+    count: Count
+    wanted: Count
+    prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextForward:
+    """Rank 0 -> a rank: the forward that all ranks run now."""
+
+    feeds: tuple[TextFeed, ...]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import add
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 
 from outrider.orchestrator.client.dialogue import GenerationResult
-from outrider.orchestrator.front import timing_totals
 from outrider.protocol.messages import Timings
 from outrider.server.answers.parts import Part, Splitter, TextPart, ThinkingPart
 from outrider.server.answers.run import (
@@ -187,7 +187,7 @@ async def whole(run: RequestRun, splitters: Sequence[Splitter], one_call: bool =
 
 def sum_of(choices: Sequence[ChoiceState]) -> Timings:
     """The numbers of all choices together."""
-    return reduce(timing_totals.add, (choice.timings for choice in choices))
+    return reduce(add, (choice.timings for choice in choices))
 
 
 def timings(times: Timings) -> dict[str, Any]:

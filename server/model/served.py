@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from outrider.grammar.compiler import Vocabulary, vocabulary_of
-from outrider.orchestrator.pairing.chat import Message, as_text, chat_template, render, without_end
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model, read_json
-from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
+from outrider.orchestrator.pairing.tokenizer import (
+    Message,
+    TextCodec,
+    as_text,
+    chat_template,
+    load_codec,
+    render,
+    without_end,
+)
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.server.model.tool_format import FORMAT, NOTE, SpanTags, ToolFormat, in_words, thinking_tags, tool_format
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outrider.orchestrator.pairing.chat import Message
+from outrider.orchestrator.pairing.tokenizer import Message
 from outrider.protocol.errors import ModelError
 from outrider.server.model.call_grammar import Style, style_of
 

@@ -48,7 +48,7 @@ WITHIN = {
         "machine": {"pairing"},
         "cli": {"client", "core", "front", "machine", "pairing"},
     },
-    "orchestrator/core": {"workers": set(), "policy": set(), "proposals": {"policy"}},
+    "orchestrator/core": {"policy": set()},
     "server": {
         "model": set(),
         "shapes": set(),
@@ -81,9 +81,9 @@ MLX = {"mlx", "mlx_lm"}
 # Who may ask what time it is: to tell people, never to decide. All else is by clocks that nobody can set.
 TELLS_THE_TIME = {
     "orchestrator/auth.py",  # whether a file is another one than it was
-    "orchestrator/pairing/chat.py",
+    "orchestrator/pairing/tokenizer.py",
     "orchestrator/pairing/pulled.py",  # the same
-    "protocol/logs.py",
+    "protocol/process.py",
     "server/endpoints/chat.py",
     "server/endpoints/completions.py",
     "server/endpoints/responses.py",

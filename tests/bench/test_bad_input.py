@@ -13,6 +13,7 @@ from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning
 from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.version import install
 
 Captured = pytest.CaptureFixture[str]
 
@@ -77,7 +78,7 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
     code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
     assert (code, said) == (
         InvalidRequest.exit_code,
-        "outrider bench: mlx-lm takes no part: mlx_lm is not installed; pip install 'outrider[bench]'",
+        f"outrider bench: mlx-lm takes no part: mlx_lm is not installed; expected {install('bench')}",
     )
 
 

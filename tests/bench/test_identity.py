@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 from outrider.bench.prompts import Prompt
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import Difference, Report
 from tests.harness import identity
 from tests.harness.identity import HOUSES, SETTINGS, Case, Judge, Way, scrambled, table
 

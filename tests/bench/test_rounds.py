@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.core.trace import ORCHESTRATOR, TARGET, Trace
+from outrider.orchestrator.core.metrics import ORCHESTRATOR, TARGET, Trace
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 from tools.trace_rounds import TracedRound, read_rounds

@@ -16,6 +16,7 @@ from outrider.bench.commands.overlap import Overlap, _table
 from outrider.bench.contest.contest import Timed, bootstrap, ratio, repeated_share
 from outrider.bench.trace import Bar, draw, drawn, read
 from outrider.orchestrator.cli import main
+from outrider.orchestrator.core.metrics import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.core.policy.forecasts import (
     Costs,
     Odds,
@@ -27,10 +28,10 @@ from outrider.orchestrator.core.policy.forecasts import (
     sd_rate,
     ssd_rate,
 )
-from outrider.orchestrator.core.trace import TARGET, TARGETS_DRAFTER, Trace
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
+from outrider.protocol.version import install
 
 FLAT = Costs(10.0, lambda rows: 10.0, lambda depth: 4.0, lambda depth: 9.0, 0.0)
 
@@ -196,7 +197,7 @@ def test_without_matplotlib_overlap_tells_its_tables_and_a_note(
     told = capsys.readouterr()
     assert "overlap efficiency" in told.out and "work ahead" in told.out and "ten rounds" not in told.out
     assert (tmp_path / "x.json").is_file() and not (tmp_path / "x.png").exists()
-    assert told.err == "Note: the picture was left out: Matplotlib is not installed (pip install 'outrider[bench]').\n"
+    assert told.err == f"Note: the picture was left out: Matplotlib is not installed ({install('bench')}).\n"
 
 
 @pytest.mark.usefixtures("without_matplotlib")

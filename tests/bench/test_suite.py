@@ -24,6 +24,7 @@ from outrider.bench.prompts import SUITE
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.version import install
 
 
 def runs(*rates: float) -> list[Run]:
@@ -139,7 +140,7 @@ def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.Monke
     monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
     found = choose(None, ServeSettings(), "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
-    assert found.left_out == ("llama.cpp takes no part: xllamacpp is not installed; pip install 'outrider[bench]'",)
+    assert found.left_out == (f"llama.cpp takes no part: xllamacpp is not installed; expected {install('bench')}",)
 
 
 class Parameters(SimpleNamespace):

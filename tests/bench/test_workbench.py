@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from outrider.bench.timing.workbench import Workbench
-from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import WorkerLoss
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Fault, Message, Outcome
 

@@ -14,7 +14,7 @@ def test_a_drafter_may_be_kept_on_the_cpu(monkeypatch, given, chosen):
 
     monkeypatch.setattr(mx, "set_default_device", devices.append)
     monkeypatch.setattr(program.worker_link, "run", lambda options, load: 7)
-    monkeypatch.setattr(program.logs, "set_up", lambda *given: None)
+    monkeypatch.setattr(program.process, "set_up", lambda *given: None)
     monkeypatch.setattr("sys.argv", ["draft_worker", "--endpoint", "ipc:///e", "--model", "m", *given])
     assert program.main() == 7
     assert devices == chosen

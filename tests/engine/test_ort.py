@@ -158,7 +158,7 @@ def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
     buffers = [[np.zeros((1, like.kv_heads, end + 8, like.width), np.float32)] * 2 for like in made.shapes]
     layers = [(keys.copy(), values) for keys, values in buffers]
     for start, count in ((0, end - 1), (end - 1, 1), (end, 1)):
-        part = OrtSegment(0, start, np.arange(start, start + count))
+        part = Segment(0, start, count)
         logits = made(np.array(told(3, count)), [part], layers, np.arange(1))["logits"]
         assert np.isfinite(logits).all()
 

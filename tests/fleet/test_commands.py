@@ -85,10 +85,10 @@ def test_help_is_there_without_ray_and_fits_80_columns(run: Run, arguments: list
     ("arguments", "code", "sentence"),
     [
         (["heed"], 2, "unknown command 'heed'; did you mean head?"),
-        (["head"], 2, 'pip install "outrider[fleet]"'),
-        (["join", "192.0.2.1:6379"], 2, 'pip install "outrider[fleet]"'),
+        (["head"], 2, "pip install '.[fleet]'"),
+        (["join", "192.0.2.1:6379"], 2, "pip install '.[fleet]'"),
         (["join"], 2, "required: ADDRESS"),
-        (["status"], 2, 'pip install "outrider[fleet]"'),
+        (["status"], 2, "pip install '.[fleet]'"),
         (["run", "no-such.yaml"], 2, "no-such.yaml can't be read"),
         (["unit", "ipc:///tmp/x"], 2, "expected tcp://HOST:PORT"),
         (["unit", "tcp://*:7777"], 4, "is an address to listen on, not to connect to"),

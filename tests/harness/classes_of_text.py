@@ -17,8 +17,8 @@ from outrider.orchestrator.core.policy.forecasts import DEPTHS, RoundPlan
 from outrider.orchestrator.core.policy.text_profiles import CODE, FREE, HELD, REPEATING, TextProfile
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import InProcessDrafter
 from outrider.protocol.heads import NGRAM
+from outrider.protocol.messages import InProcessDrafter
 from outrider.protocol.sampling import SamplingParams
 
 WORKER, ONE, OTHER = "", "eagle3", "mtp"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.cli import flags, serve
-from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli import Parser, flags, serve
 from outrider.protocol.errors import InvalidRequest
 
 ROOT = Path(__file__).parents[2]

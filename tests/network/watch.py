@@ -13,9 +13,8 @@ from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
-from outrider.orchestrator.core.proposals.proposal import ProposalSource
-from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.target_recovery import GUILTY
+from outrider.orchestrator.core.proposal import ProposalSource
+from outrider.orchestrator.core.scheduler import GUILTY, Scheduler
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -210,7 +209,7 @@ class Watch:
     def _served(self, watched: Watched, message: Verify) -> None:
         request = self.rounds._requests[message.request]
         if request.proposal.source is ProposalSource.CACHE:
-            chain = tuple(request.proposal.chain[node] for node in request.proposal.in_process)
+            chain = tuple(request.proposal.chain[node] for node in request.proposal.drafter_nodes)
             committed = tuple(request.tokens[request.base_len - request.accepted - 1 :])
             place = (message.epoch, message.round - 1, message.base_len - len(committed), committed)
             held = any(key[:4] == place and key[4][: len(chain)] == chain for key in watched.prepared)
@@ -220,7 +219,7 @@ class Watch:
         self, watched: Watched, message: Prepare, committed: tuple[int, ...], chain: tuple[int, ...]
     ) -> None:
         proposal = self.rounds._requests[message.request].prepared[committed]
-        own = tuple(proposal.chain[node] for node in proposal.in_process)
+        own = tuple(proposal.chain[node] for node in proposal.drafter_nodes)
         place = (message.epoch, message.round, message.base_len, committed)
         held = any(key[:4] == place and key[4][: len(own)] == own for key in watched.prepared)
         self._judge("served", held, f"{message}: {chain} was prepared by nobody for {place}")

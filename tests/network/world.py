@@ -17,13 +17,12 @@ from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.workers.worker import MOST_LIES
+from outrider.orchestrator.core.worker_registry import MOST_INVALID
 from outrider.orchestrator.events import Admit
-from outrider.protocol.abilities import Abilities, InProcessDrafter
-from outrider.protocol.messages import KvMemory, Message, Outcome
+from outrider.protocol.messages import Abilities, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.honest import HonestWorkers
@@ -149,18 +148,18 @@ class World(HonestWorkers):
     def vocabulary(self, name: str) -> int:
         return self._draft.vocab_size
 
-    def record_lie(self, name: str, kind: str) -> None:
+    def record_invalid(self, name: str, kind: str) -> None:
         """Who does so too often is ended; it comes back as one that is believed again."""
         node = self.nodes[name]
         node.lies += 1
         self.journal.write("found a lie", name, [kind])
-        if node.lies == MOST_LIES:
+        if node.lies == MOST_INVALID:
             self.kill(name)
 
     def send_target(self, message: Message) -> None:
-        self.send_drafter(TARGET, message)
+        self.send_worker(TARGET, message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self.watch.sent(name, message)
         self._going.setdefault(name, []).append(message)
 

@@ -12,12 +12,23 @@ from dataclasses import replace
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import ReplayDrafter, Script
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prepare, Resync, RoundRecord, Span, Verify
+from outrider.protocol.messages import (
+    Abilities,
+    Close,
+    Halt,
+    Message,
+    Open,
+    Outcome,
+    Prepare,
+    Resync,
+    RoundRecord,
+    Span,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.virtual.known_text import held, path_of
@@ -149,7 +160,7 @@ class Cluster(HonestWorkers):
     def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self.told_drafters.append((name, message))
         if not self._drop(message):
             next(link for link in self.links if link.name == name).inbox.append(through_the_codec(message))

@@ -11,7 +11,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_mode
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.directory import private_directory
+from outrider.protocol.socket_files import private_directory
 from tests.orchestrator.stand import Stand
 
 

@@ -12,7 +12,9 @@ import zmq
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
+    Announcement,
     Committed,
+    CoreStats,
     EndServer,
     Mailbox,
     Quit,
@@ -27,7 +29,6 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
-from outrider.orchestrator.handshake import Announcement
 from outrider.orchestrator.pairing.pairing import PairText
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.messages import Timings, WorkerStats
@@ -44,12 +45,8 @@ def worker_stats(role: str, state: str = "ready") -> WorkerStats:
 class ScriptedCore:
     """Answers each Admit with what `play` says and each Stop with Ended; keeps everything it was told."""
 
-    workers_endpoint = "ipc:///none"
-    stale_messages = 3
-    dropped_branches = 1
-    rejected_frames = 2
-    round_seconds = Durations((0.1,), (3, 1), 2.0)
-    verify_seconds = Durations()
+    def stats(self) -> CoreStats:
+        return CoreStats(3, 2, 1, Durations((0.1,), (3, 1), 2.0), Durations())
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self.inbox, self.outbox = inbox, outbox
@@ -100,7 +97,7 @@ class Stand:
         self.core = ScriptedCore(self.lines.core, self.lines.events)
         self.announced: list[Announcement] = []
         self.admission = Admission(text)
-        self.front = Front(text.pair, self.admission, self.sockets, self.lines, self.core, self.announced.append)
+        self.front = Front(text.pair, self.admission, self.sockets, self.lines, self.core.stats, self.announced.append)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (self.core.run, self.front.run)]
 
     def start(self, ready: bool = True) -> Stand:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.events import RequestBegan
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Verify
+from outrider.protocol.messages import Abilities, Verify
 from tests.orchestrator.cluster_in_process import Cluster
 
 pytestmark = pytest.mark.usefixtures("counted_clock")

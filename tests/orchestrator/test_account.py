@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.request_metrics import RECENT_ROUNDS, RequestMetrics
-from outrider.protocol.messages import Outcome, Span
+from outrider.orchestrator.core.metrics import RECENT_ROUNDS, RequestMetrics
+from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
+from outrider.protocol.messages import Outcome, Span, Timings
+from outrider.protocol.stats import Tally
 
 HIT = Proposal((1, 2, 3), ProposalSource.CACHE, lookup=Lookup.HIT)
 SECOND_NS = 1_000_000_000
@@ -86,3 +87,14 @@ def test_the_memory_is_of_all_workers_each_at_its_most() -> None:
     for worker, held in (("target-0", 50), ("draft-0", 7), ("target-0", 40), ("draft-1", 3)):
         found.held(worker, held)
     assert found.timings(7, 4).peak_bytes == 60
+
+
+def test_the_timings_of_requests_add_up():
+    one = Timings(prompt_n=3, prefill_n=2, predicted_n=4, predicted_ms=10.0, predicted_per_second=300.0, peak_bytes=5)
+    other = replace(one, predicted_ms=20.0, predicted_per_second=150.0, peak_bytes=9, turnaround_ms=(1.0,))
+    one = replace(one, hits_by_accepted=(1, 2), draft_n_accepted_by=(Tally("a", 1), Tally("b", 2)))
+    other = replace(other, hits_by_accepted=(4,), draft_n_accepted_by=(Tally("b", 3),))
+    total = one + other
+    assert (total.prompt_n, total.prefill_n, total.predicted_n, total.peak_bytes) == (6, 4, 8, 9)
+    assert (total.predicted_ms, total.predicted_per_second, total.turnaround_ms) == (30.0, 200.0, ())
+    assert total.hits_by_accepted == (5, 2) and total.draft_n_accepted_by == (Tally("a", 1), Tally("b", 5))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.next_round import Alternation
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Commit, Drafted, Message, Outcome, Span, Verify
+from outrider.protocol.messages import Abilities, Commit, Drafted, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
 
@@ -41,7 +40,7 @@ class Wires(HonestWorkers):
     def send_target(self, message: Message) -> None:
         self.target.append(message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self.drafter.append(message)
 
     def flush_and_yield(self) -> None:

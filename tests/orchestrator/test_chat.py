@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from outrider.orchestrator.pairing.chat import ModelText, chat_template, render
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import load_codec
+from outrider.orchestrator.pairing.tokenizer import ModelText, chat_template, load_codec, render
 from outrider.protocol.errors import ModelError
 
 TEMPLATE = """{{ bos_token }}{% for message in messages %}

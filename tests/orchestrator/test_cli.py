@@ -17,18 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import COMMANDS, PROGRAMS, main, module_of
-from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli import COMMANDS, PROGRAMS, Parser, main, module_of
 from outrider.orchestrator.cli.serve import status_line
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, PACKAGE
-from outrider.protocol.certificate import Report
 from outrider.protocol.errors import EndpointError, InvalidRequest, ModelError, ProtocolError, WorkerError
 from outrider.protocol.messages import Stats, Timings
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.protocol.schema import Logprobs
+from outrider.protocol.stats import Report
 from tests.orchestrator.stand import says, worker_stats
 
 
@@ -78,7 +77,7 @@ def test_without_mlx_s_library_the_remedy_is_told_before_anything_imports_it(run
     monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     code, out, err = run(command, *(["bash"] if command == "completion" else []))
     assert (code, out) == (InvalidRequest.exit_code, "") and err.count("\n") == 1
-    assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install 'outrider[cpu]'" in err
+    assert err.startswith(f"outrider {command}: MLX has no backend installed") and "pip install '.[cpu]'" in err
 
 
 def test_a_worker_is_handed_its_models_and_its_endpoint(run, become, model_folder, endpoint):
@@ -106,6 +105,11 @@ def actions(text):
 
 
 LONG = [command for command in HERE if getattr(module_of(command), "COMMON", ())]
+
+
+@pytest.mark.parametrize("command", ["pairs", "completion", "doctor", "keys", "pull"])
+def test_help_all_is_taken_where_help_shows_all(run, command):
+    assert run(command, "--help-all") == run(command, "--help")
 
 
 @pytest.mark.parametrize("command", LONG)
@@ -271,7 +275,7 @@ def test_json_is_one_object_with_the_promised_names(run, stand, codec):
 
 
 def test_json_says_that_a_template_was_used_where_the_model_has_one(run, stand, codec, monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pairing.chat.chat_template", lambda folder: "{{ messages }}")
+    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: "{{ messages }}")
     stand.core.play = says(codec, "x")
     for flags, expected in (((), True), (("--ignore-chat-template",), False)):
         _, out, _ = run("generate", "-p", "x", "--connect", stand.endpoint, "--json", *flags)

@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from outrider.orchestrator.cli import chat, main
-from outrider.orchestrator.cli.chat import COLOURS, PLAIN, WORDS
-from outrider.orchestrator.cli.editor import UserInput, entry_of
+from outrider.orchestrator.cli.chat import COLOURS, PLAIN, WORDS, UserInput, entry_of
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -30,12 +29,12 @@ from outrider.orchestrator.events import (
     WorkersChanged,
 )
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.pairing.chat import render
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
-from outrider.protocol.certificate import Report
+from outrider.orchestrator.pairing.tokenizer import render
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import Timings
 from outrider.protocol.schema import Origin
+from outrider.protocol.stats import Report
 from tests.orchestrator.stand import says, worker_stats
 
 TEMPLATE = (
@@ -75,7 +74,7 @@ def talk(served, monkeypatch, capsys):
 
 @pytest.fixture
 def templated(monkeypatch):
-    monkeypatch.setattr("outrider.orchestrator.pairing.chat.chat_template", lambda folder: TEMPLATE)
+    monkeypatch.setattr("outrider.orchestrator.pairing.tokenizer.chat_template", lambda folder: TEMPLATE)
 
 
 def prompts(served):

@@ -16,8 +16,7 @@ from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.cli import main
 from outrider.protocol.endpoints import Bound, bind
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import DRAFTER, AllowedKey, Keyring
-from outrider.protocol.keys import make_pair
+from outrider.protocol.keys import DRAFTER, AllowedKey, Keyring, make_pair
 
 KEY = make_pair().public
 Run = Callable[..., tuple[int, str, str]]

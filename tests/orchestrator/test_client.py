@@ -21,11 +21,11 @@ from outrider.orchestrator import AsyncClient, Chunk, Client, LocalCluster, Resu
 from outrider.orchestrator.client.client import Patience
 from outrider.orchestrator.client.dialogue import GenerateOptions, GenerateRequest, GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, Stop
-from outrider.protocol.directory import private_directory
 from outrider.protocol.endpoints import probe
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
+from outrider.protocol.socket_files import private_directory
 from tests.orchestrator.stand import says
 
 SILENCE = 0.3

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
-from outrider.protocol.abilities import Abilities, InProcessDrafter
-from outrider.protocol.messages import Close, Halt, Outcome, Span, Verify
+from outrider.protocol.messages import Abilities, Close, Halt, InProcessDrafter, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.honest import HonestWorkers
@@ -46,7 +45,7 @@ class Target(HonestWorkers):
     def send_target(self, message: Any) -> None:
         self.told.append(message)
 
-    def send_drafter(self, name: str, message: Any) -> None:
+    def send_worker(self, name: str, message: Any) -> None:
         raise AssertionError("there is none")
 
     def flush_and_yield(self) -> None:

@@ -6,8 +6,16 @@ import pytest
 
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.proposals.tree import LONGEST_COPY, best_tail, copied, filled, longest_copy
+from outrider.orchestrator.core.proposal import (
+    LONGEST_COPY,
+    Lookup,
+    Proposal,
+    ProposalSource,
+    best_tail,
+    copied,
+    filled,
+    longest_copy,
+)
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

@@ -18,8 +18,7 @@ from outrider.orchestrator.auth import CurveAuth, curve_auth_for
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.endpoints import Bound, Tcp, bind, connect, parse, probe
 from outrider.protocol.errors import EndpointError, KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, AllowedKey, Keyring
-from outrider.protocol.keys import ClientKeys, ServerKeys, make_pair
+from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, ClientKeys, Keyring, ServerKeys, make_pair
 
 WAIT_MS = 200_000
 MANY = int(os.environ.get("OUTRIDER_STRANGERS", "20"))

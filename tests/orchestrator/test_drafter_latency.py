@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.draft_pool import TRIAL_ROUNDS, Tempo, dealt, evenly, quickest
+from outrider.orchestrator.core.draft_pool import TRIAL_ROUNDS, DrafterLatency, dealt, evenly, quickest
 
 BRANCHES, DEPTH, ROUND_MS = 12, 4, 20.0
 
 
-def tempo(lag_ms: float, step_ms: float = 2.0) -> Tempo:
-    made = Tempo()
+def tempo(lag_ms: float, step_ms: float = 2.0) -> DrafterLatency:
+    made = DrafterLatency()
     for _ in range(30):
-        made.began(lag_ms)
-        made.grew(step_ms)
+        made.observe_first(lag_ms)
+        made.observe_next(step_ms)
     return made
 
 
-def deal(lead: str = "", **latencies: Tempo) -> dict[str, range]:
+def deal(lead: str = "", **latencies: DrafterLatency) -> dict[str, range]:
     return dealt(latencies, dict.fromkeys(latencies), lead, BRANCHES, DEPTH, ROUND_MS)
 
 
@@ -52,8 +52,8 @@ def test_who_brings_nothing_in_time_is_not_asked_but_for_a_trial_behind_all_othe
 
 
 def test_who_was_never_asked_is_tried_at_once_and_more_than_one_at_a_time() -> None:
-    assert deal(a=Tempo()) == {"a": range(12)}
-    found = deal(b=Tempo(), a=tempo(3.0), c=Tempo())
+    assert deal(a=DrafterLatency()) == {"a": range(12)}
+    found = deal(b=DrafterLatency(), a=tempo(3.0), c=DrafterLatency())
     assert found == {"a": range(12), "b": range(12, 16), "c": range(16, 20)}
 
 
@@ -71,18 +71,18 @@ def test_who_does_not_answer_loses_its_share_within_a_few_rounds_and_has_it_back
     silent = tempo(3.0)
     rounds = 0
     while silent.share(DEPTH, ROUND_MS) and rounds < 50:
-        silent.overdue(ROUND_MS + 5.0)
+        silent.observe_overdue(ROUND_MS + 5.0)
         rounds += 1
     assert rounds < 12
     silent.left_out = TRIAL_ROUNDS
-    silent.tried_again()
-    silent.began(3.0)
+    silent.reset()
+    silent.observe_first(3.0)
     assert silent.share(DEPTH, ROUND_MS) == 1.0
 
 
 def test_a_round_that_was_shorter_than_a_drafters_lag_says_nothing_of_it() -> None:
     known = tempo(8.0)
-    known.overdue(2.0)
+    known.observe_overdue(2.0)
     assert known.lag_ms == pytest.approx(8.0)
 
 

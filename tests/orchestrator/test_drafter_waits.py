@@ -6,7 +6,7 @@ import pytest
 
 from outrider.orchestrator.core.next_round import PATIENCE_MS, wait_for_chain
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposer import AskDrafters
+from outrider.orchestrator.core.proposer import AskDrafters
 
 VERIFY_MS = 40.0
 

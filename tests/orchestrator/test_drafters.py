@@ -27,7 +27,7 @@ from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
-from outrider.protocol.abilities import InProcessDrafter
+from outrider.protocol.messages import InProcessDrafter
 from outrider.protocol.sampling import SamplingParams
 
 GOOD, POOR = (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from outrider.orchestrator.core.metrics import BOUNDS_MS, DurationHistogram, Trace
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.core.request_metrics import BOUNDS_MS, DurationHistogram
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome, Span

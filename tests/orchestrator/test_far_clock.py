@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.orchestrator.core.workers.worker import DRIFT, FarClock
+from outrider.orchestrator.core.worker_registry import DRIFT, FarClock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.messages import Branches, Resync, Span
 

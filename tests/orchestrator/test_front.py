@@ -16,24 +16,25 @@ from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.orchestrator.events import (
     Admit,
     Committed,
+    Failure,
     PrefillProgress,
     RequestBegan,
     RequestEnded,
     RequestFailed,
+    ServerReady,
+    Stage,
     Stop,
     WorkersChanged,
 )
 from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import turns_of
-from outrider.orchestrator.handshake import Failure, ServerReady, Stage, as_error
 from outrider.orchestrator.limits import Rate
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect
-from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError
-from outrider.protocol.keyring import CLIENT, AllowedKey, Keyring
-from outrider.protocol.keys import ClientKeys, make_pair
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError, ServerBusy, WorkerError, as_error
+from outrider.protocol.keys import CLIENT, AllowedKey, ClientKeys, Keyring, make_pair
 from outrider.protocol.messages import (
     Cancel,
     Done,
@@ -429,7 +430,7 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
     assert stats.stale_messages == 3 and stats.rejected_frames == 2 + 2
     assert stats.generated == stats.totals.predicted_n
     assert stats.endings == (Tally("eos", 1), Tally("InvalidRequest", 1))
-    assert stats.round_seconds == stand.core.round_seconds and stats.verify_seconds == Durations()
+    assert stats.round_seconds == stand.core.stats().round_seconds and stats.verify_seconds == Durations()
 
 
 def test_totals_go_on_past_what_one_request_can_have(stand):

@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, normalizers
 
 from outrider.engine.loading import load
 from outrider.orchestrator.pairing import gguf, gguf_model, model_files, pulled
-from outrider.orchestrator.pairing.chat import load_text
 from outrider.orchestrator.pairing.gguf import read_gguf
 from outrider.orchestrator.pairing.gguf_model import write_model
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
+from outrider.orchestrator.pairing.tokenizer import load_text
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import SIZES, write_gguf

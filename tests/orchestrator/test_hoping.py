@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposer import after_miss, longest_wait_ms, worth_hoping
-from outrider.orchestrator.core.proposals.tree import CopiedTail
+from outrider.orchestrator.core.proposal import CopiedTail
+from outrider.orchestrator.core.proposer import after_miss, longest_wait_ms, worth_hoping
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.speculation_cache import SpeculationCache
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Branch, Branches, Message, Outcome, Span, Verify
+from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.honest import HonestWorkers
 
@@ -100,7 +99,7 @@ class Wires(HonestWorkers):
         if isinstance(message, Verify):
             self.verifies.append(message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         pass
 
     def flush_and_yield(self) -> None:

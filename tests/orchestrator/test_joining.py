@@ -12,18 +12,17 @@ import pytest
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
-from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import worker_link
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.directory import private_directory
 from outrider.protocol.endpoints import connect, probe
 from outrider.protocol.errors import KeyFault, WorkerError
-from outrider.protocol.keyring import DRAFTER, AllowedKey, Keyring
-from outrider.protocol.keys import ClientKeys, KeyPair, make_pair
+from outrider.protocol.keys import DRAFTER, AllowedKey, ClientKeys, KeyPair, Keyring, make_pair
 from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.worker_link import WorkerLink, routing_id
 
 WAIT_MS = 200_000
@@ -122,7 +121,7 @@ def test_who_is_dismissed_for_lies_is_not_let_in_again_by_its_key(door: Door) ->
     far = door.peer(7, MINI)
     door.hello(far, 7, name="mini")
     for _ in range(1000):
-        door.pool.record_lie("mini", "frame")
+        door.pool.record_invalid("mini", "frame")
     with pytest.raises(KeyFault, match="refuses this side's key"):
         probe(door.pool.joining_endpoint, door.keys(MINI))
     probe(door.pool.joining_endpoint, door.keys(STUDIO))

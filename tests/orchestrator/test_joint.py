@@ -9,9 +9,9 @@ import pytest
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Costs, Odds, joint_rate, ssd_rate
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.proposals.proposer import after_miss
-from outrider.orchestrator.core.proposals.tree import CopiedTail, unites
-from outrider.protocol.abilities import InProcessDrafter
+from outrider.orchestrator.core.proposal import CopiedTail, unites
+from outrider.orchestrator.core.proposer import after_miss
+from outrider.protocol.messages import InProcessDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core.message_validator import LATE, LIES, MOST_OVER, MOST_ROUNDS, MessageValidator
+from outrider.orchestrator.core.message_validator import INVALID, LATE, MOST_OVER, MOST_ROUNDS, MessageValidator
 from outrider.orchestrator.events import Admit, Committed, PrefillProgress
 from outrider.protocol.messages import (
     Branch,
@@ -47,7 +47,7 @@ class Judging(Cluster):
         self.lies: list[str] = []
         super().__init__(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
 
-    def record_lie(self, name: str, kind: str) -> None:
+    def record_invalid(self, name: str, kind: str) -> None:
         self.lies.append(kind)
 
 
@@ -138,7 +138,7 @@ def test_a_drafters_word_is_judged_by_what_it_was_told(cluster: Judging, message
     for told in (TOLD, ASKED):
         validator.sent.record("draft-0", told)
     assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
-    assert verdict in ("", LATE, *LIES)
+    assert verdict in ("", LATE, *INVALID)
 
 
 def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -> None:

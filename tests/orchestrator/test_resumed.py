@@ -26,7 +26,7 @@ from outrider.orchestrator.events import (
     ToFront,
     WorkersChanged,
 )
-from outrider.orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.front.admission import FairQueue
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.orchestrator.settings import ServeSettings

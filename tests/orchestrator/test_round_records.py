@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.request_metrics import RoundRecords
+from outrider.orchestrator.core.metrics import RoundRecords
+from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, Outcome, Span
 
 BEGAN = 1_000

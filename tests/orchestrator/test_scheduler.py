@@ -302,13 +302,13 @@ def test_a_drafter_that_missed_something_is_told_everything_once() -> None:
     text = random_text(14)
     cluster = Cluster(text, script(text), ngrams=False, steps=0)
     to_drafter: list[Message] = []
-    send = cluster.send_drafter
+    send = cluster.send_worker
 
     def note(name: str, message: Message) -> None:
         to_drafter.append(message)
         send(name, message)
 
-    cluster.send_drafter = note  # type: ignore[method-assign]
+    cluster.send_worker = note  # type: ignore[method-assign]
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     for _ in range(6):
         cluster._turn()

@@ -9,8 +9,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from outrider.orchestrator.cli import flags, serve
-from outrider.orchestrator.cli.parser import Parser
+from outrider.orchestrator.cli import Parser, flags, serve
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.settings import ServeSettings, Settings, settings_from
 from outrider.orchestrator.settings import flags as as_flags

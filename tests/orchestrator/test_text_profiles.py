@@ -9,7 +9,7 @@ import pytest
 
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.text_profiles import CODE, FREE, HELD, REPEATING, TextProfiles
-from outrider.protocol.abilities import InProcessDrafter
+from outrider.protocol.messages import InProcessDrafter
 from tests.harness.classes_of_text import HOLDS, auto, best_of, cold
 
 DEPTH = 4

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -18,8 +18,7 @@ from outrider.orchestrator.events import (
     ToFront,
     together,
 )
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Close, Message, Outcome, RoundRecord, Span, Timings, Verify
+from outrider.protocol.messages import Abilities, Close, Message, Outcome, RoundRecord, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin
 from tests.honest import HonestWorkers
@@ -48,7 +47,7 @@ class Wires(HonestWorkers):
     def send_target(self, message: Message) -> None:
         self.said.append(message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         raise AssertionError("there is no drafter")
 
     def flush_and_yield(self) -> None:

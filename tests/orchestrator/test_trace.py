@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.core import trace
-from outrider.orchestrator.core.trace import Trace
+from outrider.orchestrator.core import metrics
+from outrider.orchestrator.core.metrics import Trace
 
 
 def test_a_trace_holds_so_many_events_and_says_once_that_there_were_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trace, "MOST_EVENTS", 5)
+    monkeypatch.setattr(metrics, "MOST_EVENTS", 5)
     written = Trace(tmp_path / "trace.json")
     for number in range(20):
         written.mark("target", f"verify {number}", number)

@@ -9,8 +9,15 @@ import pytest
 
 from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.proposals.tree import DraftTrie, grown, merged, worth_telling
+from outrider.orchestrator.core.proposal import (
+    DraftTrie,
+    Lookup,
+    Proposal,
+    ProposalSource,
+    grown,
+    merged,
+    worth_telling,
+)
 from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import fault, lines
@@ -106,8 +113,8 @@ def test_a_copy_that_says_otherwise_stands_beside_the_branch() -> None:
     found = merged(known, ngrams, hit(3, 9, 9), (), room=50)
     assert found is not None and found.lookup is Lookup.HIT and found.drafter == "draft-0"
     assert [3, 9, 9] in lines(found.chain, found.parents) and [3, 4, 5, 6] in lines(found.chain, found.parents)
-    assert found.by.count(Origin.PREPARED) == len(found.in_process) == 3
-    assert [found.chain[node] for node in found.in_process] == [3, 9, 9]
+    assert found.by.count(Origin.PREPARED) == len(found.drafter_nodes) == 3
+    assert [found.chain[node] for node in found.drafter_nodes] == [3, 9, 9]
 
 
 def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.front.admission import FairQueue
 
 
 def drain(queue):

@@ -13,21 +13,28 @@ from typing import Any
 import pytest
 import zmq
 
-from outrider.orchestrator.core.workers import supervisor
-from outrider.orchestrator.core.workers.pool import WorkerPool
-from outrider.orchestrator.core.workers.worker import MOST_LIES, QUIET, SILENT, SLACK, UNKNOWN, WorkerLoss, reads_alike
-from outrider.orchestrator.core.workers.worker_registry import MAX_WORKERS
+from outrider.orchestrator.core import supervisor
+from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import (
+    MAX_WORKERS,
+    MOST_INVALID,
+    QUIET,
+    SILENT,
+    SLACK,
+    UNKNOWN,
+    WorkerLoss,
+    reads_alike,
+)
 from outrider.orchestrator.limits import Rate, RateLimiter
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.digest import digest
-from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import (
+    Abilities,
     Branches,
     Close,
     Fault,
@@ -42,6 +49,7 @@ from outrider.protocol.messages import (
     Span,
     Welcome,
 )
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
@@ -129,7 +137,7 @@ class Peer:
             serial = ping.serial
             clock_ns = 0 if ahead_ns is None else clock.now() + ahead_ns
             self.beat.send_multipart(encode(Pong("", serial, progress, expected_ms, clock_ns)))
-        worker = self.hall.pool._places.at(routing_id(self.incarnation))
+        worker = self.hall.pool._registry.at(routing_id(self.incarnation))
         while worker is not None and worker.heartbeat.unanswered:
             assert self.hall.pool.socket.poll(WAIT_MS)
             self.hall.listen()
@@ -289,7 +297,7 @@ def test_a_stranger_by_the_targets_name_is_turned_away_and_the_target_keeps_its_
     assert hall.said == [] and hall.pool.rejected == 8
     assert hall.pool.target_context == 100 and hall.states() == {"target-0": "ready", "draft-0": "ready"}
     hall.pool.send_target(Close("a"))
-    hall.pool.send_drafter("draft-0", Close("b"))
+    hall.pool.send_worker("draft-0", Close("b"))
     hall.pool.flush()
     assert (target.hear(), draft.hear()) == (Close("a"), Close("b"))
 
@@ -479,7 +487,7 @@ def test_a_start_may_take_ten_times_what_the_one_before_took_since_its_latest_ne
     hall: Hall, monkeypatch: pytest.MonkeyPatch, load_s: float
 ) -> None:
     hall.worker("target-0")
-    target = hall.pool._places.named("target-0")
+    target = hall.pool._registry.named("target-0")
     assert target is not None
     target.begun_ns = target.entered_ns - int(load_s * SECOND_NS)
     kill(hall, "target-0")
@@ -764,12 +772,12 @@ def test_a_joined_drafter_that_lies_too_often_is_sent_away_and_does_not_come_in_
     hall.worker("target-0")
     liar = Peer(hall, "draft", 7)
     assert liar.hello("studio") == welcome("studio")
-    for _ in range(MOST_LIES - 1):
-        hall.pool.record_lie("studio", "vocabulary")
+    for _ in range(MOST_INVALID - 1):
+        hall.pool.record_invalid("studio", "vocabulary")
     assert hall.losses() == [] and "studio" in hall.pool.drafters()
     liar.hot.send(b"\xc1 no message")
     hall.settle()
-    assert lies_of(hall, "studio") == {"vocabulary": MOST_LIES - 1, "frame": 1}
+    assert lies_of(hall, "studio") == {"vocabulary": MOST_INVALID - 1, "frame": 1}
     [loss] = hall.losses()
     assert loss.gone and not loss.fatal and "tokens outside its own vocabulary (7)" in loss.why
     assert hall.pool.drafters() == set() and hall.losses() == []
@@ -785,8 +793,8 @@ def test_a_joined_drafter_that_lies_too_often_is_sent_away_and_does_not_come_in_
 def test_an_own_drafter_that_lies_too_often_is_ended_and_not_started_again(hall: Hall) -> None:
     hall.worker("target-0"), hall.worker("draft-0")
     assert hall.pool.ready
-    for _ in range(MOST_LIES):
-        hall.pool.record_lie("draft-0", "round")
+    for _ in range(MOST_INVALID):
+        hall.pool.record_invalid("draft-0", "round")
     [loss] = hall.losses()
     assert loss.gone and not loss.fatal and hall.spawned["draft-0"][1].killed
     hall.seconds += 3600
@@ -796,10 +804,10 @@ def test_an_own_drafter_that_lies_too_often_is_ended_and_not_started_again(hall:
 
 def test_what_the_target_says_wrongly_is_counted_and_ends_nothing(hall: Hall) -> None:
     target = hall.worker("target-0")
-    for _ in range(2 * MOST_LIES):
+    for _ in range(2 * MOST_INVALID):
         target.hot.send(b"")
     hall.settle()
-    assert lies_of(hall, "target-0") == {"frame": 2 * MOST_LIES}
+    assert lies_of(hall, "target-0") == {"frame": 2 * MOST_INVALID}
     assert hall.losses() == [] and hall.states()["target-0"] == "ready"
 
 
@@ -838,8 +846,8 @@ def test_a_drafter_that_floods_is_done_without(hall: Hall, monkeypatch: pytest.M
 def test_what_a_worker_does_not_read_is_bounded_and_said_once(
     make_hall: Callable[..., Hall], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("outrider.orchestrator.core.workers.pool.MOST_WAITING", 4)
-    monkeypatch.setattr("outrider.orchestrator.core.workers.pool.WARNINGS", Rate(0, 1))
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.MOST_WAITING", 4)
+    monkeypatch.setattr("outrider.orchestrator.core.worker_pool.WARNINGS", Rate(0, 1))
     hall = make_hall()
     deaf = hall.worker("target-0")
     deaf.hot.setsockopt(zmq.RCVHWM, 4)
@@ -874,7 +882,7 @@ def test_what_a_drafter_of_another_machine_did_is_told_by_the_clock_here(hall: H
     for ping in range(1, 4):
         hall.pool.ping(ping * SECOND_NS)
         far.answer(ping, ahead_ns=ahead_ns)
-    known = hall.pool._places.named("studio")
+    known = hall.pool._registry.named("studio")
     assert known is not None and known.clock.round_trip_ns > 0
     did_ns = clock.now()
     assert abs(worked(did_ns).ended_ns - did_ns) <= known.clock.round_trip_ns + 1000

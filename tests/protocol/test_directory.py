@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.protocol import directory
-from outrider.protocol.directory import private_directory
-from outrider.protocol.endpoints import MAX_PATH, parse
+from outrider.protocol import socket_files
+from outrider.protocol.endpoints import parse
 from outrider.protocol.errors import EndpointError
+from outrider.protocol.socket_files import MAX_PATH, private_directory
 
 KILLED = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from outrider.protocol.directory import private_directory
+from outrider.protocol.socket_files import private_directory
 open(private_directory().path / "s.lock", "w")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -51,7 +51,7 @@ def test_a_long_temporary_folder_is_left_for_tmp(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     with private_directory() as private:
         assert private.path.parent == Path("/tmp")
-        assert parse(private.endpoint("x" * directory.MAX_NAME))
+        assert parse(private.endpoint("x" * socket_files.MAX_NAME))
 
 
 def test_what_a_killed_maker_left_is_swept_and_what_a_living_one_holds_is_not(temporary, run_and_be_killed):

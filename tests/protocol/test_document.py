@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.document import page
 from outrider.protocol.schema import fields_of
+from tools.protocol_page import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m outrider.protocol.document"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.protocol_page"
 
 
 def test_every_message_and_every_field_of_it_is_listed_once():

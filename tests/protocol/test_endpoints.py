@@ -9,10 +9,11 @@ import threading
 import pytest
 import zmq
 
-from outrider.protocol import endpoints, socket_lock
-from outrider.protocol.endpoints import MAX_PATH, Ipc, Tcp, bind, connect, parse, require_server
+from outrider.protocol import endpoints, socket_files
+from outrider.protocol.endpoints import Ipc, Tcp, bind, connect, parse, require_server
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.keys import ServerKeys, make_pair
+from outrider.protocol.socket_files import MAX_PATH
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_of_many_that_start_at_once_exactly_one_serves(short):
     def contend():
         for _ in range(200):
             try:
-                mine = socket_lock.SocketLock(path)
+                mine = socket_files.SocketLock(path)
             except EndpointError:
                 continue
             holding.append(1)
@@ -202,17 +203,17 @@ def test_of_many_that_start_at_once_exactly_one_serves(short):
 
 
 def test_a_lock_file_removed_between_open_and_lock_is_not_relied_on(short, monkeypatch):
-    path, flock, removed = str(short / "s"), socket_lock.fcntl.flock, []
+    path, flock, removed = str(short / "s"), socket_files.fcntl.flock, []
 
     def slow(descriptor, how):
         if not removed:
             removed.append(os.unlink(f"{path}.lock"))
         flock(descriptor, how)
 
-    monkeypatch.setattr(socket_lock.fcntl, "flock", slow)
-    held = socket_lock.SocketLock(path)
+    monkeypatch.setattr(socket_files.fcntl, "flock", slow)
+    held = socket_files.SocketLock(path)
     with pytest.raises(EndpointError, match="already served"):
-        socket_lock.SocketLock(path)
+        socket_files.SocketLock(path)
     held.release()
 
 
@@ -239,7 +240,7 @@ def test_a_missing_directory_and_a_forbidden_one_are_told(sockets, ipc, short, m
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(socket_lock.os, "open", forbidden)
+    monkeypatch.setattr(socket_files.os, "open", forbidden)
     with pytest.raises(EndpointError, match="no permission to write there"):
         bind(sockets(), ipc)
 

@@ -10,10 +10,23 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from outrider.protocol import keyring
+from outrider.protocol import keys
+from outrider.protocol.endpoints import keys_to
 from outrider.protocol.errors import EndpointError, KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, AllowedKey, Keyring, KnownServer, default_folder
-from outrider.protocol.keys import ClientKeys, from_zmq, make_pair, pair_of, parse_key, raw
+from outrider.protocol.keys import (
+    CLIENT,
+    DRAFTER,
+    AllowedKey,
+    ClientKeys,
+    Keyring,
+    KnownServer,
+    default_folder,
+    from_zmq,
+    make_pair,
+    pair_of,
+    parse_key,
+    raw,
+)
 
 FAR = "tcp://studio.local:5556"
 KEY = "obJWyamd5TelGcsQ+fdYrs7hj+eDvWso+4Z8WFyozGE="  # always the same: the names of cases have it
@@ -85,7 +98,7 @@ def test_keys_that_others_may_read_or_write_are_refused_with_the_remedy(ring: Ke
 
 
 def test_keys_of_another_user_are_refused(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyring.os, "geteuid", lambda: os.getuid() + 4711)
+    monkeypatch.setattr(keys.os, "geteuid", lambda: os.getuid() + 4711)
     with pytest.raises(KeyFault, match="belongs to another user"):
         ring.own()
 
@@ -127,31 +140,31 @@ def test_a_list_is_kept_and_changed(ring: Keyring) -> None:
 def test_a_server_is_known_by_its_place_and_the_nearer_one_counts(ring: Keyring) -> None:
     other = make_pair().public
     ring.trust(KnownServer("studio.local", KEY))
-    assert ring.to_reach(FAR) == ClientKeys(ring.own(), KEY)
+    assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
     ring.trust(KnownServer("studio.local:5556", other))
-    assert ring.to_reach(FAR) == ClientKeys(ring.own(), other)
-    assert ring.to_reach(FAR, server=KEY) == ClientKeys(ring.own(), KEY)
+    assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), other)
+    assert keys_to(FAR, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local:5556")
-    assert ring.to_reach(FAR) == ClientKeys(ring.own(), KEY)
+    assert keys_to(FAR, folder=ring.folder) == ClientKeys(ring.own(), KEY)
     ring.forget("studio.local")
     with pytest.raises(KeyFault, match=r"is on another machine.* `outrider keys trust studio.local KEY`"):
-        ring.to_reach(FAR)
+        keys_to(FAR, folder=ring.folder)
     with pytest.raises(KeyFault, match="no trusted key for a server"):
         ring.forget("studio.local")
 
 
 def test_this_machine_needs_no_keys_unless_they_are_known(ring: Keyring, tmp_path: Path) -> None:
     for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:5", "tcp://localhost:5"):
-        assert Keyring(tmp_path / "none").to_reach(endpoint) is None
-        assert ring.to_reach(endpoint) is None
-        assert ring.to_reach(endpoint, KEY) == ClientKeys(ring.own(), KEY)
+        assert keys_to(endpoint, folder=tmp_path / "none") is None
+        assert keys_to(endpoint, folder=ring.folder) is None
+        assert keys_to(endpoint, KEY, ring.folder) == ClientKeys(ring.own(), KEY)
     ring.trust(KnownServer("127.0.0.1:5", KEY))
-    assert ring.to_reach("tcp://127.0.0.1:5") == ClientKeys(ring.own(), KEY)
-    assert ring.to_reach("tcp://127.0.0.1:6") is None
+    assert keys_to("tcp://127.0.0.1:5", folder=ring.folder) == ClientKeys(ring.own(), KEY)
+    assert keys_to("tcp://127.0.0.1:6", folder=ring.folder) is None
     with pytest.raises(EndpointError):
-        ring.to_reach("nowhere")
+        keys_to("nowhere", folder=ring.folder)
     with pytest.raises(KeyFault, match="is not a key"):
-        ring.to_reach(FAR, "x")
+        keys_to(FAR, "x", ring.folder)
 
 
 def test_keys_lie_where_settings_of_a_user_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.protocol.logs import JsonFormatter, current_request
+from outrider.protocol.process import JsonFormatter, current_request
 
 
 def told(message: str, *values: object, **extra: Any) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def test_a_line_that_names_no_request_concerns_the_one_that_is_being_worked_at()
 
 PROGRAM = """
 import logging, sys, warnings
-from outrider.protocol import logs
-logs.set_up("info", sys.argv[1], "draft-0", int(sys.argv[2]))
+from outrider.protocol import process
+process.set_up("info", sys.argv[1], "draft-0", int(sys.argv[2]))
 logging.info("begun"); logging.debug("no"); logging.warning("slow"); warnings.warn("old")
 raise ValueError("bad")
 """

@@ -12,9 +12,9 @@ import zmq
 
 from outrider.protocol import worker_link
 from outrider.protocol.codec import decode, encode
-from outrider.protocol.directory import private_directory
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Close, Hello, Message, Ping, Pong, Shutdown, Welcome
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_of, routing_id
 
 WAIT_MS = 200_000

@@ -15,12 +15,13 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import InvalidRequest, UnknownDrafter, as_error, kind_of
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
 from outrider.server.auth_middleware import Callers
 from outrider.server.mapping.unknown import IgnoredFields
 from outrider.server.model.served import ServedModel, load_served
+from outrider.server.problems import problem_of
 from outrider.server.shapes.chat import ChatRequest, CompletionRequest
 from outrider.server.shapes.messages import MessagesRequest
 from outrider.server.shapes.plain import DetokenizeRequest
@@ -533,3 +534,9 @@ def test_settings_travel_whole(tmp_path: Path) -> None:
     settings = HttpSettings(api_keys=("a", "b"), cors_origins=("*",), model_names=("m",))
     order = HttpOrder(settings, "ipc:///x", "m", str(tmp_path), 7)
     assert HttpOrder.from_json(order.to_json()) == order
+
+
+def test_a_drafter_that_the_server_has_not_is_blamed_on_its_field():
+    """Only the orchestrator knows which there are: the error crosses its socket by name."""
+    answered = as_error(kind_of(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
+    assert (problem_of(answered).status, problem_of(answered).param) == (400, "speculation")

@@ -22,13 +22,12 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
+from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import ORCHESTRATOR, Trace
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
-from outrider.protocol import abilities as abilities_of
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import Abilities, KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
 from outrider.target_worker.feature_publisher import FeaturePublisher
@@ -237,7 +236,7 @@ class Cluster(HonestWorkers):
     def flush_and_yield(self) -> None:
         """Nothing waits for anything here."""
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         self._draft_link.inbox.append(through_the_codec(message))
 
     # --- what a test sees -----------------------------------------------------------------------------------------

@@ -40,9 +40,9 @@ class PrefillCluster(Cluster):
         self._reader_link.inbox.clear()
         self.rounds.on_prefill_worker_lost(NAME)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         if name != NAME:
-            super().send_drafter(name, message)
+            super().send_worker(name, message)
         elif self.is_there:
             self._reader_link.inbox += [through_the_codec(one) for one in self._way(message, self._way_rng)]
 

@@ -74,14 +74,14 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(target: Loaded
             assert distance(head, tree, np.stack([told[at] for at in range(tree.kv_rows.end)])) < 2e-3
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
-    send = played.send_drafter
+    send = played.send_worker
 
     def watched(name: str, message: Message) -> None:
         if isinstance(message, Features):
             told.update(enumerate(message.rows, message.position))
         send(name, message)
 
-    played.send_drafter = watched  # type: ignore[method-assign]
+    played.send_worker = watched  # type: ignore[method-assign]
     run = played.run(PROMPT, sampling(0.8), mode)
     assert len(seen) > 4 and run.timings.predicted_n == LENGTH
 

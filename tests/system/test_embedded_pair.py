@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from outrider.bench.prompts import Prompt, mixed
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
-from outrider.orchestrator.core.proposals.tree import LONGEST_COPY
+from outrider.orchestrator.core.proposal import LONGEST_COPY
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode

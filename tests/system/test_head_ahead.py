@@ -49,7 +49,7 @@ class Lossy(Cluster):
 
     lost = late = 0.0
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         kept: list[Message] = self.__dict__.setdefault("kept", [])
         chance = self._rng.random() if isinstance(message, Features) else 1.0
         if chance < self.lost:
@@ -57,9 +57,9 @@ class Lossy(Cluster):
         if chance < self.lost + self.late:
             kept.append(message)
             return
-        super().send_drafter(name, message)
+        super().send_worker(name, message)
         while kept:
-            super().send_drafter(name, kept.pop())
+            super().send_worker(name, kept.pop())
 
 
 def cluster(
@@ -143,14 +143,14 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
             assert distance(head, tree, list(text[: tree.committed_len]), rows) < 2e-3
 
     played = cluster(target, head, schedule=MIXED, numpy=numpy, after_draft=check)
-    send = played.send_drafter
+    send = played.send_worker
 
     def watched(name: str, message: Message) -> None:
         if isinstance(message, Features):
             told.update(enumerate(message.rows, message.position))
         send(name, message)
 
-    played.send_drafter = watched  # type: ignore[method-assign]
+    played.send_worker = watched  # type: ignore[method-assign]
     run = played.run(PROMPT, sampling(0.8), mode)
     assert len(seen) > 4 and run.timings.predicted_n == LENGTH
 
@@ -190,7 +190,7 @@ def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: 
             assert mx.abs(tree.scores(tree.root) - begun.scores(begun.root)).max().item() < 1e-4
 
     played = cluster(target, head, schedule=MIXED, after_draft=check)
-    send = played.send_drafter
+    send = played.send_worker
 
     def watched(name: str, message: Message) -> None:
         if isinstance(message, Features):
@@ -198,7 +198,7 @@ def test_a_recurrent_head_is_told_one_row_a_round_and_is_as_a_fresh_one(target: 
             told[message.position] = message.rows
         send(name, message)
 
-    played.send_drafter = watched  # type: ignore[method-assign]
+    played.send_worker = watched  # type: ignore[method-assign]
     run = played.run(PROMPT, sampling(0.8), mode)
     assert set(rows) == {1} and len(rows) - run.timings.rounds in (0, 1)  # what comes behind the end is no round
     assert len(seen) > 4 and run.timings.predicted_n == LENGTH
@@ -276,13 +276,13 @@ def test_a_long_prompt_is_read_as_its_pieces_come(target: LoadedModel, monkeypat
     prompt = np.random.default_rng(5).integers(1, 250, 700).tolist()
     told: list[tuple[int, int]] = []
     made = cluster(target, token_head(target), Lossy, full_depth=False)
-    send = made.send_drafter
+    send = made.send_worker
 
     def watched(name: str, message: Message) -> None:
         told.extend([(message.position, len(message.rows))] if isinstance(message, Features) else [])
         send(name, message)
 
-    monkeypatch.setattr(made, "send_drafter", watched)
+    monkeypatch.setattr(made, "send_worker", watched)
     run = made.run(prompt, sampling(0.0), "ssd")
     assert told[0] == (0, 512) and told[1] == (512, 187) and told[2][0] == 699
     assert run.tokens == Cluster(target, None, VirtualClock()).run(prompt, sampling(0.0), "ar").tokens

@@ -10,8 +10,8 @@ from outrider.bench.crowd.ask import Arrival, Question, Reply
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
-from outrider.protocol.certificate import Difference, Report
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import Difference, Report
 from tests.harness import random_identity
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.random_identity import Course, compared, judged

@@ -17,9 +17,9 @@ import pytest
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.chat import load_text
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pulled import PULLED, VARIABLE, cache_folder, pull
+from outrider.orchestrator.pairing.tokenizer import load_text
 from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import Grammar, SamplingParams
 

@@ -180,7 +180,7 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
         handle(sender, message, now_ns)
 
     lies: list[str] = []
-    cluster.record_lie = lambda name, lie: lies.append(lie)  # type: ignore[method-assign]
+    cluster.record_invalid = lambda name, lie: lies.append(lie)  # type: ignore[method-assign]
     cluster.rounds.handle = spoilt  # type: ignore[method-assign]
     run = cluster.run(PROMPT, replace(SAMPLING, seed=1, max_tokens=40), "ssd" if kind is Branches else "sd")
     assert len(run.tokens) == 40 and cluster.rounds.stale > 10 and set(lies) == {"q"}

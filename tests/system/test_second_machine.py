@@ -12,7 +12,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import KeyFault
-from outrider.protocol.keyring import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
+from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
 from outrider.protocol.sampling import SamplingParams
 from tests.tiny import Pair
 

@@ -12,8 +12,7 @@ import pytest
 
 from outrider.engine import load_checks as module
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.abilities import Abilities
-from outrider.protocol.messages import Fault, Open, Outcome, Verify
+from outrider.protocol.messages import Abilities, Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered

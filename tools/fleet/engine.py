@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from outrider.orchestrator.front.waiting import FairQueue
+from outrider.orchestrator.front.admission import FairQueue
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
 

@@ -1,12 +1,13 @@
 """Live estimates of what things cost and how often they succeed; milliseconds and probabilities.
 
-Fed with measured spans and outcomes; read by the fallback and the controller. Takes no clock of its own. A forward's
-time follows its rows, whoever's they are; what a millisecond is worth follows what all requests bring in it.
+`Estimates` is fed with measured spans and outcomes and read by the fallback and the policy. It takes no clock of its
+own. A forward's time follows its rows, whichever requests they belong to; the worth of a millisecond follows what all
+requests bring in it.
 
-`InProcessDrafts`: what is known of one drafter in the target's process: how well its chains hold, and what drafting
-them takes. Beliefs until it has drafted are from its trial at load. Knows numbers only.
-
-`RowCosts`: what a forward takes by its rows, learned as forwards come: more rows never take less. Milliseconds.
+`Average` and `Slope` follow what is seen and forget slowly. `Acceptance`: how often the tokens of a chain are
+accepted. `InProcessDrafts`: one drafter in the target's process: how well its chains hold, and what drafting them
+takes; until it has drafted, by its trial at load. `RowCosts`: what a forward takes by its rows: more rows never take
+less.
 """
 
 from __future__ import annotations
@@ -17,9 +18,131 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from outrider.orchestrator.core.ngram import Copy
-from outrider.orchestrator.core.policy.acceptance import PRIOR_ACCEPTANCE, SMOOTHING, Acceptance, Average, Slope
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
-from outrider.protocol.abilities import InProcessDrafter
+from outrider.protocol.messages import InProcessDrafter
+
+SMOOTHING = 0.1
+FADE = 0.99
+# A prior slope counts like points that are spread by so much (the sum of squares).
+PRIOR_SPREAD = 32.0
+
+
+class Average:
+    """An exponential moving average that starts with its first value."""
+
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
+        self.value: float | None = None
+        self._smoothing = smoothing
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + self._smoothing * (value - self.value)
+
+
+class Slope:
+    """How much y grows with x, by least squares; old points fade. Noise that moves all points alike averages out."""
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self._n, self._x, self._y = FADE * self._n + 1, FADE * self._x + x, FADE * self._y + y
+        self._xx, self._xy = FADE * self._xx + x * x, FADE * self._xy + x * y
+
+    def value(self, prior: float) -> float:
+        """Near `prior` until points that differ in x say otherwise."""
+        count = max(self._n, 1.0)
+        spread = self._xx - self._x**2 / count
+        together = self._xy - self._x * self._y / count
+        return (together + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)
+
+
+PRIOR_WEIGHT = 8.0
+PRIOR_ACCEPTANCE = 0.7
+# In one text what is believed of its kind counts like so many chains that broke.
+PRIOR_BREAKS = 3.0
+MAX_POSITIONS = 64
+# Nothing holds more seldom than this, whatever was seen, nor breaks more seldom.
+SELDOM = 0.02
+
+
+class Acceptance:
+    """How often chain token i held, given that those before it did.
+
+    The first `positions` have counts of their own; the last of them stands for all that follow.
+    """
+
+    def __init__(
+        self,
+        prior: float | Acceptance = PRIOR_ACCEPTANCE,
+        weight: float = PRIOR_WEIGHT,
+        positions: int = MAX_POSITIONS,
+        fade: float = FADE,
+    ) -> None:
+        self.prior, self._weight, self._fade = prior, weight, fade
+        self._tried = [0.0] * positions
+        self._held = [0.0] * positions
+
+    def add(self, chain_length: int, accepted: int) -> None:
+        for index in range(min(accepted + 1, chain_length)):
+            position = min(index, len(self._tried) - 1)
+            self._tried[position] = self._fade * self._tried[position] + 1.0
+            self._held[position] = self._fade * self._held[position] + float(index < accepted)
+
+    def start_from(self, rates: Sequence[float]) -> None:
+        """Takes these for what `PRIOR_WEIGHT` rounds showed."""
+        for position, rate in enumerate(rates[: len(self._tried)]):
+            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
+
+    def known(self) -> tuple[float, ...]:
+        """The rates of the positions that were seen."""
+        seen = next((i for i, tried in enumerate(self._tried) if not tried), len(self._tried))
+        return tuple(self.rate(position) for position in range(seen))
+
+    def rate(self, position: int) -> float:
+        position = min(position, len(self._tried) - 1)
+        held = self._held[position] + self._weight * self._believed(position)
+        return held / (self._tried[position] + self._weight)
+
+    def _believed(self, position: int) -> float:
+        """Before anything was seen."""
+        return self.prior.rate(position) if isinstance(self.prior, Acceptance) else self.prior
+
+    def likelihood(self, chain_length: int, accepted: int) -> float:
+        """The logarithm of the chance that so many tokens of a chain hold, and no more."""
+        rates = [min(max(self.rate(place), SELDOM), 1.0 - SELDOM) for place in range(min(accepted + 1, chain_length))]
+        broke = math.log(1.0 - rates[accepted]) if accepted < chain_length else 0.0
+        return broke + sum(map(math.log, rates[:accepted]))
+
+    def reach(self, position: int) -> float:
+        """Probability that chain token `position` and all before it hold."""
+        return math.prod(self.rate(i) for i in range(position + 1))
+
+    def expected_tokens(self, chain_length: int) -> float:
+        """E[tokens] of a round with a chain of this length, the bonus token included."""
+        reach = total = 1.0
+        for position in range(chain_length):
+            reach *= self.rate(position)
+            total += reach
+        return total
+
+
+class Shifted(Acceptance):
+    """How often tokens hold in one text: as `prior` says, but that all places break so many times as often as there.
+
+    A text is hard or easy as a whole, so a few chains show it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._broke = self._expected = PRIOR_BREAKS
+
+    def add(self, chain_length: int, accepted: int) -> None:
+        self._expected += sum(1.0 - self._believed(place) for place in range(min(accepted + 1, chain_length)))
+        self._broke += float(accepted < chain_length)
+
+    def rate(self, position: int) -> float:
+        return max(1.0 - (1.0 - self._believed(position)) * self._broke / self._expected, 0.0)
+
 
 # A drafter's token takes at least so much of a target's step, however small it is.
 LEAST_WEIGHT = 0.05
@@ -35,7 +158,7 @@ class InProcessDrafts:
         self._step_ms = Average()
 
     def observe(self, tokens: int, accepted: int, milliseconds: float) -> None:
-        """A chain of so many tokens, drafted together with those of who else drafted then."""
+        """A chain of so many tokens, drafted together with those of other requests."""
         self.drafted.add(tokens, accepted)
         self._step_ms.add(milliseconds / max(tokens, 1))
 
@@ -60,7 +183,7 @@ COST_PER_ROW = 0.1
 EXACT_ROWS = 16
 PARTS = 8
 # What was seen last counts most: the machine is not always as busy. The most that one place counts.
-FADE = 0.995
+ROW_FADE = 0.995
 HEAVIEST = 1.0 / SMOOTHING
 
 
@@ -75,7 +198,7 @@ class RowCosts:
     def add(self, rows: int, milliseconds: float) -> None:
         place = _place(rows)
         known, weight, when = self._seen.get(place, (milliseconds, 0.0, self._count))
-        weight *= FADE ** (self._count - when)
+        weight *= ROW_FADE ** (self._count - when)
         share = max(1.0 / (weight + 1.0), SMOOTHING)
         self._seen[place] = known + share * (milliseconds - known), min(weight + 1.0, HEAVIEST), self._count
         self._count += 1
@@ -86,7 +209,7 @@ class RowCosts:
         """(rows, milliseconds), both rising."""
         if self._curve is None:
             weighed = [
-                (rows, ms, weight * FADE ** (self._count - when))
+                (rows, ms, weight * ROW_FADE ** (self._count - when))
                 for rows, (ms, weight, when) in sorted(self._seen.items())
             ]
             self._curve = _monotone(weighed)
@@ -355,7 +478,7 @@ class Estimates:
         return self.in_process_ms(tokens, drafter) if drafter else tokens * self.step_ms() + self.link_ms()
 
     def in_process_ms(self, tokens: int, drafter: str) -> float:
-        """A chain of one in the target's process, or so long a one for each who shares its forwards."""
+        """A chain of one in the target's process, or one for each request that shares its forwards."""
         return tokens * self._in_process[drafter].step_ms(self.forward_ms(1))
 
     def chain_ms(self, tokens: int) -> float:
@@ -402,17 +525,17 @@ class Estimates:
         missed = 1.0 - _or(self._covered, PRIOR_HIT_RATE)
         return max(1.0 - missed * math.pow(_or(self._branches, PRIOR_BRANCHES) / max(branches, 1), MISS_POWER), 0.0)
 
-    def in_process_tokens_per_ms(self) -> float:
+    def request_tokens_per_ms(self) -> float:
         """The rate at which one request's tokens have been coming; what a millisecond of its waiting costs."""
         tokens, milliseconds = self._round_tokens.value, self._round_ms.value
         return tokens / milliseconds if tokens and milliseconds else 1.0 / self.verify_ms(1)
 
     def tokens_per_ms(self) -> float:
         """What all requests bring together; what a millisecond of the target costs."""
-        return self.active * self.in_process_tokens_per_ms()
+        return self.active * self.request_tokens_per_ms()
 
     def wait_ms(self, milliseconds: float) -> float:
-        """What a wait takes: in company the others begin without this request, so it is a forward at least."""
+        """What a wait takes: with others it is a forward at least, since they begin theirs without this request."""
         return milliseconds if self.active == 1 else max(milliseconds, self.verify_ms(1))
 
 

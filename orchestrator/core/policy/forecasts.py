@@ -1,11 +1,11 @@
-"""What a way of making rounds should bring, by the formula and the live estimates; K and B are its best.
+"""What an arm should bring, by the formula and the live estimates; its K and B are the best by that formula.
 
-So many requests share each forward of the target, and the drafter: with them K and B become narrow by themselves.
+So many requests share each forward of the target, and the drafter; with them the best K and B become small.
 
-`Costs`: the formula: tokens per second of AR, SD and SSD from times and probabilities measured one by one. The paper's
-theorem 7 with the cost c(M) of verifying M tokens and the turnaround put in. Pure; milliseconds in, tokens per
-millisecond out. The controller, `outrider tune` and `outrider bench` all predict with this one. Requests that share
-their forwards share their time: what all bring is that much more, for a forward over all their rows.
+`Costs`: the formula: tokens per second of AR, SD and SSD from times and probabilities measured one by one. It is
+theorem 7 of the paper with the cost c(M) of verifying M tokens and the turnaround put in. Pure; milliseconds in, tokens
+per millisecond out. The policy, `outrider tune` and `outrider bench` all predict with it. Requests that share their
+forwards share their time: together they bring as many times more, for a forward over all their rows.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RoundKind:
     """Rounds that are made alike, `share` of all: a verify of `rows` tokens, bringing `tokens`.
 
     `asked`: the length of the just-in-time chain that was waited for first, 0 for none. `ahead`: how deep the work
-    ahead must have come before the next round can begin, 0 when nothing is waited for. `in_process_ms`: what the target
-    drafts by itself first.
+    ahead must have come before the next round can begin, 0 when nothing is waited for. `own_ms`: what the target takes
+    to draft by itself first.
     """
 
     share: float
@@ -84,7 +84,7 @@ def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
 
 
 def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
-    """Draft, then verify, in the target's process: those who share the verify share the drafting, too."""
+    """Draft, then verify, in the target's process: requests that share the verify share the drafting, too."""
     verify_ms = costs.verify_ms(costs.at_once * (depth + 1))
     return costs.at_once * odds.tokens(depth) / (draft_ms + verify_ms)
 
@@ -100,8 +100,10 @@ def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
 
 
 def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -> float:
-    """SSD where after a miss a drafter of the target's process drafts, in `in_process_ms`. Nobody prepares for what
-    holds of that, so a hit can follow only where nothing does."""
+    """SSD where after a miss a drafter of the target's process drafts, in `own_ms`.
+
+    No branch is prepared for what is accepted of that, so a hit can follow only where nothing is.
+    """
     holds = own.tokens(1) - 1.0
     missed = (1.0 - odds.hit) / max(1.0 - odds.hit * holds, 1e-9)
     hit = RoundKind(1.0 - missed, depth + 1, odds.tokens(depth), ahead=depth)
@@ -215,7 +217,7 @@ class Forecasts:
         return self.at_once * (1.0 + tokens) / self._verify_ms(self.at_once * (1 + round(rows)))
 
     def _brings(self, depth: int, drafter: str = "") -> float:
-        """E[tokens] of a round with a chain of K; a tuned K may be deeper than is told apart."""
+        """E[tokens] of a round with a chain of K; a tuned K may be deeper than is counted."""
         known = self._tokens.get(drafter)
         if known is None:
             known, reach = [1.0], 1.0

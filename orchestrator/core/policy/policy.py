@@ -1,15 +1,15 @@
-"""The controller of `--mode auto`: which mode, K and B the next rounds use, by the tokens a second that all bring.
+"""The policy of `--mode auto`: which mode, K and B the next rounds use, by the tokens per second that all requests
+bring.
 
-Alone, every way counts by the formula (`forecasts`) times how wrong that was in the way's own rounds (`records`), and
-others are tried seldom. With other requests it trusts what it measured over what it predicts, tries what it has not
-measured when the prediction says that it pays, and goes back to AR when nothing does. With other requests it begins
-with a few rounds of AR, which cost little and tell what the others must beat. What a tuning found best for one
-request alone it begins with, and keeps, K and B too, until something else was measured to be better. All requests of a
-kind follow one plan, so plain decoding is plain for all. What was measured is kept by load, for with each the best may
-be another. It has no clock and no chance: what it is told decides what it says.
+With one request, an arm counts by the formula (`forecasts`) times the formula's error in that arm's own rounds
+(`ArmRecord`), and other arms are tried seldom. With several, the policy begins with a few rounds of AR, which cost
+little and show what the others must beat; it trusts measurements over predictions, tries an unmeasured arm when the
+prediction says that it pays, and returns to AR when nothing does. What a tuning found best for one request it begins
+with, and keeps, K and B too, until another arm was measured to be better. All requests of a kind follow one plan, so
+plain decoding is plain for all. Measurements are kept by load, since the best arm may differ with each. Takes no clock
+and draws nothing at random: the same observations give the same plans.
 
-`ArmRecord`: what a way of making rounds was measured to bring, and a try of one. Tokens per millisecond; knows no
-formula.
+`ArmRecord`: what an arm was measured to bring. `ArmTrial`: a try of one. Tokens per millisecond; knows no formula.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from outrider.protocol.heads import NGRAM
 
 # What an old episode counts when a new one comes: of a request alone, and with other requests, where others run by
 # then.
-FADE, FADE_IN_COMPANY = 0.9, 0.7
+FADE, FADE_TOGETHER = 0.9, 0.7
 # What is believed of a way counts as much as this many milliseconds of measuring.
 BELIEF_MS = 150.0
-# A round counts as so many usual ones at most: what took longer was held up by something else. Of few nobody knows yet.
+# A round counts as so many usual ones at most: what took longer was held up by something else. Not known of a few.
 HELD_UP, FEW = 4.0, 8
 # A try ends early when it has brought less than this share of the best.
 HOPELESS = 0.8
@@ -63,7 +63,7 @@ class ArmRecord:
         return (self.prior_rate * told_ms + self.tokens) / measured_ms if measured_ms > 0 else None
 
     def rate_where(self, formula: float) -> float:
-        """What it should bring where the formula says this: at first what it was told or the formula itself, then by
+        """What it should bring where the formula says this: at first the prior rate or the formula itself, then by
         and by as many times the formula as in its own rounds."""
         believed = self.prior_rate or formula
         if self.promised <= 0:
@@ -93,7 +93,7 @@ class ArmRecord:
     def add(self, tokens: float, milliseconds: float, promised: float, episode: float, each: bool) -> None:
         """`each`: what is known fades with each episode since, else with one however long ago it was."""
         age = episode - self.last_episode
-        fade = FADE_IN_COMPANY**age if each else FADE ** min(age, 1.0)
+        fade = FADE_TOGETHER**age if each else FADE ** min(age, 1.0)
         self.tokens = self.tokens * fade + tokens
         self.milliseconds = self.milliseconds * fade + milliseconds
         self.promised = self.promised * fade + promised
@@ -149,7 +149,7 @@ LONGEST_READING = 6 * EPISODE_ROUNDS
 LONGEST_WAIT = 32
 # Another K than the tuned one is worth a try when the formula, right or wrong about both, sees this much more in it.
 OTHER_DEPTH_MARGIN = 1.05
-# In larger company speculation holds up who reads a prompt, and texts end one by one, the last ones in few rows: while
+# With many requests speculation delays the reading of prompts, and texts end one by one, the last in few rows: while
 # all run it has to bring so many times as much as plain decoding for each time that there are twice as many as two.
 DEARER = 1.025
 # Whoever is in use stays unless another is better by this much: noise should not make it waver.
@@ -158,7 +158,7 @@ STAY_MARGIN = 1.02
 HOME_MARGIN = 1.05
 # The formula's error about a way at one load is half of it, by factors, at the next; more than this is another matter.
 MOST_ERROR = 1.5
-# With other requests it is half of it after so many episodes, too: who runs then are others.
+# With other requests it is half of it after so many episodes, too: by then others run.
 HALF_FORGOTTEN = 24
 # What was never measured has to promise so much more than what a tuning or an earlier server recommends.
 UNKNOWN_MARGIN = 1.1

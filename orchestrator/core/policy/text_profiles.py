@@ -1,19 +1,18 @@
 """How well drafts hold in one text: its kind, its odds, and whether its drafter is still of use.
 
-`TextProfiles`: which kind a text is of, judged by how its drafts hold: its prompt says what it looks like, its rounds
-what it is. A drafter that does badly in a text of one kind and well in those of another soon says that it is one of
-these; then all that is known of these is believed of it, of who has not drafted for it, too.
+`TextProfiles`: which kind a text is of: its prompt says what it looks like, its rounds show what it is. A drafter that
+does badly in texts of one kind and well in those of another soon shows which this is; then what is known of that kind
+is expected here, also of drafters that have not drafted for it yet.
 
-`TextAcceptance`: how well drafts hold in one text, or in texts of one kind: what is believed above it, moved by its own
-rounds. So a text begins as its kind is and a kind as all others are, and where a drafter never drafted, it is believed
-to do as well as elsewhere. Knows counts only.
+`TextAcceptance`: how well drafts hold in one text, or in texts of one kind: the expectation one level above, moved by
+its own rounds. A text begins as its kind is, a kind as all others are, and a drafter that never drafted there is
+expected to do as well as elsewhere. Counts only.
 
-`kind_of`: what kind of text a request is about, known before its first round: who drafts best differs among them. A
-prompt that says things again goes on so, and is copied from; a grammar leaves little to guess; code and prose, which
-the front tells apart, are each drafted best by another. Knows tokens only.
+`kind_of`: the kind of a text before its first round. A prompt that repeats itself goes on so, and is copied from; a
+grammar leaves little to guess; code and prose, which the front tells apart, are each drafted best by another drafter.
 
-`Drift`: whether a drafter in the target's process is still of use to a request: one that says nothing, or nothing that
-holds, is left out of it. Counts only; `auto` has left it long before, since it measures what rounds bring.
+`Drift`: whether a drafter in the target's process is still of use to a request: one that proposes nothing, or nothing
+that is accepted, is left out. `auto` has left it long before, since it measures what rounds bring.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from outrider.orchestrator.core.policy.acceptance import Acceptance, Average, Shifted
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import Acceptance, Average, Estimates, Shifted
 from outrider.protocol.heads import NGRAM
 
 # Of copies: a text is some forty rounds long.

@@ -1,12 +1,11 @@
 """What is known of a pair on this machine, kept between runs so that `auto` starts from it.
 
-Two files a pair, found again by models, backend and threads: what `outrider tune` found out, and what a server's own
-rounds taught it (`PolicyStore`). Each holds one record a temperature class (greedy, sampled). Written whole or not at
-all; an unreadable file counts as none.
+Two files for each pair, found by models, backend and threads: what `outrider tune` measured, and what a server's own
+rounds taught it (`PolicyStore`). Each holds one record for each temperature class (greedy, sampled). A file is written
+whole or not at all; an unreadable one counts as none.
 
-`PolicyStore`: what `auto` learned, carried over restarts: read when a server starts, written while nobody waits and at
-its end. A file beside `outrider tune`'s. It is never the reason for a failure: what can't be read or written is done
-without.
+`PolicyStore`: what `auto` learned, read when a server starts, and written while no request runs and at the end. A file
+that can't be read or written is never an error.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ class TunedArm:
     """A mode with the settings that suit it, and its tokens per second: `measured` in real rounds, or a forecast.
 
     K and B of 0: not tuned, they follow the formula. `at_once`: so many requests brought that rate together.
-    `drafter`: of the target's process, or n-grams; empty: draft workers. `kind`: of what
-    kind of text, see `texts`.
+    `drafter`: of the target's process, or n-grams; empty: draft workers. `kind`: the kind of text (`text_profiles`).
     """
 
     mode: str
@@ -95,7 +93,7 @@ def path_for(settings: ServeSettings) -> Path:
 
 
 def memory_for(settings: ServeSettings) -> Path:
-    """Where lies what servers of this pair learned; who drafts, and where, is part of it."""
+    """The file of what servers of this pair learned; the drafters and their places are part of its name."""
     heads = list(settings.head)
     what = [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay), *([heads] if heads else [])]
     return _file("memory", what)
@@ -105,7 +103,7 @@ def folder() -> Path:
     """Where all these files lie."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # who has no home has no file either
+    except RuntimeError:  # without a home there is no file either
         home = Path(os.devnull)
     return home / "outrider"
 

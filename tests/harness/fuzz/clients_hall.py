@@ -20,6 +20,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
     Committed,
+    CoreStats,
     Drain,
     EndServer,
     Mailbox,
@@ -38,9 +39,9 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.directory import private_directory
 from outrider.protocol.messages import Cancel, Generate, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.stats import Durations
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator
@@ -57,9 +58,8 @@ def text(seed: int, count: int) -> tuple[int, ...]:
 class ReadyCore:
     """Says each text at once: the body of a thread, and what a front looks up in a core."""
 
-    workers_endpoint = "ipc:///none"
-    stale_messages = rejected_frames = dropped_branches = 0
-    round_seconds = verify_seconds = Durations()
+    def stats(self) -> CoreStats:
+        return CoreStats(0, 0, 0, Durations(), Durations())
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self._inbox, self._outbox = inbox, outbox
@@ -101,7 +101,7 @@ class ClientsHall:
         )
         core = ReadyCore(self._lines.core, self._lines.events)
         pair = choose_pair(ServeSettings())
-        front = Front(pair, Admission(read_pair(pair)), self.clients, self._lines, core, lambda announced: None)
+        front = Front(pair, Admission(read_pair(pair)), self.clients, self._lines, core.stats, lambda announced: None)
         self._threads = [threading.Thread(target=body, daemon=True) for body in (front.run, core.run)]
         for thread in self._threads:
             thread.start()

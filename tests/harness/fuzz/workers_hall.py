@@ -13,24 +13,24 @@ from unittest.mock import patch
 
 import zmq
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
-from outrider.orchestrator.core.workers.pool import WorkerPool
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import now
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.directory import private_directory
 from outrider.protocol.messages import Shutdown
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.socket_files import private_directory
 from outrider.protocol.worker_link import INCARNATION_BITS
 from tests.harness.fuzz.company import Peer, drafter, target, token
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator
 
-POOL = "outrider.orchestrator.core.workers.pool"
-SPAWNER = "outrider.orchestrator.core.workers.supervisor.spawn_worker"
+POOL = "outrider.orchestrator.core.worker_pool"
+SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
 AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 3
 PATIENCE = 1000  # rests in which some request must get on
 WAIT_MS = 5

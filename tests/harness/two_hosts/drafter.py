@@ -18,7 +18,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import Settings
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.keyring import DRAFTER, AllowedKey, Keyring, KnownServer
+from outrider.protocol.keys import DRAFTER, AllowedKey, Keyring, KnownServer
 from tests.harness.two_hosts.hosts import ADDRESS, TwoHosts
 from tests.harness.two_hosts.namespace import Namespace
 

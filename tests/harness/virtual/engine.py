@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.trace import Trace
 from outrider.orchestrator.events import Admit, ToFront
-from outrider.protocol.abilities import Abilities
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.messages import Message
+from outrider.protocol.messages import Abilities, Message
 from outrider.protocol.profile import Profile
 from tests.harness.virtual.drafter import Machine, VirtualDrafter
 from tests.harness.virtual.remembered import Remembered
@@ -102,14 +101,14 @@ class VirtualEngine:
         """Nobody reads the target's rows."""
         return ""
 
-    def record_lie(self, name: str, kind: str) -> None:
+    def record_invalid(self, name: str, kind: str) -> None:
         raise WorkerError(f"{name} is honest, and was taken for a liar: {kind}")
 
     def send_target(self, message: Message) -> None:
         text = self._texts.get(getattr(message, "request", ""), ())
         self.world.after(self._hop, lambda: self.target.hear(text, message))
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         if name in self._drafters:
             self._drafters[name].hear(message)
 

@@ -1,18 +1,19 @@
-"""The life of this cluster's workers: starts them, finds who has died or hangs, starts those again, and gives up.
+"""The workers' processes: starts them, finds which have died or hang, restarts those, and gives up.
 
 A worker that never came up is an error of the start, and a drafter that can't draft here is done without. One that had
-been ready comes again, after a while that grows with each death in a row; its place keeps what it takes in memory and
-can do. A target is given up after some deaths in a row, others only where each load fails alike. Who came by itself is
-not started by anybody; a target that did is waited for. Knows places and processes; nothing of sockets or requests.
+been ready is restarted after a while that grows with each death in a row; its place keeps its memory cost and its
+abilities. A target is given up after some deaths in a row, others only where each load fails alike. A worker that
+joined by itself is not restarted; a target that did is waited for. Knows places and processes; nothing of sockets or
+requests.
 
-`Restarts`: when a worker that died is started again, and when no more. The wait doubles with each death in a row, up
-to a minute; a worker that has done something since its start, or stood for a while, begins a new row. Given up is,
-after so many in a row, one that all requests depend on, so that whoever runs the server has to know, and one whose
-load fails again and again with the same error. Knows counts and times; knows no process.
+`Restarts`: when a worker that died is restarted, and when no more. The wait doubles with each death in a row, up to a
+minute; a worker that has done something since its start, or stood for a while, begins a new row. A worker on which all
+requests depend is given up after so many deaths in a row, so that whoever runs the server notices; so is one whose
+load fails again and again with the same error.
 
-`Exits`: a descriptor that can be waited for beside sockets, and wakes whoever waits when one of our processes has
-ended. Linux has that; elsewhere the core looks at its processes a few times a second. Reaps nobody: the process id
-stays the process's until its owner asks for the exit code.
+`Exits`: a descriptor that a poller can wait for, readable when one of our processes has ended. Linux has that;
+elsewhere the core looks at its processes a few times a second. It reaps nothing: the process id stays the process's
+until its owner asks for the exit code.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.orchestrator.core.workers.worker import Worker, WorkerLoss
-from outrider.orchestrator.core.workers.worker_registry import TARGET, WorkerRegistry
+from outrider.orchestrator.core.worker_registry import TARGET, Worker, WorkerLoss, WorkerRegistry
 from outrider.orchestrator.machine.spawn import spawn_worker
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
@@ -102,7 +102,7 @@ class Exits:
         self._waiting.register(self._watched[pid], select.EPOLLIN)
 
     def forget(self, pid: int) -> None:
-        """Its end is known, or nobody's business any more."""
+        """Its end is known, or does not matter any more."""
         held = self._watched.pop(pid, None)
         if held is not None:
             os.close(held)  # and so it is waited for no more
@@ -127,7 +127,7 @@ class Supervisor:
         self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
     ) -> None:
         self.exits = Exits()
-        self._places = registry
+        self._registry = registry
         self._settings = settings
         self._endpoint = endpoint
         self._run_dir = run_dir
@@ -147,7 +147,7 @@ class Supervisor:
     def losses(self, now_ns: int) -> list[WorkerLoss]:
         """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
         lost, self._dismissed = self._dismissed, []
-        for worker in self._places.all():
+        for worker in self._registry.all():
             if worker.state == "restarting" and worker.spawned is None:
                 lost += self._overdue(worker, now_ns)
                 continue
@@ -165,8 +165,8 @@ class Supervisor:
         return lost
 
     def thawed(self) -> list[Worker]:
-        """Those who were frozen and answer again."""
-        frozen = [worker for worker in self._places.all() if worker.state == "frozen"]
+        """Workers that were frozen and answer again."""
+        frozen = [worker for worker in self._registry.all() if worker.state == "frozen"]
         found = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
         for worker in found:
             worker.state = "ready"
@@ -174,10 +174,10 @@ class Supervisor:
         return found
 
     def restart(self, now_ns: int) -> list[WorkerLoss]:
-        """Starts those again whose time has come, once nothing is left of them; who can't be started has died again."""
+        """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
         lost = []
         for name, restarts in self._restarts.items():
-            before = self._places.named(name)
+            before = self._registry.named(name)
             if before is None or not restarts.is_due(now_ns) or before.runs:
                 continue
             restarts.begun()
@@ -190,7 +190,7 @@ class Supervisor:
 
     def dismiss(self, worker: Worker, why: str) -> None:
         """It is not to be heard any more, nor started again; `losses` will tell."""
-        self._places.shut_out(worker)
+        self._registry.shut_out(worker)
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
             worker.spawned.kill()
@@ -198,7 +198,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends all processes, in order where they let it."""
-        spawned = [worker.spawned for worker in self._places.all() if worker.spawned]
+        spawned = [worker.spawned for worker in self._registry.all() if worker.spawned]
         for process in spawned:
             process.terminate()
         for process in spawned:
@@ -211,7 +211,7 @@ class Supervisor:
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends what is left of it; one that was started here and had been ready is to come again."""
-        self._places.take_away(worker)
+        self._registry.take_away(worker)
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
             if worker.role == "target":
@@ -259,4 +259,4 @@ class Supervisor:
         if before is not None:
             worker.state, worker.hello = "restarting", before.hello
             worker.heartbeat.expected_s = before.load_s or before.heartbeat.expected_s
-        self._places.give(worker)
+        self._registry.give(worker)

@@ -1,10 +1,10 @@
-"""The workers' socket: lets in those that have or may take a place, and asks all whether they are alive.
+"""The workers' socket: admits workers, asks all of them whether they are alive, and says what they can do.
 
-Turns frames into (worker name, message) and back; what workers say about themselves stays here. Who may come is the
-entry's to say, who lives and who is started again the supervisor's. Knows nothing of requests.
+Turns frames into (worker name, message) and back; what workers say about themselves stays here. `WorkerAdmission`
+decides who may join, `Supervisor` which workers live and which are started again. Knows nothing of requests.
 
-`WorkerRouter`: the socket that workers speak to: frames in and out, never waiting for anybody. What does not fit is
-dropped, since what matters is asked again. Knows routing ids and keys, not whose they are.
+`WorkerRouter`: the socket itself: frames in and out, without waiting. What does not fit is dropped, since what matters
+is asked again. Knows routing ids and keys, not whose they are.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
-from outrider.orchestrator.core.message_validator import LIES
-from outrider.orchestrator.core.workers.supervisor import Supervisor
-from outrider.orchestrator.core.workers.worker import SILENT, Heartbeat, Worker, WorkerLoss, misfit
-from outrider.orchestrator.core.workers.worker_registry import (
+from outrider.orchestrator.core.message_validator import INVALID
+from outrider.orchestrator.core.supervisor import Supervisor
+from outrider.orchestrator.core.worker_registry import (
     MAX_NAME,
     NOT_ALLOWED,
+    SILENT,
     TARGET,
-    Roster,
+    Heartbeat,
+    Worker,
     WorkerAdmission,
+    WorkerLoss,
     WorkerRegistry,
+    misfit,
+    reads_alike,
 )
-from outrider.orchestrator.limits import ConnectionLimiter, Rate, RateLimiter
+from outrider.orchestrator.limits import ConnectionLimiter, KVBudget, Rate, RateLimiter, kv_budget
+from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock, endpoints
 from outrider.protocol.clock import SECOND_NS
@@ -37,6 +42,7 @@ from outrider.protocol.digest import digest
 from outrider.protocol.errors import ProtocolError, VersionMismatch
 from outrider.protocol.keys import key_shown
 from outrider.protocol.messages import (
+    Abilities,
     Branches,
     CacheReport,
     Drafted,
@@ -50,6 +56,7 @@ from outrider.protocol.messages import (
     Pong,
     Shutdown,
     Welcome,
+    WorkerStats,
 )
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
@@ -59,7 +66,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 # Messages that wait for a worker that does not read, or for this process.
 MOST_WAITING = 1024
-# So much is worth a warning, so that nobody fills a log: one in ten seconds, after some at once.
+# So many warnings, so that strangers can't fill a log: one in ten seconds, after some at once.
 WARNINGS = Rate(0.1, 10)
 
 
@@ -106,8 +113,11 @@ class WorkerRouter:
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 
 
-class WorkerPool(Roster):
-    """Talks to all that have a place in this cluster. `news`: `stats` or `stage` changed."""
+class WorkerPool:
+    """The workers of this cluster: what they can do, and messages to and from them.
+
+    `news`: `stats` or `stage` changed.
+    """
 
     def __init__(
         self,
@@ -117,7 +127,8 @@ class WorkerPool(Roster):
         auth: CurveAuth | None = None,
     ) -> None:
         awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
-        super().__init__(WorkerRegistry(not settings.colocate, awaited), settings)
+        self._registry, self._settings = WorkerRegistry(not settings.colocate, awaited), settings
+        self._memory = physical()
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
         self.stage = ""
@@ -126,10 +137,10 @@ class WorkerPool(Roster):
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self._router = WorkerRouter(context, self.endpoint)
         self.socket, self.limiter = self._router.socket, self._router.limiter
-        self.admission = WorkerAdmission(self._places, auth)
+        self.admission = WorkerAdmission(self._registry, auth)
         if settings.workers_endpoint is not None:
             self._bind_for_joining(settings, settings.workers_endpoint)
-        self._supervisor = Supervisor(self._places, settings, self.endpoint, run_dir, self.seconds_a_ping)
+        self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
         self._arrived: list[Worker] = []
         self._outgoing: dict[str, list[Message]] = {}
         self._ping_serial = self._pinged_ns = 0
@@ -147,32 +158,98 @@ class WorkerPool(Roster):
         """What wakes a poller when a worker process has ended; None where the system has no such thing."""
         return self._supervisor.exits.fileno
 
-    def record_lie(self, name: str, kind: str) -> None:
+    def record_invalid(self, name: str, kind: str) -> None:
         """Counts what cannot be; a drafter that says it too often is dismissed."""
-        worker = self._places.named(name)
+        worker = self._registry.named(name)
         if worker is None or not worker.entered:
             return
-        worker.trust.record_lie(kind)
+        worker.trust.record_invalid(kind)
         self.news = True
-        self._router.warn("%s said %s", worker, LIES[kind])
+        self._router.warn("%s said %s", worker, INVALID[kind])
         if worker.trust.is_lost and worker.role == "draft":
-            why = f"{worker} sent invalid messages: {worker.trust.format(LIES)}; disconnected"
+            why = f"{worker} sent invalid messages: {worker.trust.format(INVALID)}; disconnected"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
+
+    # --- what the workers can do -----------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Every worker this cluster was meant to have is there, or is done without."""
+        spawned = [worker for worker in self._registry.all() if worker.spawned]
+        return self.has_target() and all(worker.state in ("ready", "refused", "lost") for worker in spawned)
+
+    @property
+    def target_context(self) -> int:
+        target = self._registry.named(TARGET)
+        return target.hello.context_length if target and target.hello else 0
+
+    @property
+    def target_abilities(self) -> Abilities:
+        target = self._registry.named(TARGET)
+        return target.hello.abilities if target and target.hello else Abilities()
+
+    @property
+    def kv_budget(self) -> KVBudget:
+        """What texts may take in all workers that are there."""
+        return kv_budget(self._settings.kv_memory, self.stats(), self._memory)
+
+    def notes(self) -> list[str]:
+        """Why requests get less speculation than was asked for, a sentence each."""
+        able = self.target_abilities
+        drafters = [worker for worker in self._registry.all() if worker.role == "draft" and worker.spawned]
+        refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
+        if not able.chains:
+            return [f"speculation is off: {able.why}"]
+        return [*(f"no draft model: {why}" for why in refused), *able.left_out]
+
+    def is_target(self, name: str) -> bool:
+        worker = self._registry.named(name)
+        return worker is not None and worker.role == "target"
+
+    def drafters(self) -> set[str]:
+        return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}
+
+    def prefill_workers(self) -> set[str]:
+        """Those of the target's own model, if it takes over what they read."""
+        target = self._registry.named(TARGET)
+        if target is None or target.hello is None or not target.hello.abilities.takes_kv:
+            return set()
+        found = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
+        return {worker.name for worker in found if worker.hello and reads_alike(worker.hello, target.hello)}
+
+    def vocabulary(self, name: str) -> int:
+        worker = self._registry.named(name)
+        return worker.hello.vocab_size if worker and worker.hello else 0
+
+    def features(self, name: str) -> str:
+        worker = self._registry.named(name)
+        return worker.hello.features if worker and worker.hello else ""
+
+    def model(self, name: str) -> object:
+        worker = self._registry.named(name)
+        return (worker.hello.vocab_size, worker.hello.parameters) if worker and worker.hello else None
+
+    def has_target(self) -> bool:
+        target = self._registry.named(TARGET)
+        return target is not None and target.entered
+
+    def stats(self) -> tuple[WorkerStats, ...]:
+        return tuple(worker.stats() for worker in self._registry.all())
 
     # --- talking --------------------------------------------------------------------------------------------------
 
     def send_target(self, message: Message) -> None:
-        self.send_drafter(TARGET, message)
+        self.send_worker(TARGET, message)
 
-    def send_drafter(self, name: str, message: Message) -> None:
+    def send_worker(self, name: str, message: Message) -> None:
         """To a worker by name, at the next `flush`; one that has gone meanwhile hears nothing."""
         self._outgoing.setdefault(name, []).append(message)
 
     def flush(self) -> None:
         """What each worker is to hear leaves, together."""
         for name, messages in self._outgoing.items():
-            worker = self._places.named(name)
+            worker = self._registry.named(name)
             if worker is not None and worker.entered:
                 self._router.send(routing_id(worker.incarnation), *messages)
         self._outgoing.clear()
@@ -183,8 +260,8 @@ class WorkerPool(Roster):
         os.sched_yield()
 
     def refuse_key(self, name: str, why: str) -> None:
-        """Lets the key of the worker of this name in no more, and sends away who is here with it."""
-        worker = self._places.named(name)
+        """Refuses the key of the worker of this name, and dismisses workers that joined with it."""
+        worker = self._registry.named(name)
         if worker is not None:
             self.admission.refuse_key(worker.key, why)
 
@@ -196,7 +273,7 @@ class WorkerPool(Roster):
                 self.rejected += 1
                 continue
             for message in self._decoded(identity, frames) if self._within_rate(identity, frames) else ():
-                worker = self._places.at(identity)
+                worker = self._registry.at(identity)
                 match message:
                     case Hello():
                         self._hello(identity, message, key_shown(first))
@@ -223,7 +300,7 @@ class WorkerPool(Roster):
         self._next_ping_ns = now_ns + int(self.seconds_a_ping * SECOND_NS)
         self._ping_serial += 1
         self._pinged_ns = clock.now()
-        for worker in self._places.all():
+        for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
             if worker.key and not self.admission.may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
@@ -257,7 +334,7 @@ class WorkerPool(Roster):
     def close(self) -> None:
         """Ends the workers in order, then the socket."""
         self.flush()
-        for worker in self._places.all():
+        for worker in self._registry.all():
             self._router.send(routing_id(worker.incarnation), Shutdown())
         self._supervisor.close()
         self.limiter.close()
@@ -271,7 +348,7 @@ class WorkerPool(Roster):
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
         """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
-        worker = self._places.at(identity)
+        worker = self._registry.at(identity)
         if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
             return
@@ -283,7 +360,7 @@ class WorkerPool(Roster):
             if worker is not None:
                 worker.fault = why  # it will end, and `losses` will tell
             return
-        worker = worker or self._places.join(hello, key)
+        worker = worker or self._registry.join(hello, key)
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
         worker.entered_ns = clock.now()
         self._arrived.append(worker)
@@ -294,19 +371,19 @@ class WorkerPool(Roster):
 
     def _part_misfits(self) -> None:
         """Drafters that read other features than the target makes go; the rest goes on without them."""
-        target = self._places.named(TARGET)
+        target = self._registry.named(TARGET)
         if target is None or target.hello is None or not target.entered:
             return
-        for worker in self._places.all():
+        for worker in self._registry.all():
             why = misfit(worker.hello, target.hello) if worker.entered and worker.hello is not None else ""
             if why:
                 log.warning("%s", why)
                 self._supervisor.dismiss(worker, why)
 
     def _share_memory(self) -> None:
-        """Tells all workers what their texts may take, by who is there."""
+        """Tells all workers what their texts may take, by the workers that are there."""
         budget = self.kv_budget
-        for worker in self._places.all():
+        for worker in self._registry.all():
             share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
             if worker.entered and share != worker.kv_limit:
                 worker.kv_limit = share
@@ -314,7 +391,7 @@ class WorkerPool(Roster):
 
     def _within_rate(self, identity: bytes, frames: Sequence[bytes]) -> bool:
         """Whether it has not said too much lately; of what is more nothing is read."""
-        worker = self._places.at(identity)
+        worker = self._registry.at(identity)
         if worker is not None and worker.role == "target":
             return True
         allowance = self._strangers if worker is None else self._drafters
@@ -322,7 +399,7 @@ class WorkerPool(Roster):
             return True
         self.rejected += 1
         if worker is not None:
-            self.record_lie(worker.name, "flood")
+            self.record_invalid(worker.name, "flood")
         elif allowance.is_first(identity):
             self._router.warn(
                 "an unknown peer sends too many messages to the workers' socket; dropping more than %d a second",
@@ -335,10 +412,10 @@ class WorkerPool(Roster):
             return decode_all(frames)
         except ProtocolError as error:
             self.rejected += 1
-            worker = self._places.at(identity)
+            worker = self._registry.at(identity)
             log.info("dropped a frame on the workers' socket: %s", error)
             if worker is not None:
-                self.record_lie(worker.name, "frame")
+                self.record_invalid(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
                 self._router.send(identity, Shutdown(str(error)))  # which tells its sender by the version alone
             return []

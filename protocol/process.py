@@ -1,8 +1,11 @@
-"""What every process logs, and where: lines of text, or a JSON object a line, by the standard library's logging.
+"""What every process sets up: its log, and signal handlers that raise.
 
-A line that concerns a request says so in a field, from `extra` or from the context it was written in. A process that a
-server started writes where the server does, and what is worth a warning into its own stderr too, whose end the server
-tells if the process is lost.
+Logs are lines of text, or a JSON object a line, by the standard library's logging. A line that concerns a request says
+so in a field, from `extra` or from the context it was written in. A process that a server started writes to the
+server's log; warnings also go to its own stderr, whose end the server reports if the process is lost.
+
+`outside_finalizers`: Python calls a signal handler between any two steps of the main thread, also while a finalizer
+runs. An exception raised there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from types import TracebackType
+from types import FrameType, TracebackType
 
 FORMATS = ("text", "json")
 FIELDS = ("request", "round", "client_request", "method", "path", "status", "ms", "caller")
@@ -75,3 +80,29 @@ class JsonFormatter(logging.Formatter):
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What ends the process is a line like any other."""
     log.critical("ended by %s: %s", kind.__name__, error, exc_info=(kind, error, trace))
+
+
+AGAIN_SECONDS = 0.005
+_FINALIZER = "__del__"
+Handler = Callable[[int, FrameType | None], object]
+
+
+def outside_finalizers(handler: Handler) -> Handler:
+    """`handler`, called a moment later where the signal comes while a finalizer runs. SIGALRM counts the moments."""
+
+    def call(number: int, frame: FrameType | None) -> None:
+        if _finalizes(frame):
+            signal.signal(signal.SIGALRM, lambda _, later: call(number, later))
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+        else:
+            handler(number, frame)
+
+    return call
+
+
+def _finalizes(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == _FINALIZER:
+            return True
+        frame = frame.f_back
+    return False

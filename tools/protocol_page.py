@@ -1,5 +1,4 @@
-"""Writes docs/protocol.md from the dataclasses: `python -m outrider.protocol.document [PATH]`. A test checks the
-page."""
+"""Writes docs/protocol.md from the dataclasses: `python -m tools.protocol_page [PATH]`. A test checks the page."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+import typing
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -15,11 +15,12 @@ import numpy as np
 
 from outrider.protocol.clock import ASK_AGAIN_NS, FORGET_NS, MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
-from outrider.protocol.messages import Close, Features, Message
+from outrider.protocol.messages import Close, Features, Message, RankMessage
 from outrider.protocol.schema import MAX_CHARACTERS, MAX_FRAME, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
 from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE = Path("docs/protocol.md")
+RANKS = typing.get_args(RankMessage)
 SECOND_NS = 1000 * MILLISECOND_NS
 
 
@@ -30,7 +31,7 @@ def _header(message: Message) -> str:
 HEAD = f"""\
 # The protocol
 
-<!-- Written by `python -m outrider.protocol.document` from protocol/messages/. Change that, not this. -->
+<!-- Written by `python -m tools.protocol_page` from protocol/messages/. Change that, not this. -->
 
 This page describes the messages between the orchestrator, the workers and the clients. The protocol version is
 {PROTOCOL_VERSION}.
@@ -123,7 +124,7 @@ def page() -> str:
     parts = [HEAD]
     for title, group in (
         ("Between the orchestrator and its workers", {**_messages_of("workers"), **_messages_of("rounds")}),
-        ("Between the ranks of one target", _messages_of("ranks")),
+        ("Between the ranks of one target", {cls.__name__: cls for cls in RANKS}),
         ("Between a client and the orchestrator", _messages_of("clients")),
         ("Records inside messages", _records()),
     ):
@@ -134,7 +135,8 @@ def page() -> str:
 
 def _messages_of(file: str) -> dict[str, type]:
     """Those of one file of protocol/messages/."""
-    return {name: cls for name, cls in MESSAGES.items() if cls.__module__.endswith(f".{file}")}
+    ours = {name: cls for name, cls in MESSAGES.items() if cls.__module__.endswith(f".{file}")}
+    return {name: cls for name, cls in ours.items() if cls not in RANKS}
 
 
 def _records() -> dict[str, type]:

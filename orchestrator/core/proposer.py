@@ -1,11 +1,10 @@
 """What a request verifies next, and what after a miss: the one place where AR, SD and SSD differ.
 
-`Proposer`: what a request verifies next: the one place where AR, SD and SSD differ. Pure decisions over a request, the
-estimates and the time; nothing is sent from here.
+`Proposer`: decides by the request, the estimates and the time. Sends nothing.
 
 `Fallback`: what to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the
-time. A millisecond is worth the tokens it has lately brought: of the target's, what all requests brought, of a
-request's waiting, its own. Pure functions of the estimates: no clock, no state.
+time. A millisecond of the target is worth the tokens that all requests have lately brought in one; a millisecond of a
+request's waiting is worth its own. Pure functions of the estimates: no clock, no state.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposals.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.proposals.tree import (
+from outrider.orchestrator.core.proposal import (
     CopiedTail,
+    Lookup,
+    Proposal,
+    ProposalSource,
     beside_own,
     best_tail,
     copied,
@@ -26,7 +27,7 @@ from outrider.orchestrator.core.proposals.tree import (
     worth_telling,
 )
 from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.speculation_cache import Prepared
+from outrider.orchestrator.core.speculation_cache import CachedBranch
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Alternatives, Drafted
@@ -67,10 +68,10 @@ def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait
     hit = max(
         estimates.drafted.expected_tokens(depth)
         - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
-        - estimates.in_process_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
+        - estimates.request_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
         for depth in range(1, longest + 1)
     )
-    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(wait_ms)
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(wait_ms)
     return estimates.hit_rate() * (hit - alternative.value) > waiting
 
 
@@ -83,7 +84,7 @@ def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms:
     """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
     if depth >= longest:
         return False
-    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
     row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
     return estimates.drafted.reach(depth) > waiting + row
 
@@ -96,13 +97,13 @@ def _alone(estimates: Estimates, tail: CopiedTail) -> float:
 def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
     """What a chain that is asked for brings, less the worth of its forward and of the wait."""
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
-    waiting = estimates.in_process_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
     return estimates.holding(drafter).expected_tokens(length) - forward - waiting
 
 
 def _of_own(estimates: Estimates, length: int, own: str) -> float:
     """What a chain of the target's own drafter brings, less the worth of its forward and its drafting; and of the next
-    chain's, which nobody has prepared for where this one holds, for nobody else knows it."""
+    chain's: no branch is prepared behind this one, which the draft workers do not know."""
     drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     holding = estimates.holding(own)
@@ -171,8 +172,15 @@ class Proposer:
         many as the plan has."""
         drafter, told = request.plan.drafter, beside or Proposal()
         source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
-        least, by = worth_telling(self.estimates, request.takes_trees), told.origins(range(len(told.chain)))[:-1]
-        return replace(told, source=source, draft=depth or request.depth, drafter=drafter, least=least, by=by, copied=0)
+        return replace(
+            told,
+            source=source,
+            draft=depth or request.depth,
+            drafter=drafter,
+            min_prob=worth_telling(self.estimates, request.takes_trees),
+            by=told.origins(range(len(told.chain)))[:-1],
+            copied=0,
+        )
 
     def _beside_in_process(self, request: Request, room: int) -> tuple[int, ...]:
         """What the text says comes next, as far as that pays beside an own drafter's chain."""
@@ -203,7 +211,7 @@ class Proposer:
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
 
-    def branch(self, request: Request, found: Prepared, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+    def branch(self, request: Request, found: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
         chain = found.chain[: max(min(request.depth, room), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)

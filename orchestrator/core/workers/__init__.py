@@ -1,1 +1,0 @@
-"""The worker processes as the orchestrator knows them: who has a place, who is let in, who lives; knows no request."""
