@@ -18,7 +18,7 @@ from outrider.protocol.errors import WorkerError
 GRACE_S = 5
 
 
-class Helper:
+class HelperProcess:
     """Runs `python -m *command`, or a file, with the workers' BLAS or an `environment` of its own; a context manager.
 
     The program ends when its stdin does.
@@ -45,7 +45,7 @@ class Helper:
             WorkerError: it ended before.
         """
         try:
-            self._told()
+            self._read_answer()
         except WorkerError:
             self.__exit__()
             raise
@@ -69,9 +69,9 @@ class Helper:
         if self._process.stdin is not None and self._process.poll() is None:
             self._process.stdin.write(json.dumps(wish) + "\n")
             self._process.stdin.flush()
-        return self._told()
+        return self._read_answer()
 
-    def _told(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         if not line:
             raise WorkerError(f"{self._name} ended; see its message above")

@@ -11,6 +11,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from outrider.fleet.application import app
+    from outrider.fleet.deployment import app
 
     return app

@@ -1,16 +1,9 @@
-"""Engines: an actor each, which tells whoever leases it where to ask and ends, at once, when what it stands for
-does.
+"""What gate and engine tell each other: who asks, where an engine is, and by which keys.
 
-Tokens never pass through it. A lease is a stream that says the engine's place and then no more until one of both sides
-goes, so that Ray Serve counts what is under way and its end is told to all who hold one.
+`EngineAddress`: who asks for an engine, and where it is: what gate and engine tell each other. Opens no socket.
 
-Drafters that Ray puts where it suits them: an actor that runs a draft worker, and what keeps an engine in one.
-
-Drafts don't pass through it: the worker joins the engine's server by ZeroMQ, with a key that it was given room for.
-
-`ServerWatch`: whether a server that somebody else keeps up is there, and the moment when it is not any more. ZeroMQ
-asks the other end below our messages, so one that hangs or whose machine is gone is missed within a second, and one
-that ends at once. Owns a connection; knows nothing of Ray.
+`ActorKeyring`: a key of one actor's own, and whose keys it lets in: in a directory that goes with the actor, however that
+goes.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,16 +28,85 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.fleet.engine_address import ActorKeys, EngineAddress, Visitor
 from outrider.fleet.plan import Placed
 from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.spawn import Sweeper, child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, flags
+from outrider.protocol.directory import private_directory
 from outrider.protocol.endpoints import connect
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
-from outrider.protocol.keyring import CLIENT, DRAFTER, Keyring
+from outrider.protocol.keyring import CLIENT, DRAFTER, AllowedKey, Keyring
+from outrider.protocol.keys import parse_key
 from outrider.protocol.messages import Stats, WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """An engine's clients come to `endpoint`, whose server has `key`; empty: it asks for none, or a known one.
+
+    `own`: where those of the same `host` (a node of Ray's) may come without keys; empty: nowhere.
+    """
+
+    endpoint: str
+    key: str = ""
+    own: str = ""
+    host: str = ""
+
+    def seen_from(self, host: str) -> EngineAddress:
+        """The shortest way from there."""
+        return EngineAddress(self.own) if self.own and host == self.host else self
+
+
+@dataclass(frozen=True, slots=True)
+class IngressKey:
+    """A gate: the public `key` that it comes with, and its actor's name."""
+
+    key: str
+    actor: str
+    namespace: str
+
+    def is_there(self) -> bool:
+        """Whether its actor lives. Asks Ray, which may take a while."""
+        try:
+            ray.get_actor(self.actor, self.namespace)
+        except ValueError:
+            return False
+        return True
+
+
+def ingress_key(key: str) -> IngressKey:
+    """This actor, with that key. Its namespace is Serve's, not the one that Ray says it runs in."""
+    own = ray.get_runtime_context().get_actor_name() or ""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return IngressKey(key, own, next(one["namespace"] for one in named if one["name"] == own))
+
+
+class ActorKeyring:
+    """`folder` is where the keys are, `key` the public half of the own one. Any thread may open and shut."""
+
+    def __init__(self) -> None:
+        self._directory = private_directory()
+        self._sweeper = Sweeper(self._directory.path, None)
+        self._ring = Keyring(self._directory.path / "keys")
+        self._changing = threading.Lock()
+        self.folder = self._ring.folder
+        self.key = self._ring.make().public
+
+    def open(self, role: str, key: str) -> None:
+        """Lets whoever has this key in as a `role` (client, drafter).
+
+        Raises:
+            KeyFault: it is no key.
+        """
+        with self._changing:
+            self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
+
+    def shut(self, key: str) -> None:
+        """Lets that key in no more."""
+        with self._changing:
+            self._ring.revoke(key)
+
 
 BUNDLE = 1
 """Its place in the engine's placement group, behind the engine's own."""
@@ -62,17 +124,17 @@ class DrafterActor:
     """A draft worker on this host, which ends with this actor."""
 
     def __init__(self) -> None:
-        self._doors = ActorKeys()
+        self._keyring = ActorKeyring()
 
     def key(self) -> str:
         """The public key that it comes with."""
-        return self._doors.key
+        return self._keyring.key
 
     def draft(self, settings: ServeSettings, endpoint: str, server_key: str) -> int:
         """Drafts for the server at `endpoint`, whose key this is; returns the worker's exit code when it has ended."""
         theirs, lifeline = os.pipe()
         join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", str(theirs)]
-        join += ["--keys", str(self._doors.folder), *flags(settings)]
+        join += ["--keys", str(self._keyring.folder), *flags(settings)]
         process = subprocess.Popen(
             python("-m", "outrider", *join), stdin=subprocess.DEVNULL, env=child_environment(), pass_fds=(theirs,)
         )
@@ -86,10 +148,10 @@ class DrafterActor:
 class DrafterKeeper(threading.Thread):
     """Sees to it that an engine has a drafter: another one, when its own is gone, as soon as a host has room."""
 
-    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeys) -> None:
+    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeyring) -> None:
         super().__init__(daemon=True, name="drafting")
         self._settings = ServeSettings(**{name: getattr(settings, name) for name in OWN})
-        self._endpoint, self._doors = endpoint, doors
+        self._endpoint, self._keyring = endpoint, doors
 
     def run(self) -> None:
         while True:
@@ -97,13 +159,13 @@ class DrafterKeeper(threading.Thread):
             key = ""
             try:
                 key = ray.get(drafter.key.remote())
-                self._doors.open(DRAFTER, key)
-                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._doors.key))
+                self._keyring.open(DRAFTER, key)
+                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._keyring.key))
                 log.warning("the drafter ended with code %s; another is placed", code)
             except RayError as error:
                 log.warning("the drafter is lost (%s); another is placed", type(error).__name__)
             if key:
-                self._doors.shut(key)
+                self._keyring.shut(key)
             ray.kill(drafter)
             time.sleep(AGAIN_SECONDS)
 
@@ -194,18 +256,18 @@ class EngineActor:
     def __init__(self, place: EngineAddress, keys: Path | None = None) -> None:
         self._place = place
         self._client = AsyncClient(place.own or place.endpoint, OWN_SECONDS, keys=keys)
-        self._gone = defaultdict[Visitor, asyncio.Event](asyncio.Event)
+        self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
-    async def lease(self, visitor: Visitor) -> AsyncIterator[EngineAddress]:
+    async def lease(self, ingress_key: IngressKey) -> AsyncIterator[EngineAddress]:
         """Where to ask; then nothing, until `visitor` has enough."""
-        gone = self._welcome(visitor)
+        gone = self._register(ingress_key)
         yield self._place
         await gone.wait()
 
-    async def place(self, visitor: Visitor | None = None) -> EngineAddress:
+    async def place(self, ingress_key: IngressKey | None = None) -> EngineAddress:
         """The same once, for whoever only looks."""
-        if visitor is not None:
-            self._welcome(visitor)
+        if ingress_key is not None:
+            self._register(ingress_key)
         return self._place
 
     async def report(self) -> tuple[EngineAddress, Stats]:
@@ -214,16 +276,16 @@ class EngineActor:
 
     async def check_health(self) -> None:
         """Serve asks now and then. A lease outlives a gate that was killed: Ray tells nobody, so it is looked for."""
-        for visitor in list(self._gone):
-            if not await asyncio.to_thread(visitor.is_there):
-                self._gone.pop(visitor).set()
-                self.revoke(visitor.key)
+        for ingress_key in list(self._gone):
+            if not await asyncio.to_thread(ingress_key.is_there):
+                self._gone.pop(ingress_key).set()
+                self.revoke(ingress_key.key)
 
-    def _welcome(self, visitor: Visitor) -> asyncio.Event:
+    def _register(self, ingress_key: IngressKey) -> asyncio.Event:
         """What is set when that gate is gone."""
-        if visitor not in self._gone:
-            self.allow(visitor.key)
-        return self._gone[visitor]
+        if ingress_key not in self._gone:
+            self.allow(ingress_key.key)
+        return self._gone[ingress_key]
 
     def allow(self, key: str) -> None:
         """Where keys are asked for, this one opens from now on."""
@@ -236,18 +298,18 @@ class PlacedEngine(EngineActor):
     """A cluster on this host, which ends with this actor, and with which this actor ends."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        self._doors = ActorKeys()
+        self._keyring = ActorKeyring()
         ours = ray.util.get_node_ip_address()
         elsewhere = placed.drafter.on == "other-host"
-        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._doors.folder, pin_cores=False)
+        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._keyring.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**keywords(reached))
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
-            DrafterKeeper(settings, self._cluster.joining_endpoint, self._doors).start()
+            DrafterKeeper(settings, self._cluster.joining_endpoint, self._keyring).start()
         host = ray.get_runtime_context().get_node_id()
-        super().__init__(EngineAddress(self._cluster.endpoint, self._doors.key, self._cluster.own_endpoint, host))
+        super().__init__(EngineAddress(self._cluster.endpoint, self._keyring.key, self._cluster.own_endpoint, host))
 
     async def check_health(self) -> None:
         """Raises EndpointError when the server hangs."""
@@ -255,10 +317,10 @@ class PlacedEngine(EngineActor):
         await super().check_health()
 
     def allow(self, key: str) -> None:
-        self._doors.open(CLIENT, key)
+        self._keyring.open(CLIENT, key)
 
     def revoke(self, key: str) -> None:
-        self._doors.shut(key)
+        self._keyring.shut(key)
 
     def _end_with_it(self) -> None:
         code = self._cluster.wait()

@@ -80,13 +80,13 @@ class Resources:
         return [(name, many) for name, many in asdict(self).items() if many]
 
 
-def offered() -> Resources:
+def host_resources() -> Resources:
     """What this host offers."""
     apple = int(sys.platform == "darwin" and platform.machine() == "arm64")
     return Resources(apple, apple, _nvidia_gpus(), os.cpu_count() or 1, psutil.virtual_memory().total)
 
 
-def to_declare(host: Resources) -> dict[str, float]:
+def undetected_resources(host: Resources) -> dict[str, float]:
     """What Ray would not find there by itself."""
     return {name: many for name, many in host.as_ray().items() if name in ONE_A_HOST}
 
@@ -138,15 +138,15 @@ class FleetHost:
 
     def running(self) -> HostProcess | None:
         """What runs here now."""
-        found = self._written_down()
+        found = self._saved()
         return found if found is not None and found.process() is not None else None
 
     def was_head_of(self, address: str) -> bool:
         """Whether this host was the head of a fleet there that nobody has ended: its process has, or the machine."""
-        found = self._written_down()
+        found = self._saved()
         return found is not None and found.head and found.address == address and self._storage.is_dir()
 
-    def _written_down(self) -> HostProcess | None:
+    def _saved(self) -> HostProcess | None:
         try:
             return HostProcess(**json.loads(self._file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -194,7 +194,7 @@ class FleetHost:
 
     def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> HostProcess:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
-        line += [f"--resources={json.dumps(to_declare(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
+        line += [f"--resources={json.dumps(undetected_resources(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 line,
@@ -219,19 +219,19 @@ class FleetHost:
 
     def _wait_until_started(self, process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + START_SECONDS
-        while STARTED not in self._said():
+        while STARTED not in self._log_text():
             if process.poll() is not None:
-                raise EndpointError(f"Ray ended instead of starting: {self._last_word()} (all of it: {self.log})")
+                raise EndpointError(f"Ray ended instead of starting: {self._last_error()} (all of it: {self.log})")
             if time.monotonic() > until:
                 raise EndpointError(f"Ray has not started in {START_SECONDS:g} s; {self.log} has what it said")
             time.sleep(0.1)
 
-    def _said(self) -> str:
+    def _log_text(self) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(encoding="utf-8", errors="replace"))
 
-    def _last_word(self) -> str:
+    def _last_error(self) -> str:
         """The last error in the log, or the last line that says something."""
-        lines = [line.strip() for line in self._said().splitlines() if line.strip(" -")]
+        lines = [line.strip() for line in self._log_text().splitlines() if line.strip(" -")]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
         return (errors or lines or ["it said nothing"])[-1][:300]
 
@@ -315,7 +315,7 @@ def token_file(folder: Path) -> Path:
     return folder / "token"
 
 
-def made_token(folder: Path) -> Path:
+def create_token(folder: Path) -> Path:
     """The file of the token, which is made when there is none. Raises KeyFault when it can't be, or others read it."""
     file = token_file(folder)
     try:
@@ -323,13 +323,13 @@ def made_token(folder: Path) -> Path:
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
             made.write(secrets.token_hex(BYTES))
     except FileExistsError:
-        return checked_token(folder)
+        return read_token(folder)
     except OSError as error:
         raise KeyFault(f"{file} can't be written ({error.strerror}); expected a folder of your own") from None
     return file
 
 
-def checked_token(folder: Path) -> Path:
+def read_token(folder: Path) -> Path:
     """The file of the token that there is. Raises KeyFault when there is none, or others read it."""
     file = token_file(folder)
     try:

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from outrider.fleet import plan
-from outrider.fleet.engine_address import Visitor
-from outrider.fleet.leases import NOBODY, EngineKind, EngineLeases, Leased
+from outrider.fleet.engine import IngressKey
+from outrider.fleet.leases import NO_ENGINE, EngineKind, EngineLeases, LeasedClient
 from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.front.timing_totals import add, by_name, each
 from outrider.orchestrator.machine.http_process import HttpListener
@@ -35,7 +35,7 @@ from outrider.server.connection import Server
 from outrider.server.model.served import load_served
 
 
-async def together(engines: Sequence[AsyncClient]) -> Stats:
+async def total_stats(engines: Sequence[AsyncClient]) -> Stats:
     """The sum of those that answer.
 
     Raises:
@@ -89,15 +89,15 @@ class FleetBackend:
         self._engines = engines
         self._gate = gate
 
-    def client(self, request: Request) -> Leased:
+    def client(self, request: Request) -> LeasedClient:
         session = request.headers.get(SESSION, "") if self._gate.sessions else ""
-        return Leased(self._engines, session, self._gate.tries)
+        return LeasedClient(self._engines, session, self._gate.tries)
 
     async def stats(self) -> Stats:
         places = await self._engines.places()
         if not places:
-            raise EndpointError(NOBODY)
-        return await together([self._engines.client(place) for place in places])
+            raise EndpointError(NO_ENGINE)
+        return await total_stats([self._engines.client(place) for place in places])
 
 
 class Ingress:
@@ -127,9 +127,9 @@ class Ingress:
         """Where it is reached."""
         return self._listener.url
 
-    def visitor(self) -> Visitor:
+    def ingress_key(self) -> IngressKey:
         """As what it comes to engines."""
-        return self._engines.visitor
+        return self._engines.ingress_key
 
     def __call__(self, request: Request) -> Response:
         """For those who come by the proxy that `serve run` starts: it brings nobody further."""

@@ -1,6 +1,7 @@
-"""The engines as a gate has them: one is leased for a text, and when it goes the text goes on with the next.
+"""Which kind of engine a text is asked of, placed or attached: its session's own, else the one with the least to do.
 
-Ray Serve says which and tells of its end; what is asked and answered goes by ZeroMQ, past Ray.
+An engine that was just lost counts as none for a while, and so do all of a kind of which none answered: a text that
+goes on is not to wait for them. Counts; asks nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from outrider.fleet.engine_address import ActorKeys, EngineAddress, visitor
+from outrider.fleet.engine import ActorKeyring, EngineAddress, ingress_key
 from outrider.fleet.engine_selector import EngineSelector
 from outrider.orchestrator.client.base_client import Grown
 from outrider.orchestrator.client.client import AsyncClient, AsyncMoving
@@ -30,7 +31,7 @@ WAIT_SECONDS = 2.0
 SILENT_SECONDS = 2.0
 """How long one may be silent that Ray says is there."""
 MOST_KNOWN = 1024
-NOBODY = "no engine of the fleet answers; try again later (`outrider fleet status` tells why)"
+NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` tells why)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class EngineLeases:
     def __init__(self, kinds: Sequence[EngineKind], keys: Path | None) -> None:
         self._kinds = kinds
         self._keys = keys
-        self._doors = ActorKeys()
-        self.visitor = visitor(self._doors.key)
+        self._keyring = ActorKeyring()
+        self.ingress_key = ingress_key(self._keyring.key)
         self._host = ray.get_runtime_context().get_node_id()
         self._clients: dict[EngineAddress, AsyncClient] = {}
         self._turns = EngineSelector([kind.many for kind in kinds])
@@ -81,11 +82,11 @@ class EngineLeases:
             EndpointError: there is none.
         """
         kind = self._turns.choose(session)
-        response = self._kinds[kind].handle.options(stream=True, session_id=session).lease.remote(self.visitor)
+        response = self._kinds[kind].handle.options(stream=True, session_id=session).lease.remote(self.ingress_key)
         gone: asyncio.Task[None] | None = None
         try:
             with self._turns.under_way(kind):
-                place = await self._told(response, kind)
+                place = await self._first_address(response, kind)
                 gone = asyncio.create_task(_until_gone(response))
                 yield Lease(self.client(place), gone)
         except (EndpointError, ServerStopped):
@@ -101,14 +102,14 @@ class EngineLeases:
         """Has Serve say which engines there are, which else the first request would wait for."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                kind.handle.broadcast("place", self.visitor).results(timeout_s=WAIT_SECONDS)
+                kind.handle.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
 
     async def places(self) -> list[EngineAddress]:
         """Where all are that are there."""
         found: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                found += await kind.handle.broadcast("place", self.visitor).results_async(timeout_s=WAIT_SECONDS)
+                found += await kind.handle.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
         return found
 
     def client(self, place: EngineAddress) -> AsyncClient:
@@ -117,23 +118,23 @@ class EngineLeases:
             if len(self._clients) >= MOST_KNOWN:
                 self._clients.clear()
             where = place.seen_from(self._host)
-            keys = self._doors.folder if where.key else self._keys
+            keys = self._keyring.folder if where.key else self._keys
             self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
         return self._clients[place]
 
-    async def _told(self, response: Any, kind: int) -> EngineAddress:
+    async def _first_address(self, response: Any, kind: int) -> EngineAddress:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 place: EngineAddress = await anext(response)
                 return place
         except TimeoutError:
             self._turns.silent(kind)
-            raise EndpointError(NOBODY) from None
+            raise EndpointError(NO_ENGINE) from None
         except (RayError, RayServeException):
-            raise EndpointError(NOBODY) from None
+            raise EndpointError(NO_ENGINE) from None
 
 
-class Leased(AsyncMoving):
+class LeasedClient(AsyncMoving):
     """Has texts completed by whatever engines there are. `sources`: so many are tried until a text has begun.
 
     After the first try chance says which: by its session, or as the one with the least to do, an engine that refuses

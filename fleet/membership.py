@@ -59,9 +59,9 @@ class FleetHead:
     """
 
     def __init__(self, address: str) -> None:
-        _reach(address)
+        _check_reachable(address)
         try:
-            with _silence():
+            with _muted_stderr():
                 self._gcs = GcsClient(address=address)
         except AuthenticationError:
             raise KeyFault(
@@ -88,7 +88,7 @@ class FleetHead:
         found = self._gcs.internal_kv_get(MODELS, ROOM) or b""
         return found.decode().splitlines()
 
-    def tell_models(self, names: list[str]) -> None:
+    def store_models(self, names: list[str]) -> None:
         """Hosts that join from now on look for these."""
         self._gcs.internal_kv_put(MODELS, "\n".join(names).encode(), True, ROOM)
 
@@ -114,7 +114,7 @@ def check_models(names: list[str]) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _muted_stderr() -> Iterator[None]:
     """What is written to stderr past Python is not seen: Ray's C++ logs what is told in a sentence here."""
     with ExitStack() as undone:
         stderr = os.dup(2)
@@ -126,7 +126,7 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EndpointError(

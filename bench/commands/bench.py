@@ -11,22 +11,22 @@ from typing import Any
 
 from outrider.bench.commands import concurrency, files, suite
 from outrider.bench.commands.files import numbers
-from outrider.bench.contest import report
-from outrider.bench.contest.contention import Contention
-from outrider.bench.contest.contest import Contestant, Run, compete
-from outrider.bench.contest.field import (
+from outrider.bench.comparison import report
+from outrider.bench.comparison.contention import Contention
+from outrider.bench.comparison.peers import ChosenPeers, choose
+from outrider.bench.comparison.runners import (
     BASELINE,
     BOTH_CORES,
     FEWEST_TRIAL_PROMPTS,
     TRIAL_PROMPTS,
-    Field,
+    RunnerFamilies,
     field,
-    of_main_table,
-    of_second_table,
+    main_table_runs,
+    second_table_runs,
 )
-from outrider.bench.contest.peers import Chosen, choose
-from outrider.bench.contest.summary import Subject, judge_all, lines, subjects_of
-from outrider.bench.timing.alone import Alone, Stopwatch
+from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
+from outrider.bench.comparison.summary import RunnerSummary, compare_all, lines, summaries_of
+from outrider.bench.timing.loops import IsolatedTimes, Stopwatch
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -66,14 +66,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Programme:
+class BenchPlan:
     """What is to be run, checked before anything starts. By class: `prompts`, and `trials`, on which K is chosen."""
 
     prompts: dict[str, list[tuple[int, ...]]]
     trials: dict[str, list[tuple[int, ...]]]
     samplings: list[SamplingParams]
     depths: list[int]
-    peers: Chosen
+    peers: ChosenPeers
     both_cores: bool
 
 
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> Programme:
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
     """
     Raises:
         InvalidRequest: there is nothing to run, or not everything that it takes.
@@ -126,16 +126,16 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     prompts = {kind: _first(kind, found[kind], count) for kind in found}
     trials = {kind: found[count:] for kind, found in prompts.items()}
     prompts = {kind: found[:count] for kind, found in prompts.items()}
-    return Programme(prompts, trials, samplings, depths, peers, options.both_cores)
+    return BenchPlan(prompts, trials, samplings, depths, peers, options.both_cores)
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class BenchSession:
     """Everything that runs during a bench. `bench`: workers to time alone, None where there is no draft worker."""
 
-    plan: Programme
+    plan: BenchPlan
     settings: ServeSettings
-    field: Field
+    field: RunnerFamilies
     bench: Workbench | None
     conditions: str
     tell: Callable[[str], None]
@@ -146,33 +146,38 @@ class Arena:
         """The tables of one class at one temperature."""
         best = self.field.best(self.plan.trials[kind], sampling, self.tell)
         stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
-        runs = compete(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
+        runs = run_interleaved(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
         alone = stopwatch.read() if stopwatch else None
         return self._sections(kind, sampling.temp, runs, best, alone), runs
 
     def _sections(
-        self, kind: str, temp: float, runs: dict[str, list[Run]], best: Sequence[Contestant], alone: Alone | None
+        self,
+        kind: str,
+        temp: float,
+        runs: dict[str, list[Run]],
+        best: Sequence[PromptRunner],
+        alone: IsolatedTimes | None,
     ) -> list[report.Section]:
         threads = self.settings.threads
-        main, subjects = of_main_table(runs), subjects_of(best, runs, BOTH_CORES)
-        judged = judge_all(subjects, alone) if alone else {}
+        main, subjects = main_table_runs(runs), summaries_of(best, runs, BOTH_CORES)
+        comparison = compare_all(subjects, alone) if alone else {}
         notes = self._notes(alone, subjects)
         here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
-        found = [report.section(kind, temp, here, main, BASELINE, judged, notes)]
+        found = [report.section(kind, temp, here, main, BASELINE, comparison, notes)]
         if self.plan.both_cores:
             there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; the others as above{self.conditions}"
-            second = of_second_table(runs)
+            second = second_table_runs(runs)
             found.append(report.section(kind, temp, there, second, BASELINE + BOTH_CORES, {}))
         return found
 
-    def _notes(self, alone: Alone | None, subjects: Sequence[Subject]) -> list[str]:
+    def _notes(self, alone: IsolatedTimes | None, subjects: Sequence[RunnerSummary]) -> list[str]:
         if alone is None:
             return ["- no draft worker: nothing was timed alone, so the formula has no word"]
         return lines(alone, subjects, self.settings.breadth, self.field.weight_bytes)
 
 
 @contextmanager
-def _started(options: argparse.Namespace, plan: Programme, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
+def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, screen: Screen) -> Iterator[BenchSession]:
     settings = pair.settings
     given = flags.settings_of(options)
     with ExitStack() as stack:
@@ -183,7 +188,7 @@ def _started(options: argparse.Namespace, plan: Programme, pair: ChosenPair, scr
         conditions = ""
         if options.contended:
             conditions = "; " + stack.enter_context(Contention(settings)).describe()
-        yield Arena(plan, settings, started, bench, conditions, screen.show)
+        yield BenchSession(plan, settings, started, bench, conditions, screen.show)
 
 
 def _first(kind: str, prompts: list[files.Tokens], count: int) -> list[files.Tokens]:

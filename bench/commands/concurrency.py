@@ -12,11 +12,11 @@ from typing import Any
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import modes_of, numbers
-from outrider.bench.contest.contest import compete
-from outrider.bench.contest.peers import LLAMA_CPP, Chosen, PeerProcess, choose, llama_cpp, mlx_lm
-from outrider.bench.crowd import report
-from outrider.bench.crowd.ask import SEEDS, Batcher, ModeBatch, PeerBatch, Texts, best_mlx_lm
-from outrider.bench.crowd.report import Rounds, Width
+from outrider.bench.comparison import report
+from outrider.bench.comparison.peers import LLAMA_CPP, ChosenPeers, PeerProcess, choose, llama_cpp, mlx_lm
+from outrider.bench.comparison.report import ConcurrentSection, Rounds
+from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts, best_mlx_lm
+from outrider.bench.comparison.runs import run_interleaved
 from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -30,7 +30,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 WIDEST = 256
-NOT_AT_ONCE = ("depths", "prompts", "both_cores", "contended")
+SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores", "contended")
 TRIAL_ROUNDS = 2
 # All ways read the same prompts, the peers too, so none may remember them; nor what was learned in a run before.
 OWN_SETTINGS = {"prompt_cache": False, "memory": False}
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
+class ConcurrentPlan:
     """What is to be run, checked before anything starts."""
 
     widths: list[int]
@@ -56,7 +56,7 @@ class AtOnce:
     each: int
     samplings: list[SamplingParams]
     prompts: list[tuple[int, ...]]
-    peers: Chosen
+    peers: ChosenPeers
 
     def rounds_of(self, width: int) -> list[Texts]:
         """The prompts of each round, and one round more."""
@@ -68,20 +68,22 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     plan = _plan(options, pair, samplings)
     out, screen = writable_folder(options.out, "choose another --out"), Screen()
     given = flags.settings_of(options)
-    sections: list[Width] = []
+    sections: list[ConcurrentSection] = []
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
         started = {**OWN_SETTINGS, "max_active": max(plan.widths), **given}
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
         peers = _Peers(stack, pair.settings, plan.peers)
         for sampling, width, found in _runs(plan, cluster.client(), peers, screen):
-            sections.append(report.section(width, sampling.temp, found))
+            sections.append(report.concurrent_section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = {name: _plain(rounds) for name, rounds in found.items()}
             screen.clear()
-            print(report.table(sections[-1]) + "\n", flush=True)
+            print(report.concurrent_table(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
-    files.write(out, "concurrency", title, pair.settings, results, lambda path: report.draw(sections, path, title))
+    files.write(
+        out, "concurrency", title, pair.settings, results, lambda path: report.draw_concurrent(sections, path, title)
+    )
     for note in plan.peers.left_out:
         print(note)
     return 0
@@ -90,16 +92,16 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
 class _Peers:
     """The engines that answer batches, started when they are first wanted; they end with `stack`."""
 
-    def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: Chosen) -> None:
+    def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: ChosenPeers) -> None:
         self._stack = stack
         self._both_cores = replace(settings, threads=2 * settings.threads)
         self._gguf = chosen.gguf
         self._mlx_lm = stack.enter_context(mlx_lm(settings)) if chosen.mlx_lm else None
         self._slots: dict[int, PeerProcess] = {}
 
-    def ways(self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen) -> list[Batcher]:
+    def ways(self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen) -> list[BatchRunner]:
         """llama.cpp with a slot for each request, and as many threads as our target and drafter have together."""
-        found: list[Batcher] = []
+        found: list[BatchRunner] = []
         if self._gguf is not None:
             if width not in self._slots:
                 started = llama_cpp(self._both_cores, self._gguf, slots=width)
@@ -112,28 +114,28 @@ class _Peers:
 
 
 def _runs(
-    plan: AtOnce, client: Client, peers: _Peers, screen: Screen
+    plan: ConcurrentPlan, client: Client, peers: _Peers, screen: Screen
 ) -> Iterator[tuple[SamplingParams, int, dict[str, Rounds]]]:
     for sampling in plan.samplings:
         for width in plan.widths:
             first, *rounds = plan.rounds_of(width)
-            ways: list[Batcher] = [ModeBatch(mode, client, width) for mode in plan.modes]
+            ways: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
             ways += peers.ways(width, [first] * TRIAL_ROUNDS, sampling, screen)
             tell = partial(_tell, screen, width)
-            compete(ways, [first], sampling, tell, seeds=SEEDS)  # warms up
-            yield sampling, width, dict(compete(ways, rounds, sampling, tell, seeds=SEEDS))
+            run_interleaved(ways, [first], sampling, tell, seeds=SEEDS)  # warms up
+            yield sampling, width, dict(run_interleaved(ways, rounds, sampling, tell, seeds=SEEDS))
 
 
 def _tell(screen: Screen, width: int, said: str) -> None:
     screen.show(f"{width} at once, {said}")
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> AtOnce:
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> ConcurrentPlan:
     """
     Raises:
         InvalidRequest: there is nothing to run, or something that goes with one request at a time.
     """
-    for name in NOT_AT_ONCE:
+    for name in SINGLE_REQUEST_ONLY:
         if getattr(options, name) not in (None, False):
             raise InvalidRequest(f"{name.replace('_', '-')} is for one request at a time; leave it or concurrency out")
     widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
@@ -143,7 +145,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     kinds = files.of_classes(options, pair, CLASSES)
     mixed = files.in_turn(list(kinds.values()))
-    return AtOnce(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], mixed, peers)
+    return ConcurrentPlan(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], mixed, peers)
 
 
 def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, places_of, verifies, whole
+from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, positions_of, verifies, whole
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
@@ -66,7 +66,7 @@ def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, br
     verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
     ahead = [milliseconds(whole(spans)) for spans in aheads(bench, known, GREEDY, depth, branches, numbers)]
     bench.open(prompt, GREEDY, target=True, drafter=True)
-    places = places_of(known, depth, numbers)
+    places = positions_of(known, depth, numbers)
     done = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in places]
     bench.close()
     beside = done[WARM_UP:]

@@ -15,7 +15,7 @@ import psutil
 
 from outrider.bench.commands import tune_heads
 from outrider.bench.commands.tune_heads import DEPTHS
-from outrider.bench.contest.contest import Ours, compete, total_rate
+from outrider.bench.comparison.runs import ModeRunner, run_interleaved, total_rate
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -308,10 +308,10 @@ def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
     with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
         ways = [
-            Ours(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
+            ModeRunner(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
             for best in _bests(found)
         ]
-        runs = compete(ways, _texts(pair), sampling, lambda said: screen.show(f"tune: {said}"))
+        runs = run_interleaved(ways, _texts(pair), sampling, lambda said: screen.show(f"tune: {said}"))
     screen.clear()
     for best in _bests(found):
         rate = total_rate([run.timed for run in runs[best.mode]])

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.bench.timing.alone import costs
+from outrider.bench.timing.loops import costs
 from outrider.bench.timing.probe import WORTH_IT, Probe, Rehearsal
 from outrider.orchestrator.core.policy.forecasts import Costs, Odds, ceiling, sd_rate, ssd_rate
 

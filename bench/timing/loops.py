@@ -9,11 +9,13 @@ the first `WARM_UP`, cold caches included, are not told.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from outrider.bench.timing.workbench import Workbench
+from outrider.orchestrator.core.policy.forecasts import Costs
 from outrider.protocol.messages import Span
 from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
@@ -41,7 +43,7 @@ Text = tuple[int, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoundPosition:
     """Where a round stands in the text: `new` tokens become committed, `chain` is verified behind them."""
 
     number: int
@@ -51,7 +53,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopTurn:
+class SdRound:
     """A round of SD, milliseconds: the chain from asking to having, the target's wait beyond it, and all of it from the
     last verify's end to this one's."""
 
@@ -70,12 +72,12 @@ def whole(spans: Sequence[Span]) -> Span:
     return Span(min(span.started_ns for span in spans), max(span.ended_ns for span in spans))
 
 
-def places_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[Place]:
+def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[RoundPosition]:
     """K+1 tokens a round; each round's chain is the text itself."""
     told, text = known
     for number in numbers:
         at = known[0] + 1 + (number - 1) * (depth + 1)
-        yield Place(number, at, tuple(text[told:at]), tuple(text[at : at + depth]))
+        yield RoundPosition(number, at, tuple(text[told:at]), tuple(text[at : at + depth]))
         told = at
 
 
@@ -108,7 +110,7 @@ def chains(
     """Just-in-time chains, one right after another: the work, and what the answer took beyond it."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
-    for place in places_of(known, 1, numbers):
+    for place in positions_of(known, 1, numbers):
         drafted, whole_ms = bench.chain(place.number, place.base_len, place.new, depth)
         if place.number > WARM_UP:
             yield milliseconds(drafted.work), whole_ms - milliseconds(drafted.work)
@@ -117,7 +119,7 @@ def chains(
 
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
-) -> Iterator[LoopTurn]:
+) -> Iterator[SdRound]:
     """The chain is drafted, then one as long verified. A drafter that has waited is slower than one that has not."""
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
@@ -129,7 +131,7 @@ def turns(
         outcome = bench.verify(number, at, text[at : at + depth])
         if number > WARM_UP:
             between_ms = max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
-            yield LoopTurn(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
+            yield SdRound(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
         told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
     bench.close()
 
@@ -146,8 +148,112 @@ def aheads(
     """The work ahead for the outcomes of a chain of K, or of `chain` tokens: the span of each forward."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
-    for place in places_of(known, depth if chain is None else chain, numbers):
+    for place in positions_of(known, depth if chain is None else chain, numbers):
         _, spans = bench.work_ahead(place.number, place.base_len, place.new, place.chain, depth, branches)
         if place.number > WARM_UP:
             yield spans
     bench.close()
+
+
+Milliseconds = Callable[[int], float]
+
+
+def costs(
+    step_ms: float,
+    verify_ms: Milliseconds,
+    chain_ms: Milliseconds,
+    ahead_ms: Milliseconds = lambda depth: 0.0,
+    *,
+    between_ms: float = 0.0,
+    turnaround_ms: float | None = None,
+) -> Costs:
+    """What a round is made of.
+
+    Args:
+        step_ms: a token of plain decoding.
+        verify_ms: a verify by its rows.
+        chain_ms: a chain that is asked for, by its length.
+        ahead_ms: the work ahead by its depth; nothing where no tree is waited for.
+        between_ms: the target's wait in SD beyond the chain's time.
+        turnaround_ms: its wait on a hit; None: the same. A chain that is asked for keeps SD's wait.
+    """
+    usual_ms = between_ms if turnaround_ms is None else turnaround_ms
+    more_ms = max(between_ms - usual_ms, 0.0)
+    return Costs(step_ms, verify_ms, lambda depth: chain_ms(depth) + more_ms, ahead_ms, usual_ms)
+
+
+# Rounds of each kind in a sample.
+ROUNDS = 2
+# Rows of a verify that are timed beyond K+1, for n-grams may fill a chain further.
+MORE_ROWS = (12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedTimes:
+    """Medians in milliseconds. `step_ms` is a run-ahead token of the target; `chain_ms(K)` from asking to having;
+    `ahead_ms(K)` the work ahead, all branches K deep; `between_ms` the target's wait in SD beyond the chain's time."""
+
+    step_ms: float
+    verify_ms: Curve
+    chain_ms: Curve
+    ahead_ms: Curve
+    between_ms: float
+
+    def costs(self, turnaround_ms: float | None = None) -> Costs:
+        """For the formula. `turnaround_ms` is a run's own, of its hits; a chain that is asked for has SD's, alone."""
+        return costs(
+            self.step_ms,
+            self.verify_ms,
+            self.chain_ms,
+            self.ahead_ms,
+            between_ms=self.between_ms,
+            turnaround_ms=turnaround_ms,
+        )
+
+
+class Stopwatch:
+    """Collects samples; `read` whenever enough are there. K up to the greatest of `depths`, B = `branches`."""
+
+    def __init__(self, bench: Workbench, depths: Sequence[int], branches: int) -> None:
+        self._bench = bench
+        self._depths = sorted({1, *depths})
+        self._branches = branches
+        self._steps: list[float] = []
+        self._between: list[float] = []
+        self._verify: defaultdict[int, list[float]] = defaultdict(list)
+        self._chain: defaultdict[int, list[float]] = defaultdict(list)
+        self._ahead: defaultdict[int, list[float]] = defaultdict(list)
+
+    def sample(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Times everything once more, over the text that the target itself says after `prompt`: plain steps all along
+        it, the rest from its middle, so that as much is attended to as in a run on average. A few seconds.
+
+        Raises:
+            WorkerError: there is no drafter, or a worker was lost.
+        """
+        self._bench.need_drafter()
+        endless = replace(sampling, max_tokens=1 << 20)
+        rows = [*range(1, self._depths[-1] + 2), *(more for more in MORE_ROWS if more > self._depths[-1] + 1)]
+        needed = max(numbers_of(ROUNDS)[-1] * (self._depths[-1] + 1), rows[-1]) + 2
+        length = max(sampling.max_tokens, 2 * needed)
+        text, spans = self._bench.text(prompt, length, endless)
+        self._steps += steps(spans)
+        known = (len(prompt) + length // 2, text)
+        for count, verify_ms in verifies(self._bench, known, endless, rows * ROUNDS):
+            self._verify[count].append(verify_ms)
+        for depth in self._depths:
+            for turn in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
+                self._chain[depth].append(turn.chain_ms)
+                self._between.append(turn.between_ms)
+            for spans in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
+                self._ahead[depth].append(milliseconds(whole(spans)))
+
+    def read(self) -> IsolatedTimes:
+        """Medians of all samples so far; at least one."""
+        return IsolatedTimes(
+            statistics.median(self._steps),
+            medians(self._verify),
+            medians(self._chain),
+            medians(self._ahead),
+            statistics.median(self._between),
+        )

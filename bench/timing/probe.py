@@ -7,7 +7,7 @@ prediction; see `outrider.bench.timing.forecast`.
 outcome finds in the cache is decided by what the drafter had finished when the verify ended; how fast each worked
 beside the other is measured along the way.
 
-`Hourglass`: a time to keep to: loops that end early when their share of it is over, so that a slow machine is measured
+`TimeBudget`: a time to keep to: loops that end early when their share of it is over, so that a slow machine is measured
 less often and not for longer.
 """
 
@@ -37,7 +37,7 @@ from outrider.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class RehearsalRound:
     """A round: `rows` were verified, `accepted` chain tokens held; `in_full` would have held with a chain of full
     length. `hit`: the outcome's branch was there by then. `verify_ms` beside the working drafter."""
 
@@ -54,7 +54,7 @@ class Rehearsal:
 
     depth: int
     branches: int
-    rounds: tuple[Rehearsed, ...]
+    rounds: tuple[RehearsalRound, ...]
 
     @property
     def tokens(self) -> float:
@@ -85,7 +85,7 @@ def rehearse(
 ) -> Rehearsal:
     """Goes over the first `tokens` after each prompt of `texts`; a hit verifies the branch as it was, a miss a
     just-in-time chain."""
-    rounds: list[Rehearsed] = []
+    rounds: list[RehearsalRound] = []
     for start, text in texts:
         bench.open(text[:start], sampling, target=True, drafter=True)
         rounds += _over(bench, start, text[: start + tokens + depth + 2], depth, branches)
@@ -93,7 +93,7 @@ def rehearse(
     return Rehearsal(depth, branches, tuple(rounds))
 
 
-def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branches: int) -> Iterator[Rehearsed]:
+def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branches: int) -> Iterator[RehearsalRound]:
     told, at, number = start, start + 1, 1
     full = served = bench.chain(number, at, text[told:at], depth)[0].chain
     told = at
@@ -103,7 +103,7 @@ def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branche
         outcome = (*served[:held], done.outcome.bonus)
         in_time = _prepared(done.pieces, outcome, done.outcome.work.ended_ns)
         verify_ms = milliseconds(done.outcome.work)
-        yield Rehearsed(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
+        yield RehearsalRound(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
         at, number = at + held + 1, number + 1
         if at + depth + 1 >= len(text):
             return
@@ -129,7 +129,7 @@ def _prepared(pieces: Sequence[Branches], committed: tuple[int, ...], until_ns: 
     return found
 
 
-class Hourglass:
+class TimeBudget:
     """Runs from its making on. Shares are of the whole time and count from its beginning."""
 
     def __init__(self, seconds: float) -> None:
@@ -203,7 +203,7 @@ def probe(
         WorkerError: there is no drafter, or a worker was lost.
     """
     bench.need_drafter()
-    glass = Hourglass(SECONDS)
+    glass = TimeBudget(SECONDS)
     texts, steps = _texts(bench, prompts, sampling, glass, tell)
     tell("probe: cost of verifying")
     verify_ms = _verify_curve(bench, texts[0], sampling, glass)
@@ -241,7 +241,7 @@ def _texts(
     bench: Workbench,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    glass: Hourglass,
+    glass: TimeBudget,
     tell: Callable[[str], None],
 ) -> tuple[list[Text], list[float]]:
     """What the target says after each prompt, shorter where it is slow, and what its tokens took."""
@@ -266,7 +266,7 @@ def _pilot(
     depth: int,
     branches: int,
     turn_ms: Curve,
-    glass: Hourglass,
+    glass: TimeBudget,
 ) -> tuple[Rehearsal, float]:
     """A short rehearsal, for which there is time even if each round brings one token, and how many tokens of text such
     a one gets through in a second."""
@@ -277,7 +277,7 @@ def _pilot(
     return found, tokens / max(before_s - glass.left(), 1e-3)
 
 
-def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass: Hourglass) -> Curve:
+def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass: TimeBudget) -> Curve:
     """c(M), the row counts in turn, so that a drifting machine drifts for all alike."""
     times: defaultdict[int, list[float]] = defaultdict(list)
     rows = (count for _ in glass.turns(REPEATS, FEWEST_REPEATS, VERIFY_BY) for count in VERIFY_ROWS)
@@ -287,7 +287,7 @@ def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass
 
 
 def _chain_curve(
-    bench: Workbench, known: Text, sampling: SamplingParams, deepest: int, glass: Hourglass
+    bench: Workbench, known: Text, sampling: SamplingParams, deepest: int, glass: TimeBudget
 ) -> tuple[Curve, float]:
     """Just-in-time chains by their length, and the link."""
     works: dict[int, list[float]] = {}
@@ -300,7 +300,7 @@ def _chain_curve(
 
 
 def _tree_curve(
-    bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int], glass: Hourglass
+    bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int], glass: TimeBudget
 ) -> Curve:
     """One depth of the tree by its number of branches: the middle forwards of a round, where all of them grow."""
     return medians({
@@ -314,7 +314,7 @@ def _tree_curve(
 
 
 def _turn_curve(
-    bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int], glass: Hourglass
+    bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int], glass: TimeBudget
 ) -> tuple[Curve, float]:
     """Rounds of SD by K, and the wait in them that is not the chain's."""
     wholes: dict[int, list[float]] = {}
@@ -326,6 +326,6 @@ def _turn_curve(
     return medians(wholes), statistics.median(between)
 
 
-def _numbers(glass: Hourglass, share: float) -> Iterator[int]:
+def _numbers(glass: TimeBudget, share: float) -> Iterator[int]:
     """Round numbers from 1: those that warm up, then those that count."""
     return (turn + 1 for turn in glass.turns(REPEATS + WARM_UP, FEWEST_REPEATS + WARM_UP, share))

@@ -42,7 +42,7 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class ParallelRound:
     """A verify and the work ahead beside it; `pieces` as they were pushed, at least one."""
 
     outcome: Outcome
@@ -144,7 +144,7 @@ class Workbench:
 
     def both(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> Together:
+    ) -> ParallelRound:
         """VERIFY and COMMIT at once, until both are through."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         self._commit(number, base_len, new, tuple(chain), depth, branches)
@@ -156,7 +156,7 @@ class Workbench:
                 verified = message
             elif isinstance(message, Branches):
                 pieces.append(message)
-        return Together(verified, tuple(pieces))
+        return ParallelRound(verified, tuple(pieces))
 
     def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> tuple[Drafted, float]:
         """A just-in-time chain, and the milliseconds from asking to having it."""

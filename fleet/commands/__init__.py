@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from outrider.fleet.host import FleetHost, checked_token, default_folder, enter
+from outrider.fleet.host import FleetHost, default_folder, enter, read_token
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli.parser import Parser
 from outrider.protocol.errors import InvalidRequest
@@ -90,5 +90,5 @@ def at_head(host: FleetHost) -> str:
         raise InvalidRequest(
             "this host is not the head of a fleet; expected `outrider fleet head` first, and this command there"
         )
-    enter(host.environment(here.address, checked_token(host.folder)))
+    enter(host.environment(here.address, read_token(host.folder)))
     return here.address

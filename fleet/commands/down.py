@@ -38,7 +38,7 @@ def _end_engines(host: FleetHost) -> None:
     """In order, where the head still answers; else they end with it."""
     try:
         address = at_head(host)
-        from outrider.fleet.launching import shut_down
+        from outrider.fleet.deployment import shut_down
 
         shut_down(address)
     except OutriderError as error:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from outrider.fleet.commands import add_folder, at_head, host_of
 from outrider.fleet.host import require_ray
-from outrider.fleet.plan import FleetPlan
-from outrider.fleet.plan_file import read_plan
+from outrider.fleet.plan import FleetPlan, read_plan
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol import values
 
@@ -34,10 +33,10 @@ def run(options: argparse.Namespace) -> int:
         return 0
     require_ray()
     address = at_head(host_of(options))
-    from outrider.fleet import launching
+    from outrider.fleet import deployment
 
     screen = Screen()
-    urls = launching.launch(plan, address, screen.show, wait)
+    urls = deployment.launch(plan, address, screen.show, wait)
     screen.clear()
     for url in urls:
         print(f"HTTP: {url}", flush=True)

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     require_ray()
     address = at_head(host_of(options))
-    from outrider.fleet.overview import look
+    from outrider.fleet.deployment import look
 
     found = look(address)
     if options.json:

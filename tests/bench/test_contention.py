@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.contest.contention import Contention
-from outrider.bench.contest.field import keep_on
+from outrider.bench.comparison.contention import Contention
+from outrider.bench.comparison.runners import keep_on
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings
@@ -47,7 +47,7 @@ def test_it_ends_when_the_bench_fails() -> None:
 def test_it_ends_when_whoever_started_it_is_killed() -> None:
     """Its stdin is a pipe that ends then."""
     process = subprocess.Popen(
-        python("-m", "outrider.bench.contest.contention", "cpu"),
+        python("-m", "outrider.bench.comparison.contention", "cpu"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(),

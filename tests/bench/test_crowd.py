@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.crowd import report
-from outrider.bench.crowd.ask import Arrival, Question, Reply, ask_all, timed
-from outrider.bench.crowd.report import section, table
+from outrider.bench.comparison import report
+from outrider.bench.comparison.report import section, table
+from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send_all, timed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest
@@ -59,7 +59,7 @@ def test_an_interval_of_latency_is_over_rounds_and_requests() -> None:
 def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> None:
     found = [section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
-    report.draw(found, tmp_path / "picture.png", "two ways")
+    report.draw_concurrent(found, tmp_path / "picture.png", "two ways")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
@@ -77,7 +77,9 @@ class OneByOne:
 
 
 def test_a_client_keeps_what_came_when_and_leaves_when_it_wants() -> None:
-    whole, left = ask_all(OneByOne(), [Question((1,), SAMPLING, "ar"), Question((1,), SAMPLING, "ar", until=2)])  # type: ignore[arg-type]
+    whole, left = send_all(
+        OneByOne(), [TimedRequest((1,), SAMPLING, "ar"), TimedRequest((1,), SAMPLING, "ar", until=2)]
+    )  # type: ignore[arg-type]
     assert (len(whole.arrivals), whole.reason, whole.cancelled) == (6, "length", False)
     assert (left.token_ids, left.text, left.cancelled) == ((7, 7), "xx", True)
     assert whole.sent < whole.arrivals[0].at <= whole.ended

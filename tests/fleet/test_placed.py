@@ -109,7 +109,7 @@ def test_a_lease_holds_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     import ray
     from ray import serve
 
-    from outrider.fleet.application import HEALTH_SECONDS
+    from outrider.fleet.deployment import HEALTH_SECONDS
 
     gate, engines = (serve.get_deployment_handle(name, fleet.name) for name in ("gate", "placed"))
     lease = engines.options(stream=True).lease.remote(gate.visitor.remote().result())

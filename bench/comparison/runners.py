@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run, compete, total_rate
-from outrider.bench.contest.peers import (
+from outrider.bench.comparison.peers import (
     LLAMA_CPP,
     MLX_LM,
     SPECULATIONS,
     WITH_DRAFT,
-    Chosen,
-    Peer,
+    ChosenPeers,
+    PeerRunner,
     llama_cpp,
     mlx_lm,
 )
+from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run, run_interleaved, total_rate
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import system
@@ -36,23 +36,23 @@ BOTH_CORES = ", both cores"
 TRIAL_PROMPTS = 4
 FEWEST_TRIAL_PROMPTS = 2
 
-Families = list[list[Contestant]]
+Families = list[list[PromptRunner]]
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class RunnerFamilies:
     """All contestants by family. `weight_bytes`: what the target reads in one forward."""
 
     families: Families
     weight_bytes: int
 
-    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[Contestant]:
+    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
         """The best of each family, by a trial on prompts that count nowhere else: the best of many settings is the
         luckiest of them, too. SD by the model alone stays in, since the formula is about it."""
-        trial = compete([c for family in self.families for c in family], prompts, sampling, tell)
+        trial = run_interleaved([c for family in self.families for c in family], prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
-        chosen: dict[str, Contestant] = {}
+        chosen: dict[str, PromptRunner] = {}
         for family in self.families:
             models = [contestant for contestant in family if contestant.name.startswith("sd model")]
             for some in (family, models):
@@ -64,8 +64,13 @@ class Field:
 
 @contextmanager
 def field(
-    given: dict[str, Any], settings: ServeSettings, depths: Sequence[int], both_cores: bool, peers: Chosen, tell: Tell
-) -> Iterator[Field]:
+    given: dict[str, Any],
+    settings: ServeSettings,
+    depths: Sequence[int],
+    both_cores: bool,
+    peers: ChosenPeers,
+    tell: Tell,
+) -> Iterator[RunnerFamilies]:
     """`given` are the cluster's settings as keywords; `settings` the same with folders in them (see `pairing`).
 
     Raises:
@@ -83,7 +88,7 @@ def field(
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
                 families += start.mlx_lm(BOTH_CORES, replace(settings, threads=threads))
-        yield Field(families, weight_bytes)
+        yield RunnerFamilies(families, weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,9 @@ class _Starter:
         if drafts:
             clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
         families: Families = [
-            [Ours(BASELINE + suffix, cluster.client(), "ar")],
+            [ModeRunner(BASELINE + suffix, cluster.client(), "ar")],
             [
-                Ours(f"sd {source} K={depth}{suffix}", client, "sd", depth)
+                ModeRunner(f"sd {source} K={depth}{suffix}", client, "sd", depth)
                 for depth in self.depths
                 for source, client in clients.items()
             ],
@@ -121,8 +126,8 @@ class _Starter:
         if not plain:
             families += self._colocated(given)
             if drafts:
-                families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
-            families.append([Ours("auto", cluster.client(), "auto")])
+                families.append([ModeRunner(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
+            families.append([ModeRunner("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
 
     def _colocated(self, given: dict[str, Any]) -> Families:
@@ -131,16 +136,18 @@ class _Starter:
             return []
         client = self._cluster({**given, "colocate": True}).client()
         keep_on(_target(client).pid, system.core_of("target", self.settings))
-        return [[Ours(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
+        return [[ModeRunner(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(mlx_lm(settings))
-        found: Families = [[Peer(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
+        found: Families = [[PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
         if settings.draft_model is not None:
-            found.append([Peer(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths])
+            found.append(
+                [PeerRunner(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths]
+            )
         return found
 
-    def llama_cpp(self, peers: Chosen) -> Families:
+    def llama_cpp(self, peers: ChosenPeers) -> Families:
         """Plain with as many threads as our target, then with as many as our target and drafter together: plain, and
         its own speculation in each setting that is tried."""
         if peers.gguf is None:
@@ -149,12 +156,12 @@ class _Starter:
         families: Families = []
         for settings in (self.settings, twice):
             process = self.stack.enter_context(llama_cpp(settings, peers.gguf))
-            families.append([Peer(llama_name(settings.threads), process)])
-        tried: list[Contestant] = []
+            families.append([PeerRunner(llama_name(settings.threads), process)])
+        tried: list[PromptRunner] = []
         for speculation in (*SPECULATIONS, *(WITH_DRAFT if peers.draft is not None else ())):
             self.tell(f"{LLAMA_CPP} {speculation.name}")
             process = self.stack.enter_context(llama_cpp(twice, peers.gguf, speculation=speculation, draft=peers.draft))
-            tried.append(Peer(llama_name(twice.threads, speculation.name), process))
+            tried.append(PeerRunner(llama_name(twice.threads, speculation.name), process))
         return [*families, tried]
 
     def _cluster(self, given: dict[str, Any]) -> LocalCluster:
@@ -177,11 +184,11 @@ def llama_name(threads: int, speculation: str = "") -> str:
     return f"{LLAMA_CPP}{with_it}, {threads} thread{'s' * (threads > 1)}"
 
 
-def of_main_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
     return {name: found for name, found in runs.items() if not name.endswith(BOTH_CORES)}
 
 
-def of_second_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+def second_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
     """Those with both cores, and of the main table those that have both anyway."""
     return {
         name: found for name, found in runs.items() if name.endswith(BOTH_CORES) or name.startswith(("ssd", "auto"))

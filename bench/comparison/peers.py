@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import Run, Timed
-from outrider.bench.helper import Helper
+from outrider.bench.comparison.runs import Run, Timed
+from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import default_model, is_gguf
 from outrider.orchestrator.pairing.pulled import PULLED, pull
@@ -54,11 +54,11 @@ SPECULATIONS = (
 WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
 
 
-class PeerProcess(Helper):
+class PeerProcess(HelperProcess):
     """Another engine in a process of its own, with our target's BLAS and threads, and with one thread on its core."""
 
     def __init__(self, module: str, settings: ServeSettings, *arguments: str) -> None:
-        super().__init__(f"outrider.bench.contest.{module}", *arguments, threads=settings.threads)
+        super().__init__(f"outrider.bench.comparison.{module}", *arguments, threads=settings.threads)
         system.place(self.pid, "target", settings)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Run:
@@ -97,7 +97,7 @@ def llama_cpp(
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerRunner:
     """A peer's way to decode; `asked` is what it alone is asked: for mlx-lm how many tokens are drafted."""
 
     name: str
@@ -109,7 +109,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenPeers:
     """The peers of a bench. `gguf`, `draft`: the files that llama.cpp reads, None where it does not take part.
     `left_out`: a sentence about each that can't take part."""
 
@@ -119,7 +119,7 @@ class Chosen:
     left_out: tuple[str, ...] = ()
 
 
-def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> Chosen:
+def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> ChosenPeers:
     """`wanted`: names with commas between, "none", or None: all that can be had. `model` and `draft` are what the user
     named; `settings` have the folders that they became.
 
@@ -127,7 +127,7 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
         InvalidRequest: a peer that is named is unknown, not installed, or has no file to read.
     """
     if wanted == "none" or (wanted is None and settings.simulate is not None):
-        return Chosen()
+        return ChosenPeers()
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or of {', '.join(PEERS)} with commas between")
@@ -135,7 +135,7 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
     why = {name: reason for name in names if (reason := _missing(name, file)) is not None}
     if wanted is not None and why:
         raise InvalidRequest(next(iter(why.values())))
-    return Chosen(
+    return ChosenPeers(
         mlx_lm=MLX_LM in names and MLX_LM not in why,
         gguf=file if LLAMA_CPP in names and LLAMA_CPP not in why else None,
         draft=Path(draft).expanduser() if draft is not None and is_gguf(Path(draft).expanduser()) else None,

@@ -1,6 +1,6 @@
 """Something else that is busy on the target's device while a bench runs; it ends with the bench, however that ends.
 
-`python -m outrider.bench.contest.contention gpu|cpu` is what runs: on a CPU it streams memory, as another model's
+`python -m outrider.bench.comparison.contention gpu|cpu` is what runs: on a CPU it streams memory, as another model's
 weights would; on a GPU it multiplies matrices. It says that it is ready when it has begun, and goes on until its stdin
 ends.
 """
@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from outrider.bench.helper import Helper, say_ready
+from outrider.bench.helper import HelperProcess, say_ready
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 
@@ -21,13 +21,13 @@ STREAMED_FLOATS = 64 << 20
 SIDE = 2048
 
 
-class Contention(Helper):
+class Contention(HelperProcess):
     """A context manager; `describe` says what is busy where."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self._core = system.core_of("target", settings)
         self._on_gpu = sys.platform == "darwin"
-        super().__init__("outrider.bench.contest.contention", "gpu" if self._on_gpu else "cpu")
+        super().__init__("outrider.bench.comparison.contention", "gpu" if self._on_gpu else "cpu")
         system.pin(self.pid, self._core)
 
     def describe(self) -> str:

@@ -4,7 +4,7 @@
 rounds take. The formula gets times measured alone, and of the run itself only its odds (how long the chains were, what
 they brought, how often a drafter had to be asked) and its median turnaround.
 
-`Subject`: the lines under a bench's table: what the machine costs, what that allows, and where a round's time went.
+`RunnerSummary`: the lines under a bench's table: what the machine costs, what that allows, and where a round's time went.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run
-from outrider.bench.timing.alone import Alone
+from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run
+from outrider.bench.timing.loops import IsolatedTimes
 from outrider.orchestrator.core.policy.forecasts import Costs, RoundKind, ar_rate, mixed_rate
 from outrider.protocol.messages import Timings
 
@@ -56,7 +56,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class FormulaComparison:
     """A round as measured and as the formula has it, milliseconds; rates in tokens per second.
 
     `verify_ms` and `verify_alone_ms` are the mean verify in the run and what the same verifies take alone; `between_ms`
@@ -98,19 +98,19 @@ def summary(timings: Sequence[Timings]) -> Summary:
     )
 
 
-def judge_plain(found: Summary, alone: Alone) -> Judged:
+def compare_plain(found: Summary, alone: IsolatedTimes) -> FormulaComparison:
     """Plain decoding: one run-ahead token after another, nothing between them."""
     step_ms = found.decode_ms / found.rounds
-    return Judged(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
+    return FormulaComparison(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
-def judge(found: Summary, alone: Alone, depth: int, works_ahead: bool) -> Judged:
+def compare_speculative(found: Summary, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
     """SD with this K, or with `works_ahead` SSD, against theorem 7 on the run's own mix of rounds."""
     costs = alone.costs(found.turnaround_ms)
     kinds = kinds_of(found, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(kind.rows) for kind in kinds)
     predicted = mixed_rate(costs, kinds)
-    return Judged(
+    return FormulaComparison(
         _rate(found),
         1000 * predicted,
         found.verify_ms / found.rounds,
@@ -162,7 +162,7 @@ FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class RunnerSummary:
     """A contestant of ours; `depth` is its K, None where that changes or there is none."""
 
     name: str
@@ -171,37 +171,37 @@ class Subject:
     summary: Summary
 
 
-def subjects_of(best: Sequence[Contestant], runs: Mapping[str, Sequence[Run]], apart: str) -> list[Subject]:
+def summaries_of(best: Sequence[PromptRunner], runs: Mapping[str, Sequence[Run]], apart: str) -> list[RunnerSummary]:
     """Those of the contestants that are ours; names that end with `apart` are of another table.
 
     Not the colocated: they draft in turn without asking, which is no round of the formula's.
     """
     return [
-        Subject(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
+        RunnerSummary(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
         for one in best
-        if isinstance(one, Ours) and not one.name.endswith(apart) and COLOCATED not in one.name
+        if isinstance(one, ModeRunner) and not one.name.endswith(apart) and COLOCATED not in one.name
     ]
 
 
-def judge_all(subjects: Sequence[Subject], alone: Alone) -> dict[str, Judged]:
+def compare_all(subjects: Sequence[RunnerSummary], alone: IsolatedTimes) -> dict[str, FormulaComparison]:
     """Measured against the formula, by name: AR, and modes that keep to one K."""
-    return {s.name: _judge(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
+    return {s.name: _compare(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
 
 
-def _judge(subject: Subject, alone: Alone) -> Judged:
+def _compare(subject: RunnerSummary, alone: IsolatedTimes) -> FormulaComparison:
     if subject.mode == "ar":
-        return judge_plain(subject.summary, alone)
-    return judge(subject.summary, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
+        return compare_plain(subject.summary, alone)
+    return compare_speculative(subject.summary, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
 
 
-def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes: int) -> list[str]:
+def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int, weight_bytes: int) -> list[str]:
     """`weight_bytes` is what the target reads in one forward."""
-    judged = judge_all(subjects, alone)
+    comparison = compare_all(subjects, alone)
     depth = next((subject.depth for subject in subjects if subject.mode == "ssd"), None)
     found = [_costs(alone)]
     if depth is not None:
         found.append(_ceiling(alone, depth, branches))
-    found += [_round(subject, judged[subject.name]) for subject in subjects if subject.name in judged]
+    found += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
     streamed = ", ".join(f"{s.name} {_streamed(s.summary, weight_bytes):.1f}" for s in subjects)
     found.append(f"- target weights read, GB/s while verifying ({weight_bytes / 1e6:.0f} MB a forward): {streamed}")
     found += [f"- accepted by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
@@ -211,7 +211,7 @@ def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes
     return found
 
 
-def shares(subject: Subject) -> str:
+def shares(subject: RunnerSummary) -> str:
     """Where the time of this contestant's rounds went, without times measured alone."""
     found = subject.summary
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
@@ -222,7 +222,7 @@ def shares(subject: Subject) -> str:
     )
 
 
-def _costs(alone: Alone) -> str:
+def _costs(alone: IsolatedTimes) -> str:
     first = alone.verify_ms(1)
     rows = ", ".join(f"{rows}: {ms / first:.2f}" for rows, ms in alone.verify_ms.points)
     return (
@@ -231,7 +231,7 @@ def _costs(alone: Alone) -> str:
     )
 
 
-def _ceiling(alone: Alone, depth: int, branches: int) -> str:
+def _ceiling(alone: IsolatedTimes, depth: int, branches: int) -> str:
     ahead, chain = times_of_drafting(alone.costs(), depth)
     return (
         f"- alone, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
@@ -239,14 +239,14 @@ def _ceiling(alone: Alone, depth: int, branches: int) -> str:
     )
 
 
-def _round(subject: Subject, judged: Judged) -> str:
-    whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / judged.measured
-    slower = judged.verify_ms / judged.verify_alone_ms
-    between = f" + between {judged.between_ms:.2f} (formula {judged.between_alone_ms:.2f})"
+def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
+    whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / comparison.measured
+    slower = comparison.verify_ms / comparison.verify_alone_ms
+    between = f" + between {comparison.between_ms:.2f} (formula {comparison.between_alone_ms:.2f})"
     return (
-        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {judged.verify_ms:.2f} (alone"
-        f" {judged.verify_alone_ms:.2f}, so {slower:.2f} times){between if judged.between_alone_ms else ''};"
-        f" formula {judged.predicted:.1f} tok/s, measured {judged.measured:.1f}"
+        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {comparison.verify_ms:.2f} (alone"
+        f" {comparison.verify_alone_ms:.2f}, so {slower:.2f} times){between if comparison.between_alone_ms else ''};"
+        f" formula {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
     )
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from outrider.bench.contest.contest import Timed, Way, compete, total_rate
-from outrider.bench.contest.peers import MLX_LM, PeerProcess
+from outrider.bench.comparison.peers import MLX_LM, PeerProcess
+from outrider.bench.comparison.runs import Runner, Timed, run_interleaved, total_rate
 from outrider.orchestrator.client.base_client import BaseClient
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.sampling import SamplingParams
@@ -73,7 +73,7 @@ def timed(replies: Sequence[Reply]) -> Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class TimedRequest:
     """What one client asks for, `after` so many seconds; it leaves once it has `until` tokens, None: at the end. K and
     B None: the server's own."""
 
@@ -86,7 +86,7 @@ class Question:
     branches: int | None = None
 
 
-def ask(client: BaseClient, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
+def ask(client: BaseClient, question: TimedRequest, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
     """One request; `heard` is told of each chunk as it comes."""
     time.sleep(question.after)
     sent = time.perf_counter()
@@ -112,7 +112,7 @@ def ask(client: BaseClient, question: Question, heard: Callable[[Arrival], None]
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def ask_all(client: BaseClient, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
+def send_all(client: BaseClient, questions: Sequence[TimedRequest], places: int | None = None) -> Iterator[Reply]:
     """All at once, each `after` its time, or so many at once: who is answered, or has left, makes room for the next.
 
     The replies come in the questions' order; asking begins with the first that is wanted.
@@ -129,7 +129,7 @@ SEEDS = 1000
 Texts = Sequence[tuple[int, ...]]
 
 
-Batcher: TypeAlias = Way[Texts, list[Reply]]
+BatchRunner: TypeAlias = Runner[Texts, list[Reply]]
 """Answers all of these prompts, so many at once as it has places."""
 
 
@@ -143,8 +143,8 @@ class ModeBatch:
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         first = sampling.seed or 0
-        questions = [Question(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
-        return list(ask_all(self.client, questions, self.places))
+        questions = [TimedRequest(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
+        return list(send_all(self.client, questions, self.places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,6 @@ def best_mlx_lm(process: PeerProcess, places: int, rounds: Sequence[Texts], samp
         for reads in PEER_READS
         if reads <= places
     ]
-    found = compete(tried, rounds, sampling, lambda _: None, seeds=SEEDS)
+    found = run_interleaved(tried, rounds, sampling, lambda _: None, seeds=SEEDS)
     best = max(tried, key=lambda way: total_rate([timed(replies) for replies in found[way.name]]))
     return replace(best, name=MLX_LM)

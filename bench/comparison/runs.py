@@ -121,7 +121,7 @@ class Run:
     timings: Timings | None = None
 
 
-class Way(Protocol[T, R]):
+class Runner(Protocol[T, R]):
     """A way to make something of each task; `name` is what tables call it."""
 
     @property
@@ -130,12 +130,12 @@ class Way(Protocol[T, R]):
     def run(self, task: T, sampling: SamplingParams, /) -> R: ...
 
 
-Contestant: TypeAlias = Way[Sequence[int], Run]
+PromptRunner: TypeAlias = Runner[Sequence[int], Run]
 """A way to go on from a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
+class ModeRunner:
     """One of our modes on a running cluster; `depth` None: the cluster's own K. `sampling`: what it samples otherwise
     than the others. `drafter`: the only one that drafts, if named."""
 
@@ -172,8 +172,8 @@ def require_pace(result: GenerationResult) -> None:
             raise WorkerError(f"the simulation failed: {note}")
 
 
-def compete(
-    ways: Sequence[Way[T, R]],
+def run_interleaved(
+    ways: Sequence[Runner[T, R]],
     tasks: Sequence[T],
     sampling: SamplingParams,
     tell: Callable[[str], None],
