@@ -1,6 +1,6 @@
-"""A program in a process of its own that answers each JSON object, one a line: how to ask it, and how to be it.
+"""A helper process that answers JSON objects, one per line: the side that asks, and the side that answers.
 
-Whoever measures keeps MLX out of its own process, and so may have an answer from where it is.
+It keeps MLX out of the measuring process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GRACE_S = 5
 
 
 class HelperProcess:
-    """Runs `python -m *command`, or a file, with the workers' BLAS or an `environment` of its own; a context manager.
+    """A context manager that runs `python -m *command`, or a file, with the workers' BLAS or the given `environment`.
 
-    The program ends when its stdin does.
+    The program ends when its stdin closes.
     """
 
     def __init__(self, *command: str, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
@@ -62,7 +62,8 @@ class HelperProcess:
             self._process.wait()
 
     def ask(self, wish: Mapping[str, Any]) -> dict[str, Any]:
-        """
+        """Sends a request, and returns the answer.
+
         Raises:
             WorkerError: it ended instead of answering.
         """
@@ -84,7 +85,7 @@ def say_ready() -> None:
 
 
 def answer_all(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Says that it is ready, and answers every line of stdin until its end."""
+    """Reports readiness, and answers every line of stdin."""
     say_ready()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

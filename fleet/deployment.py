@@ -1,9 +1,7 @@
-"""A plan as Ray Serve takes it: which actors there are, what each needs of a host, how many.
+"""A plan as a Ray Serve application: deploys it, reports its state and shuts it down.
 
-serve run outrider.fleet:app plan=fleet.yaml
-
-`SessionRouter`: which engine a request goes to: a session's own, else the one with the least under way. Ray Serve
-asks, and keeps count.
+`serve run outrider.fleet:app plan=fleet.yaml` deploys `app` directly. The commands run in a process of their own, which
+the deployment outlives.
 """
 
 from __future__ import annotations
@@ -42,7 +40,8 @@ from outrider.protocol.messages import Stats
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
-    """By itself Serve's spreads requests without a session by chance, and chance has some engines idle."""
+    """Routes a session to its own engine, and other requests to the least busy one. Serve's router would spread the
+    latter randomly."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -53,8 +52,8 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
         return [random.sample(candidate_replicas, len(candidate_replicas))]
 
 
-MOST_AT_ONCE = 10_000
-"""Requests at one engine, whose own line is fair; Serve is to hold none back."""
+MAX_ONGOING = 10_000
+"""Requests per engine. Engines queue fairly themselves, so Serve should not queue."""
 HEAD = "node:__internal_head__"
 LITTLE = 0.001
 HEALTH_SECONDS = 2.0
@@ -62,7 +61,7 @@ ROUTING = RequestRouterConfig(request_router_class=SessionRouter)
 
 
 def application(plan: FleetPlan) -> serve.Application:
-    """All of the fleet, the gate before the others."""
+    """Returns the whole fleet, with the gate as its entry point."""
     engines: list[serve.Application] = []
     many: list[int] = []
     if plan.placed is not None:
@@ -77,25 +76,25 @@ def application(plan: FleetPlan) -> serve.Application:
         many.append(len(plan.attached))
     gate: Any = serve.deployment(Ingress, name="gate")
     where: dict[str, Any] = {"ray_actor_options": _at_head()}
-    if plan.gate.count > 1:  # a host each, for they have one port
+    if plan.gate.count > 1:  # one per host, because they share a port
         where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
     return gate.options(num_replicas=plan.gate.count, **where, **_watched()).bind(plan.gate, plan.engine, engines, many)
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
-    """For `serve run`: the plan in the file that the argument `plan` names."""
+    """Returns the application of the plan in the file that the argument `plan` names."""
     return application(read_plan(Path(arguments["plan"])))
 
 
 def run(plan: FleetPlan, name: str = "outrider") -> None:
-    """Has the fleet run on the Ray that this process is connected to; returns when Ray Serve has been told."""
+    """Deploys the plan on the connected Ray. Returns once Ray Serve has accepted it."""
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(application(plan), name=name, route_prefix=None)
     serve.run_many([target], wait_for_applications_running=False)
 
 
 def _engine_options() -> dict[str, Any]:
-    return {"max_ongoing_requests": MOST_AT_ONCE, "request_router_config": ROUTING, **_watched()}
+    return {"max_ongoing_requests": MAX_ONGOING, "request_router_config": ROUTING, **_watched()}
 
 
 def _watched() -> dict[str, Any]:
@@ -107,7 +106,7 @@ def _at_head() -> dict[str, Any]:
 
 
 def _placing(placed: Placed) -> dict[str, Any]:
-    """Where an engine goes, and its drafter if that has a host of its own."""
+    """Returns the resources of an engine, and a placement group if its drafter has its own host."""
     own = placed.bundle().as_ray() or {"CPU": LITTLE}
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {named[name]: many for name, many in own.items() if name in named}
@@ -143,7 +142,7 @@ ANSWER_SECONDS = 10.0
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """This process is one that Ray knows. Raises OutriderError: the head does not answer, or not to it."""
+    """Connects this process to Ray. Raises OutriderError if the head does not answer or rejects it."""
     FleetHead(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -157,15 +156,15 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def launch(plan: FleetPlan, address: str, told: Callable[[str], None], wait: float) -> list[str]:
-    """Has the plan run; where its gates are, when all are there.
+def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: float) -> list[str]:
+    """Deploys the plan, and returns the gates' URLs when everything runs.
 
     Raises:
-        OutriderError: it can't run, or is not complete after so many seconds.
+        OutriderError: it can't run, or is not complete after `wait` seconds.
     """
-    told("asking the head")
+    show("asking the head")
     if plan.model is not None:
-        find_model(plan.model, weights=False)  # the gate reads texts with it, and begins on this host
+        find_model(plan.model, weights=False)  # the gate tokenizes with it, and starts on this host
     head = FleetHead(address)
     if plan.placed is not None:
         check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
@@ -173,25 +172,25 @@ def launch(plan: FleetPlan, address: str, told: Callable[[str], None], wait: flo
     with connected(address):
         if NAME not in serve.status().applications:
             _check_ingress(plan.gate.http)
-        told("telling Ray what is to run")
+        show("telling Ray what is to run")
         run(plan, NAME)
-        _wait_until_there(told, wait)
+        _wait_until_running(show, wait)
         return gate_urls()
 
 
 def shut_down(address: str) -> None:
-    """Ends the engines and the gates, in order."""
+    """Shuts down the engines and the gates."""
     with connected(address):
         serve.shutdown()
 
 
 def gate_urls() -> list[str]:
-    """Where the gates are."""
+    """Returns the gates' URLs."""
     found = serve.get_deployment_handle("gate", NAME).broadcast("url").results(timeout_s=ANSWER_SECONDS)
     return sorted(set(map(str, found)))
 
 
-def _wait_until_there(told: Callable[[str], None], wait: float) -> None:
+def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
     until = time.monotonic() + wait
     while True:
         found = serve.status().applications.get(NAME)
@@ -200,7 +199,7 @@ def _wait_until_there(told: Callable[[str], None], wait: float) -> None:
                 return
             if found.status in ("DEPLOY_FAILED", "UNHEALTHY") and (why := _why(found)):
                 raise why
-            told(progress(found))
+            show(progress(found))
         if time.monotonic() > until:
             how_far = progress(found) if found is not None else "nothing is"
             raise WorkerError(
@@ -211,26 +210,26 @@ def _wait_until_there(told: Callable[[str], None], wait: float) -> None:
 
 
 def progress(found: ApplicationStatusOverview) -> str:
-    """How many of each part are there."""
+    """Describes the state of each deployment."""
     parts = [f"{name}: {states(part.replica_states)}" for name, part in sorted(found.deployments.items())]
     return ", ".join(parts) or "Ray is preparing"
 
 
 def states(replicas: dict[str, int]) -> str:
-    """Ray's words for replicas, in small letters."""
+    """Describes replica states, in lower case."""
     return ", ".join(f"{many} {str(state).lower()}" for state, many in sorted(replicas.items()) if many) or "none yet"
 
 
 def _why(found: ApplicationStatusOverview) -> OutriderError | None:
-    """The sentence that ended an actor's start, by its own class; None: Serve tries again."""
-    said = "\n".join([found.message, *(part.message for part in found.deployments.values())])
-    sentence = sentence_in(said)
-    return sentence or WorkerError(f"the fleet can't start: {first_line(said)}; expected another fleet.yaml")
+    """Returns the error that ended an actor's start, or None if Serve tries again."""
+    message = "\n".join([found.message, *(part.message for part in found.deployments.values())])
+    sentence = sentence_in(message)
+    return sentence or WorkerError(f"the fleet can't start: {first_line(message)}; expected another fleet.yaml")
 
 
-def sentence_in(said: str) -> OutriderError | None:
-    """The last error of Outrider's own that Ray's words tell of."""
-    lines = re.findall(r"(?:outrider\.protocol\.errors\.|\()(\w+)(?:: |\()(.*)", said)
+def sentence_in(message: str) -> OutriderError | None:
+    """Returns the last Outrider error in a message of Ray's."""
+    lines = re.findall(r"(?:outrider\.protocol\.errors\.|\()(\w+)(?:: |\()(.*)", message)
     for name, sentence in reversed(lines):
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, OutriderError):
@@ -238,13 +237,13 @@ def sentence_in(said: str) -> OutriderError | None:
     return None
 
 
-def first_line(said: str) -> str:
-    """What a page of Ray's begins with."""
-    return next((line.strip() for line in said.splitlines() if line.strip()), "it says nothing")[:300]
+def first_line(message: str) -> str:
+    """Returns the first line of a message."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), "it says nothing")[:300]
 
 
 def _check_ingress(http: HttpSettings) -> None:
-    """Raises EndpointError where the gate of a new fleet could not serve: it begins on this host."""
+    """Raises EndpointError if a new gate could not listen on this host."""
     try:
         HttpListener(http).close()
     except EndpointError:
@@ -259,7 +258,7 @@ KINDS = ("placed", "attached")
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """`release`: of Outrider there."""
+    """A host. `release` is its Outrider version."""
 
     name: str
     state: str
@@ -269,7 +268,7 @@ class HostRow:
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """`running` and `waiting` are requests; `tokens` were generated since its start."""
+    """An engine. `running` and `waiting` are requests; `tokens` were generated since its start."""
 
     kind: str
     endpoint: str
@@ -283,7 +282,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """Engines of one kind, or the gates: how many are `there` of those that are `wanted`."""
+    """A deployment: `there` of `wanted` replicas run."""
 
     name: str
     state: str
@@ -294,7 +293,7 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """`state` is Ray Serve's of the whole; empty: nothing runs."""
+    """The fleet. `state` is Ray Serve's; empty if nothing runs."""
 
     hosts: tuple[HostRow, ...]
     state: str = ""
@@ -304,7 +303,7 @@ class Overview:
 
 
 def look(address: str) -> Overview:
-    """What the fleet at this head is now. Raises OutriderError where the head can't be asked."""
+    """Returns the state of the fleet with this head. Raises OutriderError if the head does not answer."""
     hosts = tuple(sorted(map(_host, FleetHead(address).nodes()), key=lambda row: row.name))
     with connected(address):
         found = serve.status().applications.get(NAME)
@@ -324,12 +323,12 @@ def _host(node: RayNode) -> HostRow:
 
 
 def _engines(kind: str) -> list[EngineRow]:
-    """Those that answer."""
+    """Returns the engines that answer."""
     try:
-        told = serve.get_deployment_handle(kind, NAME).broadcast("report").results(timeout_s=ANSWER_SECONDS)
+        reports = serve.get_deployment_handle(kind, NAME).broadcast("report").results(timeout_s=ANSWER_SECONDS)
     except (RayError, RayServeException, TimeoutError):
         return []
-    return [_engine(kind, place, stats) for place, stats in told]
+    return [_engine(kind, place, stats) for place, stats in reports]
 
 
 def _engine(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:

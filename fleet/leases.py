@@ -1,7 +1,6 @@
-"""Which kind of engine a text is asked of, placed or attached: its session's own, else the one with the least to do.
+"""Leases of engines: a gate leases one for each text, and continues with another when it is lost.
 
-An engine that was just lost counts as none for a while, and so do all of a kind of which none answered: a text that
-goes on is not to wait for them. Counts; asks nobody.
+Ray Serve chooses the engine and reports its end. Requests and tokens pass by ZeroMQ.
 """
 
 from __future__ import annotations
@@ -27,30 +26,30 @@ from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.protocol.errors import EndpointError, ServerStopped
 
 WAIT_SECONDS = 2.0
-"""How long an engine is waited for, each time."""
+"""Timeout of a lease."""
 SILENT_SECONDS = 2.0
-"""How long one may be silent that Ray says is there."""
+"""Timeout of an engine that Ray considers alive."""
 MOST_KNOWN = 1024
 NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` tells why)"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Engines of one deployment of Ray Serve; about so `many`."""
+    """A Ray Serve deployment with about `many` engines."""
 
     handle: DeploymentHandle[Any]
     many: int
 
 
 class Lease:
-    """An engine that is asked, until it is gone."""
+    """A leased engine."""
 
     def __init__(self, client: AsyncClient, gone: asyncio.Future[None]) -> None:
         self.client = client
         self._gone = gone
 
     async def during(self, asking: Coroutine[Any, Any, None]) -> None:
-        """Awaits `asking`. Raises ServerStopped when the engine goes before."""
+        """Awaits `asking`. Raises ServerStopped if the engine ends first."""
         task = asyncio.ensure_future(asking)
         try:
             await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
@@ -63,7 +62,7 @@ class Lease:
 
 
 class EngineLeases:
-    """All of a fleet's. `keys`: the folder of keys for those that are attached."""
+    """Leases engines of all kinds. `keys`: the folder of keys for attached engines."""
 
     def __init__(self, kinds: Sequence[EngineKind], keys: Path | None) -> None:
         self._kinds = kinds
@@ -76,7 +75,7 @@ class EngineLeases:
 
     @asynccontextmanager
     async def lease(self, session: str) -> AsyncIterator[Lease]:
-        """The engine that Serve chooses for a text, the same for a `session` as long as it can be.
+        """Leases the engine that Serve chooses, the same for a `session` where possible.
 
         Raises:
             EndpointError: there is none.
@@ -99,13 +98,13 @@ class EngineLeases:
                 gone.cancel()
 
     def connect(self) -> None:
-        """Has Serve say which engines there are, which else the first request would wait for."""
+        """Has Serve resolve the engines, which the first request would wait for otherwise."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
                 kind.handle.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
 
     async def places(self) -> list[EngineAddress]:
-        """Where all are that are there."""
+        """Returns the addresses of all engines that answer."""
         found: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
@@ -113,7 +112,7 @@ class EngineLeases:
         return found
 
     def client(self, place: EngineAddress) -> AsyncClient:
-        """Who asks there."""
+        """Returns a client of an engine."""
         if place not in self._clients:
             if len(self._clients) >= MOST_KNOWN:
                 self._clients.clear()
@@ -135,10 +134,9 @@ class EngineLeases:
 
 
 class LeasedClient(AsyncMoving):
-    """Has texts completed by whatever engines there are. `sources`: so many are tried until a text has begun.
+    """Completes texts on leased engines. `sources`: the number of engines tried until a text has begun.
 
-    After the first try chance says which: by its session, or as the one with the least to do, an engine that refuses
-    would be chosen again and again.
+    After the first try the engine is chosen randomly, because the session or load would select the failing one again.
     """
 
     def __init__(self, engines: EngineLeases, session: str, sources: int) -> None:

@@ -1,9 +1,7 @@
-"""What a fleet is to be: frozen records, each checked once, here and nowhere else. `plan_file` reads them.
+"""The description of a fleet: frozen, checked records, and the reader of fleet.yaml.
 
-Knows names and ranges; asks neither Ray nor any host, and opens no file and no socket.
-
-`check_fits`: whether a fleet has hosts for what a plan asks of them: told at once, for Ray would wait for such a host
-for ever. Compares what is asked with what each host offers as a whole; what is in use there does not count.
+YAML 1.2 rules apply: `on`, `off`, `yes` and `no` are strings, and duplicate keys are errors. Every error names the file
+and the key. Nothing here asks Ray or another host.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ A_DAY = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """Who drafts for each placed engine. `on`: a worker of the engine's own, on its host; one on another host, which
-    has to offer `needs`; or none, so that only texts themselves are copied from.
+    """Who drafts for each placed engine. `on`: same-host, a worker beside the engine; other-host, one on a host that
+    offers `needs`; none, only n-grams.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -53,10 +51,10 @@ class DrafterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From `min` to `max` engines, so that each has about `requests_per_engine` under way.
+    """Between `min` and `max` engines, so that each has about `requests_per_engine` in progress.
 
-    Load is the mean of half a minute; an engine comes when it has asked for one for `upscale_delay_s` seconds, and goes
-    when it has not for `downscale_delay_s`.
+    Load is averaged over 30 s. An engine is added after `upscale_delay_s` seconds of too much load, and removed after
+    `downscale_delay_s` of too little.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -80,7 +78,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Engines that Ray starts: `replicas` of them, each on a host that offers `needs`, and their drafters.
+    """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -96,14 +94,14 @@ class Placed:
             self._check_one_host()
 
     def _check_one_host(self) -> None:
-        """A drafter in the engine's host needs it together with the engine."""
+        """Engine and drafter on one host need their resources together."""
         try:
             self.bundle()
         except InvalidRequest as error:
             raise InvalidRequest(f"needs and drafter.needs, on one host: {error}; or drafter on other-host") from None
 
     def bundle(self) -> Resources:
-        """What an engine needs of its own host."""
+        """Returns what an engine needs of its host."""
         if self.drafter.on != "same-host":
             return self.needs
         ours, theirs = self.needs, self.drafter.needs
@@ -112,10 +110,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class IngressPlan:
-    """What users talk to: `count` processes that serve HTTP as `http` says (one port for all of them).
+    """The gate: `count` processes that serve HTTP on one port, with the settings `http`.
 
-    `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: how many engines a text is asked
-    of until it is given up.
+    `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -134,14 +131,13 @@ class IngressPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """A fleet: engines that Ray places, engines that are attached (`outrider serve --endpoint`, kept up by somebody
-    else), and the gate before them.
+    """A fleet: placed engines, attached engines (`outrider serve --endpoint`, run by someone else), and the gate.
 
-    `engine`: the settings of each placed engine, both models' names in it; where none is placed, `model` is what the
-    gate reads texts with. `scale`: how many are placed by load, in place of `placed.replicas`.
+    `engine`: settings of placed engines, model names included; without placed engines, the gate tokenizes with its
+    `model`. `scale`: the number of placed engines by load, instead of `placed.replicas`.
 
     Raises:
-        InvalidRequest: a value is out of range or two don't go together; the message names the key and what to do.
+        InvalidRequest: a value is out of range, or two contradict; the message names the key and the remedy.
     """
 
     engine: ServeSettings = field(default_factory=ServeSettings)
@@ -163,17 +159,17 @@ class FleetPlan:
 
     @property
     def model(self) -> str | None:
-        """The target's name as it was written; None: the default's."""
+        """The target's name as given; None: the default."""
         return self.engine.model
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model's, the same way."""
+        """The draft model's name as given."""
         return self.engine.draft_model
 
     @property
     def most_engines(self) -> int:
-        """How many engines there may be at once."""
+        """The maximum number of engines."""
         if self.placed is None:
             return len(self.attached)
         return len(self.attached) + (self.placed.replicas if self.scale is None else self.scale.max)
@@ -206,7 +202,7 @@ class FleetPlan:
 
 
 def without_drafter(engine: ServeSettings) -> ServeSettings:
-    """The same engine with nobody who drafts, where it did not say otherwise itself."""
+    """Returns the settings without a drafter, unless they choose one."""
     return replace(engine, draft_backend="none") if engine.draft_backend == "mlx" else engine
 
 
@@ -216,7 +212,8 @@ BETTER = "expected `outrider fleet join` on a host that does, or to ask for less
 
 
 def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
-    """Raises InvalidRequest where not even one engine would find its place."""
+    """Raises InvalidRequest if no host can run even one engine. Ray would wait for such a host forever. Resources in
+    use count as available."""
     engine, drafter = placed.bundle(), placed.drafter
     engines = _with(engine, hosts)
     if not engines:
@@ -231,14 +228,14 @@ def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
 
 
 def _with(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
-    """Which hosts offer that."""
+    """Returns the hosts that offer `needs`."""
     asked = needs.as_ray()
     return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in asked.items())]
 
 
 TOP = ("model", "draft_model", "engine", "placed", "attached", "gate", "scale")
 RESERVED = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
-"""Settings of a server that a fleet says elsewhere, or that are not for anybody to say."""
+"""Server settings that the fleet sets itself, or that stand elsewhere in the file."""
 ENGINE = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED)
 HTTP = ("host", "port", "api_keys", "cors_origins", "model_names", "max_body_mb", "request_timeout",
         "max_streams_per_key")  # fmt: skip
@@ -249,10 +246,10 @@ Record = TypeVar("Record")
 
 
 def read_plan(path: Path) -> FleetPlan:
-    """The fleet that the file describes.
+    """Reads a fleet.yaml.
 
     Raises:
-        InvalidRequest: it can't be read, or describes none.
+        InvalidRequest: it can't be read, or is invalid.
     """
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), Loader)
@@ -269,7 +266,7 @@ def read_plan(path: Path) -> FleetPlan:
 
 
 def plan_of(found: object) -> FleetPlan:
-    """The fleet that these keys and values describe. Raises InvalidRequest."""
+    """Converts parsed YAML. Raises InvalidRequest."""
     given = _section("the fleet", found, TOP)
     placed = _placed(given["placed"]) if "placed" in given else None
     scale = _scale(given["scale"], given.get("placed")) if "scale" in given else None
@@ -278,7 +275,7 @@ def plan_of(found: object) -> FleetPlan:
 
 
 def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
-    """The settings of each engine, both models' names among them."""
+    """Returns the engines' settings, model names included."""
     section = _section("engine", given.get("engine"), ENGINE)
     models = {name: given[name] for name in ("model", "draft_model") if given.get(name) is not None}
     settings = _record("engine", ServeSettings, {**models, **section})
@@ -300,7 +297,7 @@ def _placed(found: object) -> Placed:
 
 
 def _drafter(found: object) -> DrafterPlan:
-    """A drafter's place alone, or with what it needs."""
+    """Accepts a place alone, or a mapping with `needs`."""
     if isinstance(found, str):
         found = {"on": found}
     given = _section("placed.drafter", found, ("on", "needs"))
@@ -354,7 +351,7 @@ def _words(name: str, found: object) -> tuple[str, ...]:
 
 
 def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]:
-    """A part of the file with only the keys that are known there; empty where nothing is said."""
+    """Returns a section's keys; empty if it is missing. Unknown keys are errors."""
     if found is None:
         return {}
     if not isinstance(found, Mapping):
@@ -373,7 +370,7 @@ def _meant(word: str, known: tuple[str, ...]) -> str:
 
 
 def _record(name: str, made: Callable[..., Record], given: Mapping[str, Any]) -> Record:
-    """The record, whose own complaint begins with a field's name."""
+    """Creates a record; errors are prefixed with `name`."""
     try:
         return made(**given)
     except InvalidRequest as error:
@@ -383,7 +380,7 @@ def _record(name: str, made: Callable[..., Record], given: Mapping[str, Any]) ->
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.2's true and false, and each key once."""
+    """A YAML 1.2 loader that rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]

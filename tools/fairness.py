@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import chain
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.comparison.requests import Reply, TimedRequest, ask, send_all
+from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.bench.prompts import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -55,7 +55,7 @@ def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams)
     with ThreadPoolExecutor(DECODING + 1) as threads:
         decoding = [
             threads.submit(
-                ask,
+                send,
                 client,
                 TimedRequest(text[n * PROMPT_TOKENS : (n + 1) * PROMPT_TOKENS], replace(long, seed=n), mode),
                 lambda arrival: settled.release(arrival.tokens),
@@ -64,7 +64,7 @@ def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams)
         ]
         for _ in range(SETTLED * DECODING):
             settled.acquire()
-        newcomer = ask(client, TimedRequest(text[-LONG_PROMPT:], replace(sampling, max_tokens=2), mode))
+        newcomer = send(client, TimedRequest(text[-LONG_PROMPT:], replace(sampling, max_tokens=2), mode))
     return stall([future.result() for future in decoding], newcomer)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.comparison.requests import TimedRequest, ask
+from outrider.bench.comparison.requests import TimedRequest, send
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio, run_interleaved, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -93,7 +93,7 @@ class Many:
 
 
 def by_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams) -> Heard:
-    reply = ask(client, TimedRequest(prompt, sampling, mode))
+    reply = send(client, TimedRequest(prompt, sampling, mode))
     return Heard(reply.sent, reply.arrivals[0].at, reply.ended, len(reply.arrivals), len(reply.token_ids), reply.text)
 
 

@@ -1,4 +1,4 @@
-"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in turns; losses included."""
+"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from outrider.bench.comparison.runners import (
     FEWEST_TRIAL_PROMPTS,
     TRIAL_PROMPTS,
     RunnerFamilies,
-    field,
     main_table_runs,
     second_table_runs,
+    start_runners,
 )
 from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
 from outrider.bench.comparison.summary import RunnerSummary, compare_all, lines, summaries_of
@@ -42,7 +42,7 @@ COMMON = (
     "--rounds", "--model", "--draft-model", "--branches",
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
-"""Bench runs SD colocated, and with n-grams and without, as ways of their own; several clusters can't share a trace."""
+"""Bench itself runs SD colocated, with n-grams and without; several clusters can't share a trace."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens of each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
-    peers = "other engines to compare with: none, or of llama.cpp,mlx-lm (default: all that can be had)"
+    peers = "other engines to compare with: none, or of llama.cpp,mlx-lm (default: all available)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is to be run, checked before anything starts. By class: `prompts`, and `trials`, on which K is chosen."""
+    """What to run, checked before anything starts. `prompts` by class, and `trials`, on which K is chosen."""
 
     prompts: dict[str, list[tuple[int, ...]]]
     trials: dict[str, list[tuple[int, ...]]]
@@ -95,10 +95,10 @@ def run(options: argparse.Namespace) -> int:
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}
-    with _started(options, plan, pair, screen) as arena:
+    with _started(options, plan, pair, screen) as session:
         for kind, prompts in plan.prompts.items():
             for sampling in plan.samplings:
-                found, runs = arena.contest(kind, prompts, sampling)
+                found, runs = session.run(kind, prompts, sampling)
                 sections += found
                 raw[f"{kind} T={sampling.temp:g}"] = {name: [_plain(run) for run in runs[name]] for name in runs}
                 screen.clear()
@@ -113,9 +113,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
-    """
+    """Checks the flags.
+
     Raises:
-        InvalidRequest: there is nothing to run, or not everything that it takes.
+        InvalidRequest: there is nothing to run, or something is missing.
     """
     depths = numbers("depths", options.depths or "2,3,4", int)
     for depth in depths:
@@ -131,7 +132,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
 
 @dataclass(frozen=True, slots=True)
 class BenchSession:
-    """Everything that runs during a bench. `bench`: workers to time alone, None where there is no draft worker."""
+    """Everything that runs during a bench. `bench`: workers for isolated times; None without a draft worker."""
 
     plan: BenchPlan
     settings: ServeSettings
@@ -140,10 +141,10 @@ class BenchSession:
     conditions: str
     tell: Callable[[str], None]
 
-    def contest(
+    def run(
         self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> tuple[list[report.Section], dict[str, list[Run]]]:
-        """The tables of one class at one temperature."""
+        """Returns the tables of one class at one temperature, and the runs."""
         best = self.field.best(self.plan.trials[kind], sampling, self.tell)
         stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
         runs = run_interleaved(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
@@ -172,7 +173,7 @@ class BenchSession:
 
     def _notes(self, alone: IsolatedTimes | None, subjects: Sequence[RunnerSummary]) -> list[str]:
         if alone is None:
-            return ["- no draft worker: nothing was timed alone, so the formula has no word"]
+            return ["- no draft worker: nothing was timed alone, so the formula does not apply"]
         return lines(alone, subjects, self.settings.breadth, self.field.weight_bytes)
 
 
@@ -181,7 +182,9 @@ def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, scr
     settings = pair.settings
     given = flags.settings_of(options)
     with ExitStack() as stack:
-        started = stack.enter_context(field(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show))
+        started = stack.enter_context(
+            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show)
+        )
         bench = None
         if settings.has_draft_worker:
             bench = stack.enter_context(workbench(settings, screen.show))
@@ -192,7 +195,7 @@ def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, scr
 
 
 def _first(kind: str, prompts: list[files.Tokens], count: int) -> list[files.Tokens]:
-    """So many, and behind them those of the trial."""
+    """Returns the first `count` prompts, followed by those for trials."""
     most = len(prompts) - FEWEST_TRIAL_PROMPTS
     if not 1 <= count <= most:
         raise InvalidRequest(

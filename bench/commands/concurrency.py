@@ -1,4 +1,4 @@
-"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, by AR, SD, SSD, auto and other engines."""
+"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, with AR, SD, SSD, auto and other engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from outrider.protocol.sampling import SamplingParams
 WIDEST = 256
 SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores", "contended")
 TRIAL_ROUNDS = 2
-# All ways read the same prompts, the peers too, so none may remember them; nor what was learned in a run before.
+# All engines read the same prompts, so none may cache them, or use what an earlier run learned.
 OWN_SETTINGS = {"prompt_cache": False, "memory": False}
 
 
@@ -41,14 +41,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     many = "how many at once, like 1,2,4,8,16 (default: one, with all K)"
     group.add_argument("--concurrency", metavar="N,N,...", help=many)
     group.add_argument("--modes", metavar="M,M,...", help="modes to run (default: ar,sd,ssd,auto)")
-    group.add_argument("--each", type=int, metavar="N", help="requests one after the other at each place (default: 1)")
-    turns = "rounds of each way, after one that warms up (default: 5)"
+    group.add_argument("--each", type=int, metavar="N", help="consecutive requests of each client (default: 1)")
+    turns = "rounds of each mode, after one to warm up (default: 5)"
     group.add_argument("--rounds", type=int, metavar="N", help=turns)
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentPlan:
-    """What is to be run, checked before anything starts."""
+    """What to run, checked before anything starts."""
 
     widths: list[int]
     modes: list[str]
@@ -59,7 +59,7 @@ class ConcurrentPlan:
     peers: ChosenPeers
 
     def rounds_of(self, width: int) -> list[Texts]:
-        """The prompts of each round, and one round more."""
+        """Returns the prompts of each round, and of one more to warm up."""
         turns = cycle(self.prompts)
         return [list(islice(turns, width * self.each)) for _ in range(self.rounds + 1)]
 
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
 
 
 class _Peers:
-    """The engines that answer batches, started when they are first wanted; they end with `stack`."""
+    """Engines that answer batches, started on first use; they end with `stack`."""
 
     def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: ChosenPeers) -> None:
         self._stack = stack
@@ -99,8 +99,11 @@ class _Peers:
         self._mlx_lm = stack.enter_context(mlx_lm(settings)) if chosen.mlx_lm else None
         self._slots: dict[int, PeerProcess] = {}
 
-    def ways(self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen) -> list[BatchRunner]:
-        """llama.cpp with a slot for each request, and as many threads as our target and drafter have together."""
+    def runners(
+        self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen
+    ) -> list[BatchRunner]:
+        """Returns llama.cpp with one slot per request and as many threads as our target and drafter together, and
+        mlx-lm."""
         found: list[BatchRunner] = []
         if self._gguf is not None:
             if width not in self._slots:
@@ -119,21 +122,22 @@ def _runs(
     for sampling in plan.samplings:
         for width in plan.widths:
             first, *rounds = plan.rounds_of(width)
-            ways: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
-            ways += peers.ways(width, [first] * TRIAL_ROUNDS, sampling, screen)
+            runners: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
+            runners += peers.runners(width, [first] * TRIAL_ROUNDS, sampling, screen)
             tell = partial(_tell, screen, width)
-            run_interleaved(ways, [first], sampling, tell, seeds=SEEDS)  # warms up
-            yield sampling, width, dict(run_interleaved(ways, rounds, sampling, tell, seeds=SEEDS))
+            run_interleaved(runners, [first], sampling, tell, seeds=SEEDS)  # warms up
+            yield sampling, width, dict(run_interleaved(runners, rounds, sampling, tell, seeds=SEEDS))
 
 
-def _tell(screen: Screen, width: int, said: str) -> None:
-    screen.show(f"{width} at once, {said}")
+def _tell(screen: Screen, width: int, message: str) -> None:
+    screen.show(f"{width} at once, {message}")
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> ConcurrentPlan:
-    """
+    """Checks the flags.
+
     Raises:
-        InvalidRequest: there is nothing to run, or something that goes with one request at a time.
+        InvalidRequest: there is nothing to run, or a flag is for one request at a time.
     """
     for name in SINGLE_REQUEST_ONLY:
         if getattr(options, name) not in (None, False):
@@ -149,7 +153,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
 
 
 def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:
-    """Times since each request was sent."""
+    """Times are since each request was sent."""
     return [
         [{"sent": reply.sent, "arrivals": [list(asdict(a).values()) for a in reply.arrivals]} for reply in replies]
         for replies in rounds

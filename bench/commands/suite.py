@@ -1,8 +1,8 @@
-"""What an engine takes beside its speed: memory over all its processes, the wait for the first token of a long prompt,
-and the wait for a start.
+"""`outrider bench --suite`: prompts of every class to a chat model; our modes and other engines, one request at a time.
 
-Ours is a server with its workers, llama.cpp is one process. Memory is what the system counts once (PSS; where there is
-no such number, what each process has alone).
+Settings are chosen once for all classes, on prompts that are not measured, as for a real server. The footprint is
+measured afterwards: memory of all processes (PSS, or USS where there is none), time to first token of a long prompt,
+and start-up time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.bench.commands.files import numbers
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import ChosenPeers, choose, llama_cpp
 from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts
-from outrider.bench.comparison.runners import BASELINE, BOTH_CORES, field, llama_name
+from outrider.bench.comparison.runners import BASELINE, BOTH_CORES, llama_name, start_runners
 from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
 from outrider.bench.comparison.summary import shares, summaries_of
 from outrider.orchestrator.cli import flags
@@ -37,7 +37,7 @@ from outrider.protocol.sampling import SamplingParams
 
 OURS = "auto"
 REQUESTS, LENGTH, MADE = 4, 2048, 128
-"""Memory is measured with so many requests at once, each of so many tokens, of which so many are made."""
+"""Memory is measured with REQUESTS at once, each LENGTH tokens long, of which MADE are generated."""
 PROMPT, ROUNDS = 1024, 6
 SHORT, STARTS = 64, 3
 LOOK_S = 0.2
@@ -48,11 +48,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of each engine by its name. `memory`: the most bytes over all its processes. `first_ms`: the median wait for the
-    first token of a prompt of PROMPT tokens.
+    """By engine name: `memory`, the peak of all processes in bytes; `first_ms`, the median time to first token of a
+    prompt of PROMPT tokens.
 
-    Of ours alone, medians: `start_s` from nothing to ready, the files being in the system's cache; `answers_ms` the
-    wait for the first token of the first and of the second short request after a start.
+    Of ours alone, medians: `start_s` from nothing to ready, with files in the page cache; `answers_ms`, the time to
+    first token of the first and second short request after a start.
     """
 
     memory: dict[str, int]
@@ -91,19 +91,19 @@ def footprint_lines(found: Footprint) -> list[str]:
 
 
 def total_memory(pid: int) -> int:
-    """Of a process and all that descend from it."""
+    """Returns the memory of a process and its descendants."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended
                 memory = process.memory_full_info()
                 total += getattr(memory, "pss", memory.uss)
     return total
 
 
 def peak(pid: int, work: Callable[[], object]) -> int:
-    """The most memory that was seen of a process and its descendants while `work` ran."""
+    """Returns the peak memory of a process and its descendants while `work` runs."""
     seen, done = [total_memory(pid)], threading.Event()
 
     def look() -> None:
@@ -159,12 +159,12 @@ def _first_tokens(
                 process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
                 ways.append(PeerBatch(llama_name(threads), process))
         prompts: list[Texts] = [[piece] for piece in _pieces(words, ROUNDS + 1, PROMPT)]
-        found = run_interleaved(ways, prompts, sampling, lambda said: tell(f"first token, {said}"), seeds=SEEDS)
+        found = run_interleaved(ways, prompts, sampling, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
     return {name: statistics.median(round_[0].first_ms for round_ in rounds[1:]) for name, rounds in found.items()}
 
 
 def _pieces(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
-    """Prompts that begin at different places, so that none is remembered from another."""
+    """Returns prompts that begin at different positions, so that none is in the prompt cache."""
     around = [*words] * (1 + (length + count) // len(words))
     step = max(len(words) // count, 1)
     return [tuple((around * 2)[at : at + length]) for at in range(0, count * step, step)]
@@ -177,8 +177,8 @@ SINGLE_CLASS_ONLY = ("both_cores", "contended")
 
 @dataclass(frozen=True, slots=True)
 class SuitePlan:
-    """What is to be run, checked before anything starts. `classes` names the class of each prompt; `trials`: one prompt
-    of each class, on which settings are chosen."""
+    """What to run, checked before anything starts. `classes` has each prompt's class; `trials` one prompt of each
+    class, on which settings are chosen."""
 
     prompts: list[files.Tokens]
     classes: list[str]
@@ -192,15 +192,15 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
     screen, given = Screen(), flags.settings_of(options)
     sections: list[report.Section] = []
-    asked: dict[str, list[report.Ratio]] = {}
+    ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
-    with field(given, pair.settings, plan.depths, False, plan.peers, screen.show) as started:
+    with start_runners(given, pair.settings, plan.depths, False, plan.peers, screen.show) as started:
         for sampling in plan.samplings:
-            best = started.best(plan.trials, sampling, lambda said: screen.show(f"trial, {said}"))
+            best = started.best(plan.trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, plan.prompts, sampling, screen.show)
             at = f"T={sampling.temp:g}"
             made = _sections(plan, sampling.temp, best, runs, pair.settings.threads)
-            asked[at] = report.ratios(runs, plan.classes, pair.settings.threads)
+            ratios[at] = report.ratios(runs, plan.classes, pair.settings.threads)
             raw[at] = {
                 name: [_plain(*one) for one in zip(plan.classes, found, strict=True)] for name, found in runs.items()
             }
@@ -208,13 +208,13 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             screen.clear()
             for section in made:
                 print(report.table(section) + "\n")
-            print(f"asked, {at}\n\n{report.ratio_table(asked[at])}\n", flush=True)
+            print(f"asked, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
     taken = _footprint(pair, plan, given, screen)
     print("\n".join([*(footprint_lines(taken) if taken else []), *plan.peers.left_out]))
     title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
     results = {
         "sections": [asdict(found) for found in sections],
-        "asked": {at: [asdict(one) for one in found] for at, found in asked.items()},
+        "asked": {at: [asdict(one) for one in found] for at, found in ratios.items()},
         "footprint": asdict(taken) if taken else None,
         "runs": raw,
     }
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
 
 
 def _footprint(pair: ChosenPair, plan: SuitePlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
-    """None where the model can't read prompts that long."""
+    """Returns None if the model can't read prompts that long."""
     if (pair.target.context_length or LENGTH) < LENGTH:
         return None
     words = [token for prompt in plan.prompts for token in prompt]
@@ -234,9 +234,10 @@ def _footprint(pair: ChosenPair, plan: SuitePlan, given: dict[str, Any], screen:
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> SuitePlan:
-    """
+    """Checks the flags.
+
     Raises:
-        InvalidRequest: there is nothing to run, or not everything that it takes.
+        InvalidRequest: there is nothing to run, or something is missing.
     """
     for name in SINGLE_CLASS_ONLY:
         if getattr(options, name):
@@ -264,7 +265,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
 def _sections(
     plan: SuitePlan, temp: float, best: Sequence[PromptRunner], runs: Mapping[str, list[Run]], threads: int
 ) -> list[report.Section]:
-    """A table of all classes, with what each of our ways did in its rounds, and one of each class."""
+    """Returns a table of all classes, with the time shares of our modes, and one of each class."""
     here = f"{threads} thread{'s' * (threads > 1)} per worker"
     notes = [shares(subject) for subject in summaries_of(best, runs, BOTH_CORES)]
     made = [report.section(report.ALL, temp, here, runs, BASELINE, {}, notes)]

@@ -1,1 +1,1 @@
-"""Ways to generate, run in turns on the same prompts: who competes, who won, and why."""
+"""Interleaved runs of our modes and other engines on the same prompts, and their analysis."""

@@ -1,13 +1,7 @@
-"""What a contest showed: tables, ratios between contestants, and a picture.
+"""Tables and pictures of a comparison, for one request at a time and for several at once.
 
-`RunnerRow`: what a contest showed: a table for people. Knows runs and numbers; nothing of how they came about. The
-picture is `outrider.bench.comparison.report`.
-
-`ratios`: what is asked of a suite in one number each: our modes against each other and against other engines, by
-class. Knows runs and names of contestants; each ratio is over the prompts of one run, in turns.
-
-`draw`: a picture of a contest: bars of each contestant's ratio to the baseline with their intervals, one panel a
-table.
+Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds, and over the
+requests in them where a number is per request.
 """
 
 from __future__ import annotations
@@ -42,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunnerRow:
-    """One contestant over one class of prompts. Shares and counts are None where the contestant does not tell them;
-    `judged` where the formula has no word on it."""
+    """One runner on one class of prompts. Values are None if the runner does not report them; `comparison` if the
+    formula does not apply."""
 
     name: str
     median: float
@@ -56,9 +50,9 @@ class RunnerRow:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One class of prompts at one temperature; ratios are against `baseline`. `repeated`: share of repeated 4-grams.
+    """One class of prompts at one temperature; ratios are to `baseline`. `repeated`: the share of repeated 4-grams.
 
-    `conditions` say what ran on which cores; `notes` are the lines under the table.
+    `conditions` describe cores and threads; `notes` are lines under the table.
     """
 
     kind: str
@@ -80,7 +74,7 @@ def section(
     comparison: Mapping[str, FormulaComparison],
     notes: Sequence[str] = (),
 ) -> Section:
-    """Sums up; the fastest contestant first."""
+    """Summarizes runs, the fastest first."""
     rows = [_row(name, found, runs[baseline], comparison.get(name)) for name, found in runs.items()]
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
@@ -88,7 +82,7 @@ def section(
 
 
 def table(found: Section) -> str:
-    """A Markdown table under a line that says what it is of, and what explains it."""
+    """Returns a Markdown table with a title line and notes."""
     head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
     has_formula = any(row.comparison for row in found.rows)
     titles = ["", "tok/s (median)", f"against {found.baseline} [95 %]", *(["of the formula"] if has_formula else [])]
@@ -128,7 +122,8 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class RatioSpec:
-    """`name` of the ratio, the contestants whose best is on either side, and the threads of theirs, if that counts."""
+    """A ratio: its `name`, the runner families on both sides, whose best is used, and the threads of theirs, if that
+    matters."""
 
     name: str
     ours: tuple[str, ...]
@@ -138,7 +133,7 @@ class RatioSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One ratio in one class: `against` is the contestant that was the best of theirs."""
+    """One ratio in one class: `against` is the best of theirs."""
 
     name: str
     kind: str
@@ -159,28 +154,28 @@ def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
 
 
 def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
-    """Every question that has contestants on both sides, for all classes together and for each; `classes` names the
-    class of each prompt, in the order of the runs."""
+    """Returns every ratio with runners on both sides, for all classes together and for each. `classes` has each
+    prompt's class."""
     found = []
-    for asked in ratio_specs(threads):
+    for spec in ratio_specs(threads):
         for kind in (ALL, *dict.fromkeys(classes)):
             of_kind = {
                 name: [run.timed for run, its in zip(made, classes, strict=True) if kind in (ALL, its)]
                 for name, made in runs.items()
             }
             rates = {name: total_rate(timed) for name, timed in of_kind.items()}
-            ours = [name for name in runs if _is_one_of(name, asked.ours, None)]
-            theirs = [name for name in runs if _is_one_of(name, asked.theirs, asked.threads)]
+            ours = [name for name in runs if _is_one_of(name, spec.ours, None)]
+            theirs = [name for name in runs if _is_one_of(name, spec.theirs, spec.threads)]
             if ours and theirs:
                 best, against = (max(names, key=rates.__getitem__) for names in (ours, theirs))
-                found.append(Ratio(asked.name, kind, against, ratio(of_kind[best], of_kind[against])))
+                found.append(Ratio(spec.name, kind, against, ratio(of_kind[best], of_kind[against])))
     return found
 
 
 def ratio_table(found: Sequence[Ratio]) -> str:
-    """A Markdown table: a line for each ratio, a column for each class, and what all classes were held against."""
+    """Returns a Markdown table: a line for each ratio, a column for each class, and the runner compared with."""
     kinds = list(dict.fromkeys(one.kind for one in found))
-    lines = [f"| | {' | '.join(kinds)} | held against |", "|---" * (len(kinds) + 2) + "|"]
+    lines = [f"| | {' | '.join(kinds)} | compared with |", "|---" * (len(kinds) + 2) + "|"]
     for name in dict.fromkeys(one.name for one in found):
         of_name = {one.kind: one for one in found if one.name == name}
         cells = [str(of_name[ALL].value), *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL)]
@@ -189,7 +184,7 @@ def ratio_table(found: Sequence[Ratio]) -> str:
 
 
 def _is_one_of(name: str, families: Sequence[str], threads: int | None) -> bool:
-    """A family is the first word of a name: "sd" is "sd n-gram K=3" and not "ssd K=3"; a peer's draft is its own."""
+    """A family is a name's first word: "sd" matches "sd n-gram K=3" and not "ssd K=3"."""
     if threads is not None and not name.endswith(f", {threads} thread{'s' * (threads > 1)}"):
         return False
     return any(name == family or name.startswith((f"{family} ", f"{family},")) for family in families)
@@ -202,7 +197,7 @@ TITLE_WIDTH = 64
 
 
 def draw(sections: Sequence[Section], path: Path, title: str) -> None:
-    """Lying bars, so that the names of many contestants stay readable.
+    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table.
 
     Raises:
         InvalidRequest: the file can't be written.
@@ -246,7 +241,7 @@ SPECULATION = ("ar", "sd", "ssd")
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Milliseconds: the middle, and what one in a hundred is above."""
+    """Milliseconds: median and 99th percentile."""
 
     p50: Interval
     p99: Interval
@@ -257,8 +252,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentRow:
-    """One way at one width: tokens per second of all requests together, what that is of the peer's, and the time to the
-    first token and per token as clients see them."""
+    """One runner at one concurrency: tokens per second of all requests, its ratio to the peer, and the time to first
+    token and per token as clients see them."""
 
     name: str
     rate: Interval
@@ -269,9 +264,10 @@ class ConcurrentRow:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentSection:
-    """So many requests at once, held against `peer`: llama.cpp, or mlx-lm where that is the only one.
+    """One concurrency, compared with `peer`: llama.cpp, or mlx-lm if that is the only one.
 
-    `auto_over_best`: auto over the best of ar, sd and ssd, which is `best`, where all of them ran."""
+    `auto_over_best`: auto over `best`, the best of ar, sd and ssd, if all of them ran.
+    """
 
     width: int
     temp: float
@@ -286,7 +282,7 @@ class ConcurrentSection:
 
 
 def concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> ConcurrentSection:
-    """Sums up; in the order in which the ways are given."""
+    """Summarizes runs, in the given order."""
     times = {name: [timed(replies) for replies in rounds] for name, rounds in found.items()}
     peer = LLAMA_CPP if LLAMA_CPP in times else MLX_LM
     rows = tuple(
@@ -306,7 +302,7 @@ def concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> 
 
 
 def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
-    """Of milliseconds by round and request."""
+    """`rounds`: milliseconds by round and request."""
 
     def at(share: int) -> Interval:
         return nested_bootstrap(rounds, lambda many: float(np.percentile(many, share)))
@@ -315,7 +311,7 @@ def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
 
 
 def concurrent_table(found: ConcurrentSection) -> str:
-    """A Markdown table under a line that says what it is of."""
+    """Returns a Markdown table with a title line."""
     lines = [
         f"{found.width} at once, T = {found.temp:g}, {found.rounds} rounds",
         "",
@@ -352,7 +348,7 @@ TAILS: dict[str, Callable[[ConcurrentRow], Interval]] = {
 
 
 def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: str) -> None:
-    """A line of panels for each temperature.
+    """Draws rates and latencies over concurrency, a line of panels for each temperature.
 
     Raises:
         InvalidRequest: the file can't be written.

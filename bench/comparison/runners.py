@@ -1,6 +1,6 @@
-"""Who competes: our modes on clusters of their own and other engines, started for one bench and ended with it.
+"""Starts the runners of one bench: clusters of our modes, and other engines. They end with it.
 
-A family is one way to decode in all its settings; a trial on a few prompts leaves the best of each for the main run.
+A family is one decoding method with all its settings. A trial on a few prompts selects the best of each family.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
 BASELINE = "ar"
-# What a contestant's name ends with when both cores are its.
+# Suffix of a runner that uses both cores.
 BOTH_CORES = ", both cores"
-# The settings of each family are chosen on this many prompts more, before the main run; where a class is short, on two.
+# Prompts of the trial; two where a class has few.
 TRIAL_PROMPTS = 4
 FEWEST_TRIAL_PROMPTS = 2
 
@@ -42,14 +42,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RunnerFamilies:
-    """All contestants by family. `weight_bytes`: what the target reads in one forward."""
+    """All runners by family. `weight_bytes`: what the target reads in one forward."""
 
     families: Families
     weight_bytes: int
 
     def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
-        """The best of each family, by a trial on prompts that count nowhere else: the best of many settings is the
-        luckiest of them, too. SD by the model alone stays in, since the formula is about it."""
+        """Selects the best of each family by a trial on prompts that are not measured, because the best of many is
+        partly luck. SD with only the model is always kept, as the formula describes it."""
         trial = run_interleaved([c for family in self.families for c in family], prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
         chosen: dict[str, PromptRunner] = {}
@@ -63,7 +63,7 @@ class RunnerFamilies:
 
 
 @contextmanager
-def field(
+def start_runners(
     given: dict[str, Any],
     settings: ServeSettings,
     depths: Sequence[int],
@@ -71,7 +71,8 @@ def field(
     peers: ChosenPeers,
     tell: Tell,
 ) -> Iterator[RunnerFamilies]:
-    """`given` are the cluster's settings as keywords; `settings` the same with folders in them (see `pairing`).
+    """Starts all runners. `given` are the cluster's settings as keywords; `settings` the same with resolved folders
+    (see `pairing`).
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -83,7 +84,7 @@ def field(
             families += start.mlx_lm("", settings)
         families += start.llama_cpp(peers)
         if both_cores:
-            # SSD has a core for each worker; this is what the others make of as many.
+            # SSD uses one core per worker; here the others get as many.
             threads = 2 * settings.threads
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
@@ -102,7 +103,8 @@ class _Starter:
     tell: Tell
 
     def ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> tuple[Families, int]:
-        """AR and SD from every source, and unless `plain` also SSD and auto; and the size of the target's weights.
+        """Returns AR and SD with every draft source, unless `plain` also SSD and auto, and the size of the target's
+        weights.
 
         Without a draft model n-grams are the only source, and there is no SSD.
         """
@@ -110,8 +112,8 @@ class _Starter:
         cluster, drafts = self._cluster(given), self.settings.draft_backend != "ngram"
         copies = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
         if not plain:
-            # A target without a drafter is left free; here it shares the core of all other targets.
-            keep_on(_target(copies.client()).pid, system.core_of("target", self.settings))
+            # A target without a drafter would not be pinned; all targets use the same core here.
+            pin_process(_target(copies.client()).pid, system.core_of("target", self.settings))
         clients = {"n-gram": copies.client()}
         if drafts:
             clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
@@ -131,11 +133,11 @@ class _Starter:
         return families, _target(cluster.client()).weight_bytes
 
     def _colocated(self, given: dict[str, Any]) -> Families:
-        """SD with the draft in the target's process, where it can be there."""
+        """Returns SD with the draft model in the target's process, where that is possible."""
         if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
             return []
         client = self._cluster({**given, "colocate": True}).client()
-        keep_on(_target(client).pid, system.core_of("target", self.settings))
+        pin_process(_target(client).pid, system.core_of("target", self.settings))
         return [[ModeRunner(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
@@ -148,8 +150,8 @@ class _Starter:
         return found
 
     def llama_cpp(self, peers: ChosenPeers) -> Families:
-        """Plain with as many threads as our target, then with as many as our target and drafter together: plain, and
-        its own speculation in each setting that is tried."""
+        """Returns llama.cpp with our target's threads and with twice as many, the latter also with its own
+        speculation."""
         if peers.gguf is None:
             return []
         twice = replace(self.settings, threads=2 * self.settings.threads)
@@ -172,8 +174,8 @@ def _target(client: Client) -> WorkerStats:
     return next(worker for worker in client.stats().workers if worker.role == "target")
 
 
-def keep_on(pid: int, core: int | None) -> None:
-    """Pins all threads of a process that runs already."""
+def pin_process(pid: int, core: int | None) -> None:
+    """Pins all threads of a running process."""
     threads = Path(f"/proc/{pid}/task")
     for thread in threads.iterdir() if core is not None and threads.is_dir() else ():
         system.pin(int(thread.name), core)
@@ -189,7 +191,7 @@ def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
 
 
 def second_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
-    """Those with both cores, and of the main table those that have both anyway."""
+    """Returns the runs with both cores, and SSD and auto, which always use both."""
     return {
         name: found for name, found in runs.items() if name.endswith(BOTH_CORES) or name.startswith(("ssd", "auto"))
     }

@@ -1,10 +1,7 @@
-"""What a contest's rounds show: each contestant's runs taken together, and where the time went.
+"""Each runner's runs taken together, the formula's prediction for such rounds, and the notes under a bench's table.
 
-`Summary`: all runs of one contestant taken together: its rounds as they were made, and what the formula says such
-rounds take. The formula gets times measured alone, and of the run itself only its odds (how long the chains were, what
-they brought, how often a drafter had to be asked) and its median turnaround.
-
-`RunnerSummary`: the lines under a bench's table: what the machine costs, what that allows, and where a round's time went.
+The formula uses isolated times, and from the run only chain lengths, tokens per round, the share of chains on request,
+and the median turnaround.
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ from outrider.protocol.messages import Timings
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Sums over runs. `tokens`, `rounds` and times are of decoding, the prompt's own round left out.
+    """Sums over runs. `tokens`, `rounds` and times are of decoding, without the prompt's round.
 
-    `rows[M]` counts verifies of M tokens; `drafted[i]` chains that had a token i, `accepted[i]` those in which it and
-    all before it held; `asked` rounds waited for a just-in-time chain; `looked_up` and `hits` count outcomes by how
-    many chain tokens they accepted. `turnaround_ms` is the median of hits, None without any.
+    `rows[M]` counts verifies of M tokens. `drafted[i]` counts chains with a token i, `accepted[i]` those in which it
+    and all before it held. `asked` counts rounds that waited for a chain on request. `looked_up` and `hits` count
+    outcomes by accepted chain tokens. `turnaround_ms` is the median of hits, None without any.
     """
 
     tokens: int
@@ -43,7 +40,7 @@ class Summary:
 
     @property
     def acceptance(self) -> float | None:
-        """Drafted tokens that held; None without any, as the following."""
+        """The share of drafted tokens that held; None without any."""
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
 
     @property
@@ -57,10 +54,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class FormulaComparison:
-    """A round as measured and as the formula has it, milliseconds; rates in tokens per second.
+    """A round as measured and as the formula predicts, in milliseconds; rates in tokens per second.
 
-    `verify_ms` and `verify_alone_ms` are the mean verify in the run and what the same verifies take alone; `between_ms`
-    and `between_alone_ms` the target's wait before them.
+    `verify_ms` is the mean verify of the run, `verify_alone_ms` what the same verifies take alone; `between_ms` and
+    `between_alone_ms` the target's wait before them.
     """
 
     measured: float
@@ -72,7 +69,7 @@ class FormulaComparison:
 
     @property
     def share(self) -> float:
-        """Measured over predicted: 1 is all that the formula promises."""
+        """Measured over predicted rate."""
         return self.measured / self.predicted
 
 
@@ -99,13 +96,13 @@ def summary(timings: Sequence[Timings]) -> Summary:
 
 
 def compare_plain(found: Summary, alone: IsolatedTimes) -> FormulaComparison:
-    """Plain decoding: one run-ahead token after another, nothing between them."""
+    """Compares plain decoding: one token after another, without waits."""
     step_ms = found.decode_ms / found.rounds
     return FormulaComparison(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
 def compare_speculative(found: Summary, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
-    """SD with this K, or with `works_ahead` SSD, against theorem 7 on the run's own mix of rounds."""
+    """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 on the run's own mix of rounds."""
     costs = alone.costs(found.turnaround_ms)
     kinds = kinds_of(found, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(kind.rows) for kind in kinds)
@@ -121,9 +118,8 @@ def compare_speculative(found: Summary, alone: IsolatedTimes, depth: int, works_
 
 
 def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
-    """The run's rounds by the rows they verified. A chain asked for counts as one of mean length; one from the cache
-    must have been drafted as deep during the verify before it. Chains longer than K are the n-grams', which cost
-    nothing."""
+    """Returns the run's rounds by verified rows. A chain on request counts with mean length; one from the cache must
+    have been drafted during the verify before. Chains longer than K are n-grams, which cost nothing."""
     chains = sum(found.rows[2:])
     drafted = sum(count * min(rows - 1, depth) for rows, count in enumerate(found.rows) if rows > 1)
     mean = round(drafted / chains) if chains else 0
@@ -138,7 +134,7 @@ def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
 
 
 def times_of_drafting(costs: Costs, depth: int) -> tuple[float, float]:
-    """T_p and T_SD: the work ahead, and a just-in-time chain, in units of the verify."""
+    """T_p and T_SD: the work ahead and a chain on request, in units of the verify."""
     verify_ms = costs.verify_ms(depth + 1)
     return costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
 
@@ -157,13 +153,13 @@ def _sum(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 GIGA = 1e9
-# A share of fewer outcomes than this says nothing.
+# Fewer outcomes are too few for a share.
 FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSummary:
-    """A contestant of ours; `depth` is its K, None where that changes or there is none."""
+    """One of our runners; `depth` is its K, None if that varies or there is none."""
 
     name: str
     mode: str
@@ -172,10 +168,8 @@ class RunnerSummary:
 
 
 def summaries_of(best: Sequence[PromptRunner], runs: Mapping[str, Sequence[Run]], apart: str) -> list[RunnerSummary]:
-    """Those of the contestants that are ours; names that end with `apart` are of another table.
-
-    Not the colocated: they draft in turn without asking, which is no round of the formula's.
-    """
+    """Returns our runners; names that end with `apart` belong to another table. Colocated ones are excluded: their
+    rounds are not the formula's."""
     return [
         RunnerSummary(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
         for one in best
@@ -184,7 +178,7 @@ def summaries_of(best: Sequence[PromptRunner], runs: Mapping[str, Sequence[Run]]
 
 
 def compare_all(subjects: Sequence[RunnerSummary], alone: IsolatedTimes) -> dict[str, FormulaComparison]:
-    """Measured against the formula, by name: AR, and modes that keep to one K."""
+    """Returns the comparison by name: of AR, and of modes with a fixed K."""
     return {s.name: _compare(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
 
 
@@ -195,7 +189,7 @@ def _compare(subject: RunnerSummary, alone: IsolatedTimes) -> FormulaComparison:
 
 
 def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int, weight_bytes: int) -> list[str]:
-    """`weight_bytes` is what the target reads in one forward."""
+    """Returns the notes. `weight_bytes` is what the target reads in one forward."""
     comparison = compare_all(subjects, alone)
     depth = next((subject.depth for subject in subjects if subject.mode == "ssd"), None)
     found = [_costs(alone)]
@@ -212,7 +206,7 @@ def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int
 
 
 def shares(subject: RunnerSummary) -> str:
-    """Where the time of this contestant's rounds went, without times measured alone."""
+    """Returns where the time of this runner's rounds went, without isolated times."""
     found = subject.summary
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
     hits = "" if found.hit_rate is None else f", hits {found.hit_rate:.0%}"

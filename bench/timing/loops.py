@@ -1,9 +1,8 @@
-"""Rounds of one kind over a known text, one process at work and all others still: what each round took.
+"""Times rounds of one kind over a known text, with one process working and all others idle.
 
-All loops open a request behind the text's prompt and close it at their end; `numbers` count rounds from 1, of which
-the first `WARM_UP`, cold caches included, are not told.
-
-`Curve`: milliseconds by a whole number: what was measured, straight lines between and beyond.
+Each loop opens a request after the text's prompt, and closes it at its end. `numbers` count rounds from 1; the first
+`WARM_UP` are not returned. `Stopwatch` takes such samples between the runs of a comparison, so that drift of the
+machine affects both alike.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from outrider.protocol.sampling import SamplingParams
 
 
 class Curve(Latency):
-    """By rows, tokens or branches."""
+    """Milliseconds by rows, tokens or branches, interpolated and extrapolated linearly."""
 
     __slots__ = ()
     __call__ = Latency.milliseconds
@@ -39,12 +38,12 @@ def milliseconds(span: Span) -> float:
 WARM_UP = 2
 
 Text = tuple[int, Sequence[int]]
-"""The prompt's length, and the prompt with what the target says after it."""
+"""The prompt's length, and the prompt with the target's continuation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPosition:
-    """Where a round stands in the text: `new` tokens become committed, `chain` is verified behind them."""
+    """A round's position in the text: `new` tokens become committed, and `chain` is verified after them."""
 
     number: int
     base_len: int
@@ -54,8 +53,8 @@ class RoundPosition:
 
 @dataclass(frozen=True, slots=True)
 class SdRound:
-    """A round of SD, milliseconds: the chain from asking to having, the target's wait beyond it, and all of it from the
-    last verify's end to this one's."""
+    """A round of SD in milliseconds: the chain from request to answer, the target's wait beyond it, and the whole round
+    from verify end to verify end."""
 
     chain_ms: float
     between_ms: float
@@ -63,7 +62,7 @@ class SdRound:
 
 
 def numbers_of(rounds: int) -> range:
-    """The numbers of so many rounds that are told."""
+    """Returns the round numbers of `rounds` rounds and the warm-up."""
     return range(1, WARM_UP + rounds + 1)
 
 
@@ -73,23 +72,23 @@ def whole(spans: Sequence[Span]) -> Span:
 
 
 def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[RoundPosition]:
-    """K+1 tokens a round; each round's chain is the text itself."""
-    told, text = known
+    """K+1 tokens per round; each round's chain is the text itself."""
+    sent, text = known
     for number in numbers:
         at = known[0] + 1 + (number - 1) * (depth + 1)
-        yield RoundPosition(number, at, tuple(text[told:at]), tuple(text[at : at + depth]))
-        told = at
+        yield RoundPosition(number, at, tuple(text[sent:at]), tuple(text[at : at + depth]))
+        sent = at
 
 
 def steps(spans: Sequence[Span]) -> list[float]:
-    """Milliseconds from one plain token to the next."""
+    """Milliseconds between plain tokens."""
     return [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
 
 
 def verifies(
     bench: Workbench, known: Text, sampling: SamplingParams, rows: Iterable[int]
 ) -> Iterator[tuple[int, float]]:
-    """A verify of so many tokens each, one after the other; where the text ends, from its prompt on again."""
+    """Verifies of the given sizes, one after the other; at the text's end it starts again after the prompt."""
     (start, text), number, at = known, 0, len(known[1])
     for count in rows:
         if at + count > len(text):
@@ -107,7 +106,7 @@ def verifies(
 def chains(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
 ) -> Iterator[tuple[float, float]]:
-    """Just-in-time chains, one right after another: the work, and what the answer took beyond it."""
+    """Chains on request, one right after another: the work, and the answer's time beyond it."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
     for place in positions_of(known, 1, numbers):
@@ -120,19 +119,19 @@ def chains(
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
 ) -> Iterator[SdRound]:
-    """The chain is drafted, then one as long verified. A drafter that has waited is slower than one that has not."""
+    """Drafts a chain, then verifies one as long. A drafter that has waited is slower than one that has not."""
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
-    told, at, ended_ns = start, start + 1, 0
+    sent, at, ended_ns = start, start + 1, 0
     for number in numbers:
         if at + depth >= len(text):
             break
-        _, chain_ms = bench.chain(number, at, text[told:at], depth)
+        _, chain_ms = bench.chain(number, at, text[sent:at], depth)
         outcome = bench.verify(number, at, text[at : at + depth])
         if number > WARM_UP:
             between_ms = max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
             yield SdRound(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
-        told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
+        sent, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
     bench.close()
 
 
@@ -167,15 +166,15 @@ def costs(
     between_ms: float = 0.0,
     turnaround_ms: float | None = None,
 ) -> Costs:
-    """What a round is made of.
+    """Returns the costs of a round, for the formula.
 
     Args:
         step_ms: a token of plain decoding.
         verify_ms: a verify by its rows.
-        chain_ms: a chain that is asked for, by its length.
-        ahead_ms: the work ahead by its depth; nothing where no tree is waited for.
+        chain_ms: a chain on request, by its length.
+        ahead_ms: the work ahead by its depth; 0 where no tree is waited for.
         between_ms: the target's wait in SD beyond the chain's time.
-        turnaround_ms: its wait on a hit; None: the same. A chain that is asked for keeps SD's wait.
+        turnaround_ms: its wait on a hit; None: the same. A chain on request has SD's wait.
     """
     usual_ms = between_ms if turnaround_ms is None else turnaround_ms
     more_ms = max(between_ms - usual_ms, 0.0)
@@ -184,14 +183,15 @@ def costs(
 
 # Rounds of each kind in a sample.
 ROUNDS = 2
-# Rows of a verify that are timed beyond K+1, for n-grams may fill a chain further.
+# Rows timed beyond K+1, because n-grams may extend a chain.
 MORE_ROWS = (12, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class IsolatedTimes:
-    """Medians in milliseconds. `step_ms` is a run-ahead token of the target; `chain_ms(K)` from asking to having;
-    `ahead_ms(K)` the work ahead, all branches K deep; `between_ms` the target's wait in SD beyond the chain's time."""
+    """Medians in milliseconds. `step_ms`: a run-ahead token of the target. `chain_ms(K)`: a chain from request to
+    answer. `ahead_ms(K)`: the work ahead, all branches K deep. `between_ms`: the target's wait in SD beyond the chain's
+    time."""
 
     step_ms: float
     verify_ms: Curve
@@ -200,7 +200,7 @@ class IsolatedTimes:
     between_ms: float
 
     def costs(self, turnaround_ms: float | None = None) -> Costs:
-        """For the formula. `turnaround_ms` is a run's own, of its hits; a chain that is asked for has SD's, alone."""
+        """Returns costs for the formula. `turnaround_ms` is a run's own, of its hits."""
         return costs(
             self.step_ms,
             self.verify_ms,
@@ -212,7 +212,8 @@ class IsolatedTimes:
 
 
 class Stopwatch:
-    """Collects samples; `read` whenever enough are there. K up to the greatest of `depths`, B = `branches`."""
+    """Collects samples with K up to the greatest of `depths` and B = `branches`. One process works at a time; a chain
+    is requested right after a verify, as in SD."""
 
     def __init__(self, bench: Workbench, depths: Sequence[int], branches: int) -> None:
         self._bench = bench
@@ -225,8 +226,8 @@ class Stopwatch:
         self._ahead: defaultdict[int, list[float]] = defaultdict(list)
 
     def sample(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Times everything once more, over the text that the target itself says after `prompt`: plain steps all along
-        it, the rest from its middle, so that as much is attended to as in a run on average. A few seconds.
+        """Times everything once, over the text that the target generates after `prompt`: plain steps along all of it,
+        the rest from its middle, so that the context is as long as in a run on average. Takes a few seconds.
 
         Raises:
             WorkerError: there is no drafter, or a worker was lost.
@@ -249,7 +250,7 @@ class Stopwatch:
                 self._ahead[depth].append(milliseconds(whole(spans)))
 
     def read(self) -> IsolatedTimes:
-        """Medians of all samples so far; at least one."""
+        """Returns the medians of all samples; needs at least one."""
         return IsolatedTimes(
             statistics.median(self._steps),
             medians(self._verify),

@@ -1,7 +1,7 @@
-"""Makes this host the head of a new fleet, in the background, and says what to do on the other hosts.
+"""Starts a new fleet in the background with this host as its head, and prints what to do on the other hosts.
 
-The head makes the token that all others need; `outrider fleet down` ends it. Without --ip no other host can join. One
-that has died, or whose machine has, has its fleet back when it is started again.
+The head creates the token that other hosts need. Without --ip no other host can join. `outrider fleet down` stops it. A
+head that crashed restores its fleet when it is started again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Makes this host one of the fleet whose head is at ADDRESS, in the background, with all that it has to offer.
+"""Joins the fleet whose head is at ADDRESS, in the background, with all of this host's resources.
 
-It needs the head's token, and the same releases of Ray, Python and Outrider; `outrider fleet down` ends it.
+The host needs the head's token and the same versions of Ray, Python and Outrider. `outrider fleet down` leaves the
+fleet.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Starts the engines and the gate that a fleet.yaml describes, on the head; returns when all of them are there.
+"""Starts the engines and the gate that a fleet.yaml describes, on the head. Returns when all of them run.
 
-Again, with another file, it changes what runs: what stays the same stays up.
+Run it again with another file to change the fleet: what stays the same keeps running.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     plan = read_plan(options.file)
     wait = values.whole("wait", options.wait, 0, 86_400)
     if options.check:
-        print(told(plan))
+        print(describe(plan))
         return 0
     require_ray()
     address = at_head(host_of(options))
@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def told(plan: FleetPlan) -> str:
-    """A plan in a few lines."""
+def describe(plan: FleetPlan) -> str:
+    """Describes a plan."""
     lines = []
     if plan.placed is not None:
         many = f"{plan.placed.replicas}" if plan.scale is None else f"{plan.scale.min} to {plan.scale.max}"

@@ -19,9 +19,9 @@ from outrider.protocol.messages import Stats
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints import chat
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
-from outrider.server.problems import Refused
 from outrider.server.mapping.conversation import ToolSelection, toolbox
 from outrider.server.model.served import ServedModel, TemplateInput
+from outrider.server.problems import Refused
 from outrider.server.server_context import ServerContext, TheServer, as_json
 from outrider.server.shapes.base import ApiResponse, absent
 from outrider.server.shapes.chat import ChatMessage, DetokenizeRequest, TemplateRequest, TokenizeRequest

@@ -77,14 +77,14 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
     code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
     assert (code, said) == (
         InvalidRequest.exit_code,
-        "outrider bench: mlx-lm takes no part: mlx_lm is not installed; pip install 'outrider[bench]'",
+        "outrider bench: mlx-lm is left out: mlx_lm is not installed; pip install 'outrider[bench]'",
     )
 
 
 @pytest.mark.parametrize(
     ("peers", "words"),
     [
-        ("llama.cpp", "llama.cpp takes no part: it reads GGUF files; expected --model FILE.gguf"),
+        ("llama.cpp", "llama.cpp is left out: it reads GGUF files; expected --model FILE.gguf"),
         ("vllm", "peers is 'vllm'; expected none, or of mlx-lm, llama.cpp with commas between"),
         ("", "peers is ''; expected none, or of mlx-lm, llama.cpp"),
     ],

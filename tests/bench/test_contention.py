@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.comparison.contention import Contention
-from outrider.bench.comparison.runners import keep_on
+from outrider.bench.comparison.runners import pin_process
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings
@@ -71,7 +71,7 @@ def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_it
             pytest.fail("no pipe")
         process.stdout.readline()
         core = max(os.sched_getaffinity(0))
-        keep_on(process.pid, core)
+        pin_process(process.pid, core)
         threads = [int(thread.name) for thread in Path(f"/proc/{process.pid}/task").iterdir()]
         assert len(threads) == 2
         assert all(os.sched_getaffinity(thread) == {core} for thread in threads)

@@ -15,7 +15,7 @@ import pytest
 
 from outrider.bench.commands import files, suite
 from outrider.bench.comparison import report
-from outrider.bench.comparison import runners as fields
+from outrider.bench.comparison import runners as runners_module
 from outrider.bench.comparison.peers import SPECULATIONS, WITH_DRAFT, ChosenPeers, choose
 from outrider.bench.comparison.runners import llama_name
 from outrider.bench.comparison.runs import Run, Timed
@@ -97,11 +97,13 @@ class ClusterOfSettings:
 )
 def test_only_what_the_pair_has_is_compared(backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model has no draft of its own."""
-    monkeypatch.setattr(fields, "LocalCluster", ClusterOfSettings)
-    monkeypatch.setattr(fields, "keep_on", lambda pid, core: None)
+    monkeypatch.setattr(runners_module, "LocalCluster", ClusterOfSettings)
+    monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
     given = {"model": "target", "draft_backend": backend, **drafts}
-    with fields.field(given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None) as found:
+    with runners_module.start_runners(
+        given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None
+    ) as found:
         names = [contestant.name for family in found.families for contestant in family]
     assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 
@@ -138,7 +140,7 @@ def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.Monke
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
     found = choose(None, ServeSettings(), "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
-    assert found.left_out == ("llama.cpp takes no part: xllamacpp is not installed; pip install 'outrider[bench]'",)
+    assert found.left_out == ("llama.cpp is left out: xllamacpp is not installed; pip install 'outrider[bench]'",)
 
 
 class Parameters(SimpleNamespace):

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, ask, send_all
+from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -162,7 +162,7 @@ class Course:
         number = place
         while not self._over.is_set():
             at = number % len(self._questions)
-            reply = ask(self._client, self._questions[at], growth.heard)
+            reply = send(self._client, self._questions[at], growth.heard)
             self.waits_ms.append(max(reply.gaps_ms, default=0.0))
             self.found.append(self._judged(number, self._questions[at], reply, self._alone[at]))
             number += AT_ONCE

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import psutil
 
-from outrider.bench.comparison.requests import Reply, TimedRequest, ask, send_all
+from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -74,7 +74,7 @@ class Load:
             number += AT_ONCE
 
     def _judged(self, number: int, asked: TimedRequest, alone: Reply) -> Judged:
-        return judged(number, AT_ONCE, asked, ask(self._client, asked), alone, self._codec)
+        return judged(number, AT_ONCE, asked, send(self._client, asked), alone, self._codec)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

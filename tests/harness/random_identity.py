@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.commands.files import numbers
-from outrider.bench.comparison.requests import Reply, TimedRequest, ask, send_all
+from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import Output, certify, faults
@@ -101,7 +101,7 @@ class Course:
         alone = {}
         for place, (number, (tokens, sampling)) in enumerate(subjects.items()):
             self.tell(f"alone: {place} of {len(subjects)}")
-            alone[number] = ask(self.plain, TimedRequest(tokens, sampling, "ar"))
+            alone[number] = send(self.plain, TimedRequest(tokens, sampling, "ar"))
         order = random.Random(first).sample(wanted, count)
         found = []
         for place, width in enumerate(widths):

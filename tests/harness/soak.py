@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from outrider.bench.comparison.requests import TimedRequest, ask
+from outrider.bench.comparison.requests import TimedRequest, send
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -42,7 +42,7 @@ def resident(pids: dict[str, int]) -> dict[str, int]:
 def end_of(client: Client, asked: TimedRequest) -> str:
     """How one request ended: eos, stop, length, cancelled, or the error."""
     try:
-        return ask(client, asked).reason
+        return send(client, asked).reason
     except OutriderError as error:
         return f"{type(error).__name__}: {error}"
 
