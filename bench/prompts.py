@@ -71,7 +71,7 @@ def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
     turns = zip_longest(*(load(kind) for kind in kinds))
     prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
     if count is not None and not 1 <= count <= len(prompts):
-        raise InvalidRequest(f"{count} prompts were asked for; expected 1 to {len(prompts)}")
+        raise InvalidRequest(f"{count} prompts were requested; expected 1 to {len(prompts)}")
     return prompts[:count]
 
 

@@ -203,8 +203,8 @@ def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
         if time.monotonic() > until:
             how_far = progress(found) if found is not None else "nothing is"
             raise WorkerError(
-                f"not all of the fleet is there after {wait:g} s ({how_far}); it goes on starting, and"
-                " `outrider fleet status` tells how far it is"
+                f"not all of the fleet is there after {wait:g} s ({how_far}); it keeps starting, and"
+                " `outrider fleet status` shows its progress"
             )
         time.sleep(LOOK_SECONDS)
 

@@ -30,7 +30,7 @@ WAIT_SECONDS = 2.0
 SILENT_SECONDS = 2.0
 """Timeout of an engine that Ray considers alive."""
 MOST_KNOWN = 1024
-NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` tells why)"
+NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` shows why)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: S
     found = _measured(options, [PLAIN, *_ways(pair)], texts, screen)
     best, plain, verify_ms = best_of_each(found), found[PLAIN].choice, measured_verify_ms(found.values())
     if not best:
-        raise WorkerError("no head drafts anything for this target; `outrider doctor` tells what is wrong with it")
+        raise WorkerError("no head drafts anything for this target; `outrider doctor` shows what is wrong with it")
     known = best[0].known
     record = Tuning(
         step_ms=1000 / plain.tokens_per_second,

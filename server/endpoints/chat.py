@@ -102,18 +102,23 @@ class ChatInfo:
         rows = self.speller.content(extras.logprobs) if self.speller is not None else None
         return {"logprobs": rows, "speculation": speculated(extras)}
 
+    def common(self) -> dict[str, Any]:
+        """Returns the fields that are the same in every chunk and in the full response."""
+        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
+
+    def numbers(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
+        """Returns the timings and the `outrider` field of these choices."""
+        info = about(choices[0].result, self.seed, self.notes(choices))
+        return {"timings": timings(total_timings(choices)), "outrider": info}
+
 
 def completion(head: ChatInfo, choices: Sequence[ChoiceState]) -> ChatCompletion:
     """Returns the full response."""
     return ChatCompletion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=FINGERPRINT,
+        **head.common(),
+        **head.numbers(choices),
         choices=[_choice(head, choice) for choice in choices],
         usage=usage(head.prompt_tokens, choices, head.thoughts),
-        timings=timings(total_timings(choices)),
-        outrider=about(choices[0].result, head.seed, head.notes(choices)),
     )
 
 
@@ -151,11 +156,8 @@ class ChatEvents:
         if not self._include_usage:
             return sse.DONE
         head, ended = self._head, self._ended
-        last = ChatChunk(
-            id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
-            usage=usage(head.prompt_tokens, ended, head.thoughts), timings=timings(total_timings(ended)),
-            outrider=about(ended[0].result, head.seed, head.notes(ended)),
-        )  # fmt: skip
+        total = usage(head.prompt_tokens, ended, head.thoughts)
+        last = ChatChunk(**head.common(), **head.numbers(ended), choices=[], usage=total)
         return sse.event(last.model_dump_json()) + sse.DONE
 
     def failed(self, problem: Problem) -> bytes:
@@ -171,11 +173,8 @@ def call_id(call: ToolCall) -> str:
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-def _chunk(head: ChatInfo, choice: ChunkChoice) -> bytes:
-    chunk = ChatChunk(
-        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[choice]
-    )
-    return sse.event(chunk.model_dump_json())
+def _chunk(head: ChatInfo, choice: ChunkChoice, **more: Any) -> bytes:
+    return sse.event(ChatChunk(**head.common(), choices=[choice], **more).model_dump_json())
 
 
 def _end(head: ChatInfo, choice: ChoiceState) -> bytes:
@@ -185,11 +184,7 @@ def _end(head: ChatInfo, choice: ChoiceState) -> bytes:
         finish_reason=_FINISH.get(choice.finish, "stop"),
         **head.beside(choice.untold),
     )
-    chunk = ChatChunk(
-        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
-        timings=timings(choice.timings), outrider=about(choice.result, head.seed, head.notes([choice])),
-    )  # fmt: skip
-    return sse.event(chunk.model_dump_json())
+    return _chunk(head, last, **head.numbers([choice]))
 
 
 def _delta(part: Part, calls_before: int) -> Delta:
