@@ -1,1 +1,1 @@
-"""What `outrider bench`, `tune` and `overlap` measure and print. A client of the orchestrator like any other."""
+"""What `outrider bench`, `tune` and `overlap` measure and print. They are ordinary clients of the orchestrator."""

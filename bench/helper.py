@@ -1,6 +1,6 @@
-"""A program in a process of its own that answers each JSON object, one a line: how to ask it, and how to be it.
+"""A helper process that answers JSON objects, one per line: the side that asks, and the side that answers.
 
-Whoever measures keeps MLX out of its own process, and so may have an answer from where it is.
+It keeps MLX out of the measuring process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from outrider.protocol.errors import WorkerError
 GRACE_S = 5
 
 
-class Helper:
-    """Runs `python -m *command`, or a file, with the workers' BLAS or an `environment` of its own; a context manager.
+class HelperProcess:
+    """A context manager that runs `python -m *command`, or a file, with the workers' BLAS or the given `environment`.
 
-    The program ends when its stdin does.
+    The program ends when its stdin closes.
     """
 
     def __init__(self, *command: str, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
@@ -45,7 +45,7 @@ class Helper:
             WorkerError: it ended before.
         """
         try:
-            self._told()
+            self._read_answer()
         except WorkerError:
             self.__exit__()
             raise
@@ -62,16 +62,17 @@ class Helper:
             self._process.wait()
 
     def ask(self, wish: Mapping[str, Any]) -> dict[str, Any]:
-        """
+        """Sends a request, and returns the answer.
+
         Raises:
             WorkerError: it ended instead of answering.
         """
         if self._process.stdin is not None and self._process.poll() is None:
             self._process.stdin.write(json.dumps(wish) + "\n")
             self._process.stdin.flush()
-        return self._told()
+        return self._read_answer()
 
-    def _told(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         line = self._process.stdout.readline() if self._process.stdout is not None else ""
         if not line:
             raise WorkerError(f"{self._name} ended; see its message above")
@@ -84,7 +85,7 @@ def say_ready() -> None:
 
 
 def answer_all(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Says that it is ready, and answers every line of stdin until its end."""
+    """Reports readiness, and answers every line of stdin."""
     say_ready()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

@@ -1,4 +1,4 @@
-"""A figure to draw on, and its file. Matplotlib is imported when something is drawn, not before."""
+"""Creates and saves Matplotlib figures. Matplotlib is imported on first use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 
 def figure(width: float, height: float) -> Figure:
-    """Inches; drawn without a display.
+    """Returns a figure; sizes are in inches. Needs no display.
 
     Raises:
         InvalidRequest: Matplotlib is not installed.
@@ -37,7 +37,8 @@ def figure(width: float, height: float) -> Figure:
 
 
 def save(drawn: Figure, path: Path, dpi: int) -> None:
-    """
+    """Writes the figure to `path`.
+
     Raises:
         InvalidRequest: the file can't be written.
     """

@@ -1,8 +1,7 @@
-"""The prompts of every benchmark, by class: a text file each, whose entries are separated by a line with one `%`.
+"""The prompts of every benchmark, by class: a text file each, with entries separated by lines with one `%`.
 
-Two sets. The suite's are what people ask a chat model, and go through its chat template. The tiny pair's, in
-`prompts/tiny/`, are texts to go on from, for it is no chat model. Both were written for this project, so that none is a
-piece of what a model was trained on. Knows text only.
+The suite's are questions to a chat model, and go through its chat template. The tiny pair's, in `prompts/tiny/`, are
+texts to continue. Both were written for this project, so none is in a model's training data.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Prompt:
 
 
 def load(kind: str) -> list[Prompt]:
-    """All of the tiny pair's prompts of one class, in their order.
+    """Returns the tiny pair's prompts of one class.
 
     Raises:
         InvalidRequest: there is no such class.
@@ -45,7 +44,7 @@ def load(kind: str) -> list[Prompt]:
 
 
 def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[Prompt]]:
-    """All prompts of a suite by class: each `*.txt` of a folder is a class. `kinds`: only these.
+    """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: only these.
 
     Raises:
         InvalidRequest: there are no such prompts.
@@ -64,15 +63,15 @@ def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict
 
 
 def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
-    """`count` prompts (None: all), the classes in turn, so that any count is a fair mixture; what is left is code.
+    """Returns `count` prompts (None: all), taking the classes in turn.
 
     Raises:
-        InvalidRequest: there are not that many, or none are wanted, or no such class.
+        InvalidRequest: there are fewer, `count` is not positive, or a class is unknown.
     """
     turns = zip_longest(*(load(kind) for kind in kinds))
     prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
     if count is not None and not 1 <= count <= len(prompts):
-        raise InvalidRequest(f"{count} prompts were asked for; expected 1 to {len(prompts)}")
+        raise InvalidRequest(f"{count} prompts were requested; expected 1 to {len(prompts)}")
     return prompts[:count]
 
 

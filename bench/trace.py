@@ -1,10 +1,6 @@
-"""What a trace of `--trace` tells: a picture of rounds on one clock, and where the time went.
+"""Reads a trace of `--trace`: draws rounds on one clock, and computes where the time went.
 
-`Bar`: a picture of rounds on one clock, from a trace: who worked when, what was hit and missed, who waited. Reads the
-trace that `--trace` writes; knows nothing of how it came about.
-
-`Breakdown`: where each millisecond of a round went, from a trace: the target's own time between two outcomes, and what
-it hid. Knows bars; nothing of how they came about.
+`Breakdown` divides each round into the target's verify, the wait before it, and drafting hidden behind it.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ LEGEND = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Work on a track, milliseconds since the trace's first event; `round` as the messages number it."""
+    """Work on a track, in milliseconds since the trace's first event; `round` as in the messages."""
 
     track: str
     name: str
@@ -60,10 +56,10 @@ class Bar:
 
 
 def read(path: Path) -> list[Bar]:
-    """The work in a trace file, earliest first.
+    """Returns the work in a trace file, earliest first.
 
     Raises:
-        InvalidRequest: the file is no trace.
+        InvalidRequest: the file is not a trace.
     """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -95,7 +91,7 @@ def draw(bars: Sequence[Bar], path: Path, title: str, first_round: int, rounds: 
 
 
 def drawn(bars: Sequence[Bar], title: str, first_round: int, rounds: int) -> Figure:
-    """The picture of `draw`."""
+    """Returns the figure of `draw`."""
     chosen = [bar for bar in bars if first_round <= bar.round < first_round + rounds]
     verifies = [bar for bar in chosen if bar.track == "target"]
     if not verifies:
@@ -140,7 +136,7 @@ def _colour(bar: Bar, sources: dict[int, str]) -> str:
 
 
 def _source(bar: Bar, sources: dict[int, str]) -> str:
-    """Where a verify's chain came from."""
+    """Returns where a verify's chain came from."""
     source = sources.get(bar.round, "none")
     return source if source in COLOURS else "none"
 
@@ -171,16 +167,16 @@ def _draw_legend(axes: Axes, sources: set[str], bars: Sequence[Bar]) -> None:
     )  # fmt: skip
 
 
-# What the target waited for before a verify, by where its chain came from.
+# What the target waited for before a verify, by its chain's source.
 PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Milliseconds a round, means over `rounds` of them; the first four make up the whole.
+    """Mean milliseconds per round over `rounds` rounds; the first four are the whole.
 
-    `verify`: the forward. Between two of them: `turnaround` of hits, `waiting` for a drafter, `fallback` on an AR step
-    or a copied chain after a miss. Hidden behind the verify: `commit`, until the drafter begins, and its `work_ahead`.
+    `verify`: the forward. Between two of them: `turnaround` of hits, `waiting` for a drafter, `fallback` after a miss.
+    Hidden behind the verify: `commit`, until the drafter begins, and its `work_ahead`.
     """
 
     rounds: int
@@ -197,10 +193,10 @@ class Breakdown:
 
 
 def breakdown(bars: Sequence[Bar], first_round: int) -> Breakdown:
-    """Of all rounds from `first_round` on.
+    """Includes all rounds from `first_round` on.
 
     Raises:
-        InvalidRequest: the trace has no two such rounds.
+        InvalidRequest: the trace has fewer than two such rounds.
     """
     verifies = [bar for bar in bars if bar.track == "target" and bar.round >= first_round]
     if len(verifies) < 2:

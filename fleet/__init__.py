@@ -1,6 +1,6 @@
-"""Many engines behind one gate (docs/fleet.md): the only room that knows Ray, which is an extra, `outrider[fleet]`.
+"""Several engines behind one HTTP address (docs/fleet.md). The only package that uses Ray, an extra: `outrider[fleet]`.
 
-`serve run outrider.fleet:app plan=fleet.yaml` finds `app` here, with which Ray comes in, and not before.
+`serve run outrider.fleet:app plan=fleet.yaml` loads `app` from here; Ray is imported only then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from outrider.fleet.application import app
+    from outrider.fleet.deployment import app
 
     return app

@@ -1,16 +1,8 @@
-"""Engines: an actor each, which tells whoever leases it where to ask and ends, at once, when what it stands for
-does.
+"""Engine actors: clusters that Ray starts, servers that are attached, and drafters on hosts of their own.
 
-Tokens never pass through it. A lease is a stream that says the engine's place and then no more until one of both sides
-goes, so that Ray Serve counts what is under way and its end is told to all who hold one.
-
-Drafters that Ray puts where it suits them: an actor that runs a draft worker, and what keeps an engine in one.
-
-Drafts don't pass through it: the worker joins the engine's server by ZeroMQ, with a key that it was given room for.
-
-`ServerWatch`: whether a server that somebody else keeps up is there, and the moment when it is not any more. ZeroMQ
-asks the other end below our messages, so one that hangs or whose machine is gone is missed within a second, and one
-that ends at once. Owns a connection; knows nothing of Ray.
+Tokens and drafts do not pass through Ray. A gate leases an engine by a stream that yields the engine's address and then
+stays open until either side ends it, so Ray Serve counts the requests in progress and the gate notices at once when the
+engine ends. An actor ends when its engine does, and Serve replaces it.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,44 +27,112 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from zmq.utils.monitor import recv_monitor_message
 
-from outrider.fleet.engine_address import ActorKeys, EngineAddress, Visitor
 from outrider.fleet.plan import Placed
 from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.machine.spawn import Sweeper, child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, flags
 from outrider.protocol.endpoints import connect, keys_to
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
-from outrider.protocol.keys import CLIENT, DRAFTER
+from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats
+from outrider.protocol.socket_files import private_directory
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """An engine's client `endpoint`, and its server's public `key`; empty if the server needs none, or a known one.
+
+    `own`: an endpoint for the same `host` (a Ray node) without keys; empty if there is none.
+    """
+
+    endpoint: str
+    key: str = ""
+    own: str = ""
+    host: str = ""
+
+    def seen_from(self, host: str) -> EngineAddress:
+        """Returns the address to use from `host`."""
+        return EngineAddress(self.own) if self.own and host == self.host else self
+
+
+@dataclass(frozen=True, slots=True)
+class IngressKey:
+    """Identifies a gate: its public key and its actor's name."""
+
+    key: str
+    actor: str
+    namespace: str
+
+    def is_there(self) -> bool:
+        """Whether the actor is alive. Asks Ray, which may take a while."""
+        try:
+            ray.get_actor(self.actor, self.namespace)
+        except ValueError:
+            return False
+        return True
+
+
+def ingress_key(key: str) -> IngressKey:
+    """Returns this actor's identity. Its namespace is Serve's, not the one that its runtime context reports."""
+    own = ray.get_runtime_context().get_actor_name() or ""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return IngressKey(key, own, next(one["namespace"] for one in named if one["name"] == own))
+
+
+class ActorKeyring:
+    """An actor's own key and the keys it accepts, in a directory that is removed with the actor. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._directory = private_directory()
+        self._sweeper = Sweeper(self._directory.path, None)
+        self._ring = Keyring(self._directory.path / "keys")
+        self._changing = threading.Lock()
+        self.folder = self._ring.folder
+        self.key = self._ring.make().public
+
+    def open(self, role: str, key: str) -> None:
+        """Accepts this key for `role` (client, drafter).
+
+        Raises:
+            KeyFault: it is not a key.
+        """
+        with self._changing:
+            self._ring.allow(AllowedKey(role, parse_key(key), f"{role}-{key}"))
+
+    def shut(self, key: str) -> None:
+        """Stops accepting the key."""
+        with self._changing:
+            self._ring.revoke(key)
+
 
 BUNDLE = 1
-"""Its place in the engine's placement group, behind the engine's own."""
+"""The drafter's index in the placement group; the engine is 0."""
 AGAIN_SECONDS = 1.0
-OWN = (
+DRAFTER_SETTINGS = (
     "model", "draft_model", "draft_backend", "draft_prefill", "fan_out", "replay", "simulate", "threads", "cpu_kernels",
     "log_level", "log_format",
 )  # fmt: skip
-"""What a drafter is told of an engine's settings."""
+"""The engine settings that its drafter needs."""
 
 log = logging.getLogger(__name__)
 
 
 class DrafterActor:
-    """A draft worker on this host, which ends with this actor."""
+    """A draft worker on this host. It ends with this actor."""
 
     def __init__(self) -> None:
-        self._doors = ActorKeys()
+        self._keyring = ActorKeyring()
 
     def key(self) -> str:
-        """The public key that it comes with."""
-        return self._doors.key
+        """Returns its public key."""
+        return self._keyring.key
 
     def draft(self, settings: ServeSettings, endpoint: str, server_key: str) -> int:
-        """Drafts for the server at `endpoint`, whose key this is; returns the worker's exit code when it has ended."""
+        """Drafts for the server at `endpoint` until the worker ends; returns its exit code."""
         theirs, lifeline = os.pipe()
         join = ["worker", "draft", "--connect", endpoint, "--server-key", server_key, "--parent-fd", str(theirs)]
-        join += ["--keys", str(self._doors.folder), *flags(settings)]
+        join += ["--keys", str(self._keyring.folder), *flags(settings)]
         process = subprocess.Popen(
             python("-m", "outrider", *join), stdin=subprocess.DEVNULL, env=child_environment(), pass_fds=(theirs,)
         )
@@ -84,12 +144,12 @@ class DrafterActor:
 
 
 class DrafterKeeper(threading.Thread):
-    """Sees to it that an engine has a drafter: another one, when its own is gone, as soon as a host has room."""
+    """Keeps one drafter for an engine, and places a new one when it is lost."""
 
-    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeys) -> None:
+    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeyring) -> None:
         super().__init__(daemon=True, name="drafting")
-        self._settings = ServeSettings(**{name: getattr(settings, name) for name in OWN})
-        self._endpoint, self._doors = endpoint, doors
+        self._settings = ServeSettings(**{name: getattr(settings, name) for name in DRAFTER_SETTINGS})
+        self._endpoint, self._keyring = endpoint, doors
 
     def run(self) -> None:
         while True:
@@ -97,19 +157,19 @@ class DrafterKeeper(threading.Thread):
             key = ""
             try:
                 key = ray.get(drafter.key.remote())
-                self._doors.open(DRAFTER, key)
-                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._doors.key))
+                self._keyring.open(DRAFTER, key)
+                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._keyring.key))
                 log.warning("the drafter ended with code %s; another is placed", code)
             except RayError as error:
                 log.warning("the drafter is lost (%s); another is placed", type(error).__name__)
             if key:
-                self._doors.shut(key)
+                self._keyring.shut(key)
             ray.kill(drafter)
             time.sleep(AGAIN_SECONDS)
 
 
 def _placed() -> Any:
-    """Where the engine's placement group has it."""
+    """Returns the actor class with the placement of the engine's placement group."""
     group = get_current_placement_group()
     there = PlacementGroupSchedulingStrategy(group, BUNDLE)
     return ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there)
@@ -117,14 +177,16 @@ def _placed() -> Any:
 
 ASK_MS, SILENT_MS = 300, 900
 LOOK_SECONDS = 0.5
-COMES, GOES = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
 class ServerWatch:
-    """Of the server at `endpoint`, which lets in the key in the folder `keys`.
+    """Watches the server at `endpoint`, with the client key in the folder `keys`.
+
+    ZeroMQ heartbeats detect a hanging server or a lost machine within a second, and an ended process at once.
 
     Raises:
-        KeyFault: of every method too: it asks for keys, and there are none that it lets in.
+        KeyFault: from every method: the server requires a key, and there is no accepted one.
     """
 
     def __init__(self, endpoint: str, keys: Path | None) -> None:
@@ -132,26 +194,26 @@ class ServerWatch:
         self._keys = keys_to(endpoint, folder=keys)
         self._client = Client(endpoint, timeout=1.0, keys=keys)
 
-    def wait_until_there(self) -> None:
-        """Returns when it serves, its target loaded."""
+    def wait_until_ready(self) -> None:
+        """Returns when the server's target is ready."""
         while not self._serves():
             time.sleep(LOOK_SECONDS)
 
     def weights(self) -> str:
-        """By what its target's weights and number format are known; empty: it does not answer."""
+        """Returns the fingerprint of the target's weights and number format; empty without an answer."""
         return next((one.fingerprint for one in self._workers() if one.role == "target"), "")
 
     def wait_until_gone(self) -> None:
-        """Returns when its connection is lost, or there is none within a second."""
+        """Returns when the connection is lost, or not established within a second."""
         context: zmq.Context[Any] = zmq.Context.instance()
         with context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.heartbeat_ivl, socket.heartbeat_timeout = ASK_MS, SILENT_MS
-            monitor = socket.get_monitor_socket(COMES | GOES)
+            monitor = socket.get_monitor_socket(CONNECTED | DISCONNECTED)
             try:
                 connect(socket, self._endpoint, self._keys)
                 if monitor.poll(SILENT_MS):
-                    while recv_monitor_message(monitor)["event"] != GOES:
+                    while recv_monitor_message(monitor)["event"] != DISCONNECTED:
                         pass
             finally:
                 socket.disable_monitor()
@@ -161,7 +223,7 @@ class ServerWatch:
         return any(worker.role == "target" and worker.state == "ready" for worker in self._workers())
 
     def _workers(self) -> tuple[WorkerStats, ...]:
-        """What it says of them; none while it does not answer."""
+        """Returns the workers' statistics; none without an answer."""
         try:
             return self._client.stats().workers
         except (EndpointError, ServerBusy, WorkerError):
@@ -169,8 +231,9 @@ class ServerWatch:
 
 
 def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) -> None:
-    """Raises ModelError where the server at `endpoint` has others than one of those before it, as far as they answer:
-    its texts would be another model's, and none could go on with it.
+    """Raises ModelError if the server at `endpoint` has other weights than those in `before` that answer.
+
+    Its texts would be another model's, and failover could not continue them.
     """
     ours = ServerWatch(endpoint, keys).weights()
     for other in before:
@@ -182,83 +245,83 @@ def check_same_weights(endpoint: str, before: Sequence[str], keys: Path | None) 
             )
 
 
-OWN_SECONDS = 4.0
-"""How long its server may take to say what it does; after three times Serve starts another."""
+HEALTH_SECONDS = 4.0
+"""Timeout of a health check. After three failures Serve replaces the engine."""
 GONE = 3
-"""What the actor ends with when its engine has."""
+"""The actor's exit code when its engine has ended."""
 
 
 class EngineActor:
-    """What all engines do once they know their `place`."""
+    """Common parts of engines, once their address is known."""
 
     def __init__(self, place: EngineAddress, keys: Path | None = None) -> None:
         self._place = place
-        self._client = AsyncClient(place.own or place.endpoint, OWN_SECONDS, keys=keys)
-        self._gone = defaultdict[Visitor, asyncio.Event](asyncio.Event)
+        self._client = AsyncClient(place.own or place.endpoint, HEALTH_SECONDS, keys=keys)
+        self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
-    async def lease(self, visitor: Visitor) -> AsyncIterator[EngineAddress]:
-        """Where to ask; then nothing, until `visitor` has enough."""
-        gone = self._welcome(visitor)
+    async def lease(self, ingress_key: IngressKey) -> AsyncIterator[EngineAddress]:
+        """Yields the address, then stays open until the gate ends it."""
+        gone = self._register(ingress_key)
         yield self._place
         await gone.wait()
 
-    async def place(self, visitor: Visitor | None = None) -> EngineAddress:
-        """The same once, for whoever only looks."""
-        if visitor is not None:
-            self._welcome(visitor)
+    async def place(self, ingress_key: IngressKey | None = None) -> EngineAddress:
+        """Returns the address, without a lease."""
+        if ingress_key is not None:
+            self._register(ingress_key)
         return self._place
 
     async def report(self) -> tuple[EngineAddress, Stats]:
-        """Where it is and what it does now, for whoever looks at the whole fleet."""
+        """Returns the address and current statistics."""
         return self._place, await self._client.stats()
 
     async def check_health(self) -> None:
-        """Serve asks now and then. A lease outlives a gate that was killed: Ray tells nobody, so it is looked for."""
-        for visitor in list(self._gone):
-            if not await asyncio.to_thread(visitor.is_there):
-                self._gone.pop(visitor).set()
-                self.revoke(visitor.key)
+        """Called by Serve. Also removes leases of gates that were killed, which Ray does not report."""
+        for ingress_key in list(self._gone):
+            if not await asyncio.to_thread(ingress_key.is_there):
+                self._gone.pop(ingress_key).set()
+                self.revoke(ingress_key.key)
 
-    def _welcome(self, visitor: Visitor) -> asyncio.Event:
-        """What is set when that gate is gone."""
-        if visitor not in self._gone:
-            self.allow(visitor.key)
-        return self._gone[visitor]
+    def _register(self, ingress_key: IngressKey) -> asyncio.Event:
+        """Returns an event that is set when the gate is gone."""
+        if ingress_key not in self._gone:
+            self.allow(ingress_key.key)
+        return self._gone[ingress_key]
 
     def allow(self, key: str) -> None:
-        """Where keys are asked for, this one opens from now on."""
+        """Accepts a gate's key."""
 
     def revoke(self, key: str) -> None:
-        """It does so no more."""
+        """Stops accepting a gate's key."""
 
 
 class PlacedEngine(EngineActor):
-    """A cluster on this host, which ends with this actor, and with which this actor ends."""
+    """A cluster on this host. It ends with this actor, and the actor with it."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        self._doors = ActorKeys()
+        self._keyring = ActorKeyring()
         ours = ray.util.get_node_ip_address()
         elsewhere = placed.drafter.on == "other-host"
-        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._doors.folder, pin_cores=False)
+        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._keyring.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**keywords(reached))
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
-            DrafterKeeper(settings, self._cluster.joining_endpoint, self._doors).start()
+            DrafterKeeper(settings, self._cluster.joining_endpoint, self._keyring).start()
         host = ray.get_runtime_context().get_node_id()
-        super().__init__(EngineAddress(self._cluster.endpoint, self._doors.key, self._cluster.own_endpoint, host))
+        super().__init__(EngineAddress(self._cluster.endpoint, self._keyring.key, self._cluster.own_endpoint, host))
 
     async def check_health(self) -> None:
-        """Raises EndpointError when the server hangs."""
+        """Raises EndpointError if the server hangs."""
         await self._client.stats()
         await super().check_health()
 
     def allow(self, key: str) -> None:
-        self._doors.open(CLIENT, key)
+        self._keyring.open(CLIENT, key)
 
     def revoke(self, key: str) -> None:
-        self._doors.shut(key)
+        self._keyring.shut(key)
 
     def _end_with_it(self) -> None:
         code = self._cluster.wait()
@@ -267,13 +330,13 @@ class PlacedEngine(EngineActor):
 
 
 class AttachedEngine(EngineActor):
-    """A server that somebody else keeps up: it is waited for, and with its loss this actor ends."""
+    """A server that is run by someone else. The actor waits for it, and ends when it is lost."""
 
     def __init__(self, endpoints: tuple[str, ...], keys: Path | None) -> None:
         own = serve.get_replica_context().rank.rank % len(endpoints)
         endpoint = endpoints[own]
         watch = ServerWatch(endpoint, keys)
-        watch.wait_until_there()
+        watch.wait_until_ready()
         check_same_weights(endpoint, endpoints[:own], keys)
         threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
         super().__init__(EngineAddress(endpoint), keys)
@@ -285,6 +348,6 @@ class AttachedEngine(EngineActor):
 
 
 def keywords(settings: ServeSettings) -> Settings:
-    """The settings as LocalCluster takes them."""
+    """Returns the settings as LocalCluster's keywords."""
     found: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return cast("Settings", found)

@@ -1,7 +1,7 @@
-"""Which kind of engine a text is asked of, placed or attached: its session's own, else the one with the least to do.
+"""Chooses between placed and attached engines: a session keeps its kind, other requests go to the less busy kind.
 
-An engine that was just lost counts as none for a while, and so do all of a kind of which none answered: a text that
-goes on is not to wait for them. Counts; asks nobody.
+Lost engines, and a kind of which none answered, do not count for a few seconds, so a text that continues elsewhere does
+not wait for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MISSED_SECONDS = 3.0
 
 
 class EngineSelector:
-    """Kinds are numbered; `many` engines are of each, about."""
+    """Kinds are numbered; `many` is the approximate number of engines of each."""
 
     def __init__(self, many: Sequence[int], now: Callable[[], float] = time.monotonic) -> None:
         self._many = many
@@ -26,7 +26,7 @@ class EngineSelector:
         self._silent = [0.0] * len(many)
 
     def choose(self, session: str) -> int:
-        """The kind for a text; the same for a session, at all gates, while it has engines."""
+        """Returns the kind for a text. Every gate chooses the same for a session, while that kind has engines."""
         there = [self._there(kind) for kind in range(len(self._many))]
         if not any(there):
             there = list(self._many)
@@ -38,7 +38,7 @@ class EngineSelector:
 
     @contextmanager
     def under_way(self, kind: int) -> Iterator[None]:
-        """As long as a text is asked there."""
+        """Counts a request in progress."""
         self._under_way[kind] += 1
         try:
             yield
@@ -46,22 +46,22 @@ class EngineSelector:
             self._under_way[kind] -= 1
 
     def lost(self, kind: int, engine: Hashable) -> None:
-        """That one is gone."""
+        """Records that an engine is lost."""
         self._lost[kind][engine] = self._now()
 
     def silent(self, kind: int) -> None:
-        """None of these answers."""
+        """Records that no engine of this kind answered."""
         self._silent[kind] = self._now() + MISSED_SECONDS
 
     def _there(self, kind: int) -> int:
-        """How many engines of a kind may be counted on."""
+        """Returns how many engines of a kind are available."""
         since = self._now() - MISSED_SECONDS
         self._lost[kind] = {engine: at for engine, at in self._lost[kind].items() if at > since}
         return 0 if self._now() < self._silent[kind] else max(self._many[kind] - len(self._lost[kind]), 0)
 
 
 def _by_name(session: str, many: Sequence[int]) -> int:
-    """One of the kinds, each as likely as it has engines."""
+    """Chooses a kind by hash, in proportion to its engines."""
     ends = list(accumulate(many))
     at = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8]) % ends[-1]
     return next(kind for kind, end in enumerate(ends) if at < end)

@@ -1,13 +1,7 @@
-"""Ray on this host as `outrider fleet` started it: its process, its token, and what the host offers.
+"""Ray on this host, as `outrider fleet` starts it: resources, processes and the token. Does not import Ray.
 
-What runs is written down, so that another command finds it; a process that has got the same number since is not ours.
-Knows Ray's command line; does not import Ray.
-
-`Resources`: what a host offers and what an engine or a drafter needs of one, in Ray's words. Ray finds CPUs, NVIDIA
-GPUs and memory by itself; `metal` and `ane` are names of ours that a host has to declare.
-
-`default_folder`: the fleet's token: whoever has it may run anything on every host, so it lies in a file that only its
-owner reads.
+A running process is recorded in a file, with its start time, so that later commands find it. The token gives full
+control of every host, so its file must be readable only by its owner.
 """
 
 from __future__ import annotations
@@ -40,17 +34,17 @@ from outrider.protocol.version import PACKAGE_VERSION, install
 
 MOST = 1_000_000
 ONE_A_HOST = ("metal", "ane")
-"""A Mac has one of each; a part of it is what several engines share."""
+"""A Mac has one of each, which several engines may share."""
 RAY = {"metal": "metal", "ane": "ane", "cuda": "GPU", "cpu": "CPU", "memory": "memory"}
 """Our names and Ray's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Parts of a host: of its Metal GPU and its neural engine, NVIDIA GPUs, CPU cores, bytes of memory.
+    """Resources of a host: shares of its Metal GPU and Neural Engine, NVIDIA GPUs, CPU cores, bytes of memory.
 
     Raises:
-        InvalidRequest: a number is out of range, or no host has all of this.
+        InvalidRequest: a value is out of range, or no host has this combination.
     """
 
     metal: float = 0
@@ -69,25 +63,25 @@ class Resources:
             raise InvalidRequest("no host has cuda beside metal or ane, which are a Mac's; expected one or the other")
 
     def as_ray(self) -> dict[str, float]:
-        """What is not nothing by Ray's names, as a bundle of a placement group has them."""
+        """Returns the non-zero resources by Ray's names, as in a bundle."""
         return {RAY[name]: many for name, many in asdict(self).items() if many}
 
     def __str__(self) -> str:
-        told = {name: f"{many / 2**30:.1f} GiB" if name == "memory" else f"{many:g}" for name, many in self._some()}
-        return ", ".join(f"{name} {many}" for name, many in told.items()) or "nothing"
+        amounts = {name: f"{many / 2**30:.1f} GiB" if name == "memory" else f"{many:g}" for name, many in self._some()}
+        return ", ".join(f"{name} {many}" for name, many in amounts.items()) or "nothing"
 
     def _some(self) -> list[tuple[str, float]]:
         return [(name, many) for name, many in asdict(self).items() if many]
 
 
-def offered() -> Resources:
-    """What this host offers."""
+def host_resources() -> Resources:
+    """Returns this host's resources."""
     apple = int(sys.platform == "darwin" and platform.machine() == "arm64")
     return Resources(apple, apple, _nvidia_gpus(), os.cpu_count() or 1, psutil.virtual_memory().total)
 
 
-def to_declare(host: Resources) -> dict[str, float]:
-    """What Ray would not find there by itself."""
+def undetected_resources(host: Resources) -> dict[str, float]:
+    """Returns the resources that Ray does not detect: `metal` and `ane`, which are our names."""
     return {name: many for name, many in host.as_ray().items() if name in ONE_A_HOST}
 
 
@@ -101,17 +95,16 @@ STARTED = "Ray runtime started."
 START_SECONDS = 180.0
 STOP_SECONDS = 30.0
 WITHOUT_DASHBOARD = "--include-dashboard=false"
-"""Of a head that is started again: there Ray does not wait for the dashboard to have started, and beside all of it the
-agents of the head's raylet are late, for which that waits fifteen seconds and then ends."""
+"""Used when a head restarts: with the dashboard, the raylet's agents start too late, and the raylet ends after 15 s."""
 RAYS_OWN_PORTS = range(10_002, 20_000)
-"""Ray's workers take these."""
+"""Ports of Ray's workers."""
 LABEL = "outrider"
-"""The label of a host that tells the release of Outrider there."""
+"""The node label with the host's Outrider version."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostProcess:
-    """What this host runs: as `head` or not, for the fleet at `address`, by this process, which began then."""
+    """A running Ray process: whether it is the `head`, the fleet's address, its pid and start time."""
 
     head: bool
     address: str
@@ -119,7 +112,7 @@ class HostProcess:
     began: float
 
     def process(self) -> psutil.Process | None:
-        """None: it has ended."""
+        """Returns None if it has ended."""
         with suppress(psutil.Error):
             process = psutil.Process(self.pid)
             if process.create_time() == self.began and process.status() != psutil.STATUS_ZOMBIE:
@@ -128,7 +121,7 @@ class HostProcess:
 
 
 class FleetHost:
-    """This host's part in a fleet, as it is written down in `folder`."""
+    """This host's part in a fleet, recorded in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -137,23 +130,23 @@ class FleetHost:
         self._storage = folder / "gcs"
 
     def running(self) -> HostProcess | None:
-        """What runs here now."""
-        found = self._written_down()
+        """Returns the process that runs now, if any."""
+        found = self._saved()
         return found if found is not None and found.process() is not None else None
 
     def was_head_of(self, address: str) -> bool:
-        """Whether this host was the head of a fleet there that nobody has ended: its process has, or the machine."""
-        found = self._written_down()
+        """Whether this host was the head of a fleet at `address` that crashed and was not shut down."""
+        found = self._saved()
         return found is not None and found.head and found.address == address and self._storage.is_dir()
 
-    def _written_down(self) -> HostProcess | None:
+    def _saved(self) -> HostProcess | None:
         try:
             return HostProcess(**json.loads(self._file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
     def require_none(self) -> None:
-        """Raises InvalidRequest when something runs here."""
+        """Raises InvalidRequest if a fleet process runs here."""
         here = self.running()
         if here is not None:
             what = "is the head of the fleet" if here.head else "has joined the fleet"
@@ -162,7 +155,7 @@ class FleetHost:
             )
 
     def environment(self, address: str, token: Path) -> dict[str, str]:
-        """What all processes of Ray are told, and commands that speak with them."""
+        """Returns the environment of Ray processes, and of commands that connect to them."""
         ours = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
@@ -174,10 +167,10 @@ class FleetHost:
         return {**child_environment(), **ours}
 
     def start_head(self, ip: str, port: int, offers: Resources, token: Path) -> HostProcess:
-        """Starts Ray as the head of the fleet that it was the head of, or of one that knows nothing yet.
+        """Starts Ray as the head of a new fleet, or of the one it was the head of.
 
         Raises:
-            OutriderError: it can't; the message says why.
+            OutriderError: it can't be started; the message has the reason.
         """
         again = self.was_head_of(f"{ip}:{port}")
         if not again:
@@ -188,13 +181,13 @@ class FleetHost:
         return self._start(True, f"{ip}:{port}", [*where, dashboard], offers, token)
 
     def start_member(self, address: str, ip: str | None, offers: Resources, token: Path) -> HostProcess:
-        """Starts Ray as a host of the fleet at `address`. Raises as `start_head`."""
+        """Starts Ray as a member of the fleet at `address`. Raises as `start_head`."""
         where = [f"--address={address}", *([f"--node-ip-address={ip}"] if ip is not None else [])]
         return self._start(False, address, where, offers, token)
 
     def _start(self, head: bool, address: str, where: list[str], offers: Resources, token: Path) -> HostProcess:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where]
-        line += [f"--resources={json.dumps(to_declare(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
+        line += [f"--resources={json.dumps(undetected_resources(offers))}", f"--labels={LABEL}={PACKAGE_VERSION}"]
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 line,
@@ -214,56 +207,56 @@ class FleetHost:
         return running
 
     def keep(self, running: HostProcess) -> None:
-        """Writes down what runs."""
+        """Records the running process."""
         self._file.write_text(json.dumps(asdict(running)), encoding="utf-8")
 
     def _wait_until_started(self, process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + START_SECONDS
-        while STARTED not in self._said():
+        while STARTED not in self._log_text():
             if process.poll() is not None:
-                raise EndpointError(f"Ray ended instead of starting: {self._last_word()} (all of it: {self.log})")
+                raise EndpointError(f"Ray ended instead of starting: {self._last_error()} (all of it: {self.log})")
             if time.monotonic() > until:
-                raise EndpointError(f"Ray has not started in {START_SECONDS:g} s; {self.log} has what it said")
+                raise EndpointError(f"Ray has not started in {START_SECONDS:g} s; see {self.log}")
             time.sleep(0.1)
 
-    def _said(self) -> str:
+    def _log_text(self) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(encoding="utf-8", errors="replace"))
 
-    def _last_word(self) -> str:
-        """The last error in the log, or the last line that says something."""
-        lines = [line.strip() for line in self._said().splitlines() if line.strip(" -")]
+    def _last_error(self) -> str:
+        """Returns the last error in the log, or else its last line."""
+        lines = [line.strip() for line in self._log_text().splitlines() if line.strip(" -")]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-        return (errors or lines or ["it said nothing"])[-1][:300]
+        return (errors or lines or ["its log is empty"])[-1][:300]
 
     def forget(self) -> None:
-        """What was written down of a fleet that has ended."""
+        """Removes the records of a fleet that was shut down."""
         self._file.unlink(missing_ok=True)
         shutil.rmtree(self._storage, ignore_errors=True)
 
 
-def end(running: HostProcess, told: Callable[[str], None] = lambda _: None) -> None:
-    """Ends a process that was started here, with all its own; nobody else's."""
+def end(running: HostProcess, show: Callable[[str], None] = lambda _: None) -> None:
+    """Ends a process that was started here, and its children."""
     process = running.process()
     if process is None:
         return
     family = [process, *process.children(recursive=True)]
-    told(f"ending Ray here (process {running.pid} and {len(family) - 1} of its own)")
+    show(f"ending Ray here (process {running.pid} and {len(family) - 1} of its own)")
     process.terminate()
     _, left = psutil.wait_procs(family, STOP_SECONDS)
     for one in left:
-        with suppress(psutil.Error):  # gone meanwhile
+        with suppress(psutil.Error):  # ended meanwhile
             one.kill()
     psutil.wait_procs(left, STOP_SECONDS)
 
 
 def require_ray() -> None:
-    """Raises InvalidRequest where Ray is not installed."""
+    """Raises InvalidRequest if Ray is not installed."""
     if find_spec("ray") is None:
         raise InvalidRequest(f"a fleet needs Ray, which is not installed; expected {install('fleet')}")
 
 
 def require_free(ip: str, port: int) -> None:
-    """Raises EndpointError where this host can't serve there."""
+    """Raises EndpointError if this host can't listen there."""
     try:
         with socket.create_server((ip, port)):
             return
@@ -279,13 +272,13 @@ def require_free(ip: str, port: int) -> None:
 
 
 def check_port(port: int) -> None:
-    """Raises InvalidRequest for a port that Ray wants for itself."""
+    """Raises InvalidRequest for a port that Ray uses itself."""
     if not 1 <= port <= 65535 or port in RAYS_OWN_PORTS or port == RAYS_OWN_PORTS.start - 1:
         raise InvalidRequest(f"port is {port}; expected one from 1 to 65535 but those of Ray's workers, 10001 to 19999")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches HOST:PORT."""
+    """Whether HOST:PORT is reachable only from this host."""
     try:
         return ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
     except ValueError:
@@ -293,7 +286,7 @@ def is_loopback(address: str) -> bool:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Makes this process one that may speak with the fleet; before Ray is imported."""
+    """Sets Ray's environment variables; call it before importing Ray."""
     os.environ.update({name: value for name, value in environment.items() if name.startswith("RAY_")})
 
 
@@ -306,7 +299,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_folder() -> Path:
-    """Where a host keeps what it knows of its fleet, unless something else is said."""
+    """Returns the folder for a fleet's token and records."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return home / "outrider" / "fleet"
 
@@ -315,22 +308,22 @@ def token_file(folder: Path) -> Path:
     return folder / "token"
 
 
-def made_token(folder: Path) -> Path:
-    """The file of the token, which is made when there is none. Raises KeyFault when it can't be, or others read it."""
+def create_token(folder: Path) -> Path:
+    """Returns the token's file, and creates it if needed. Raises KeyFault if that fails, or others can read it."""
     file = token_file(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
             made.write(secrets.token_hex(BYTES))
     except FileExistsError:
-        return checked_token(folder)
+        return read_token(folder)
     except OSError as error:
         raise KeyFault(f"{file} can't be written ({error.strerror}); expected a folder of your own") from None
     return file
 
 
-def checked_token(folder: Path) -> Path:
-    """The file of the token that there is. Raises KeyFault when there is none, or others read it."""
+def read_token(folder: Path) -> Path:
+    """Returns the token's file. Raises KeyFault if there is none, or others can read it."""
     file = token_file(folder)
     try:
         mode = file.stat().st_mode

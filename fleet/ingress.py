@@ -1,8 +1,6 @@
-"""The gate: the HTTP of `outrider.server` as it is, before all engines of a fleet. Holds no model and no text.
+"""The gate: the HTTP server of `outrider.server` in front of all engines of a fleet. It holds no model weights.
 
-uvicorn runs here, not Ray Serve's proxy, through which each chunk would come later (docs/fleet.md).
-
-`together`: what all engines of a fleet do, as one server would tell it. Adds up; asks who it is given.
+It runs uvicorn itself, because Ray Serve's proxy would delay each chunk (docs/fleet.md).
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from outrider.fleet import plan
-from outrider.fleet.engine_address import Visitor
-from outrider.fleet.leases import NOBODY, EngineKind, EngineLeases, Leased
+from outrider.fleet.engine import IngressKey
+from outrider.fleet.leases import NO_ENGINE, EngineKind, EngineLeases, LeasedClient
 from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
@@ -34,21 +32,21 @@ from outrider.server.connection import Server
 from outrider.server.model.served import load_served
 
 
-async def together(engines: Sequence[AsyncClient]) -> Stats:
-    """The sum of those that answer.
+async def total_stats(engines: Sequence[AsyncClient]) -> Stats:
+    """Adds the statistics of the engines that answer.
 
     Raises:
-        EndpointError: none does.
+        EndpointError: none answers.
     """
-    told = await asyncio.gather(*(engine.stats() for engine in engines), return_exceptions=True)
-    found = [_named(one, str(number)) for number, one in enumerate(told) if isinstance(one, Stats)]
+    answers = await asyncio.gather(*(engine.stats() for engine in engines), return_exceptions=True)
+    found = [_named(one, str(number)) for number, one in enumerate(answers) if isinstance(one, Stats)]
     if not found:
         raise EndpointError("no engine of the fleet answers; try again later")
     return reduce(_sum, found)
 
 
 def _named(stats: Stats, number: str) -> Stats:
-    """Workers of several engines have the same names."""
+    """Makes worker names unique across engines."""
     return replace(stats, workers=tuple(replace(one, name=f"{number}/{one.name}") for one in stats.workers))
 
 
@@ -82,28 +80,28 @@ SESSION = "x-session-id"
 
 
 class FleetBackend:
-    """What stands behind the gate's HTTP."""
+    """Completes the gate's texts on leased engines."""
 
     def __init__(self, engines: EngineLeases, gate: plan.IngressPlan) -> None:
         self._engines = engines
         self._gate = gate
 
-    def client(self, request: Request) -> Leased:
+    def client(self, request: Request) -> LeasedClient:
         session = request.headers.get(SESSION, "") if self._gate.sessions else ""
-        return Leased(self._engines, session, self._gate.tries)
+        return LeasedClient(self._engines, session, self._gate.tries)
 
     async def stats(self) -> Stats:
         places = await self._engines.places()
         if not places:
-            raise EndpointError(NOBODY)
-        return await together([self._engines.client(place) for place in places])
+            raise EndpointError(NO_ENGINE)
+        return await total_stats([self._engines.client(place) for place in places])
 
 
 class Ingress:
-    """Serves HTTP from creation on, in a thread of its own."""
+    """Serves HTTP in a thread of its own, from creation on."""
 
     _server: Server | None = None
-    """None: it could not even begin."""
+    """None if the constructor failed."""
 
     def __init__(
         self,
@@ -123,24 +121,24 @@ class Ingress:
         self._thread.start()
 
     def url(self) -> str:
-        """Where it is reached."""
+        """Returns the gate's URL."""
         return self._listener.url
 
-    def visitor(self) -> Visitor:
-        """As what it comes to engines."""
-        return self._engines.visitor
+    def ingress_key(self) -> IngressKey:
+        """Returns the identity that engines see."""
+        return self._engines.ingress_key
 
     def __call__(self, request: Request) -> Response:
-        """For those who come by the proxy that `serve run` starts: it brings nobody further."""
+        """Answers requests that come through Ray Serve's own proxy with the gate's URL."""
         return PlainTextResponse(f"This is Ray Serve's own proxy; the fleet's gate is at {self.url()}.\n", 421)
 
     def check_health(self) -> None:
-        """Serve asks now and then. Raises EndpointError when nobody serves HTTP any more."""
+        """Called by Serve. Raises EndpointError if the HTTP server has ended."""
         if not self._thread.is_alive():
             raise EndpointError("the gate's HTTP server has ended")
 
     def __del__(self) -> None:
-        """Ray Serve's word for the end: answers that are nearly done may finish."""
+        """Called by Ray Serve at the end. Responses that are nearly done may finish."""
         if self._server is not None:
             self._server.end()
             self._thread.join(DRAIN_SECONDS)

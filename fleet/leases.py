@@ -1,6 +1,6 @@
-"""The engines as a gate has them: one is leased for a text, and when it goes the text goes on with the next.
+"""Leases of engines: a gate leases one for each text, and continues with another when it is lost.
 
-Ray Serve says which and tells of its end; what is asked and answered goes by ZeroMQ, past Ray.
+Ray Serve chooses the engine and reports its end. Requests and tokens pass by ZeroMQ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from outrider.fleet.engine_address import ActorKeys, EngineAddress, visitor
+from outrider.fleet.engine import ActorKeyring, EngineAddress, ingress_key
 from outrider.fleet.engine_selector import EngineSelector
 from outrider.orchestrator.client.base_client import Grown
 from outrider.orchestrator.client.client import AsyncClient, AsyncMoving
@@ -26,30 +26,30 @@ from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.protocol.errors import EndpointError, ServerStopped
 
 WAIT_SECONDS = 2.0
-"""How long an engine is waited for, each time."""
+"""Timeout of a lease."""
 SILENT_SECONDS = 2.0
-"""How long one may be silent that Ray says is there."""
+"""Timeout of an engine that Ray considers alive."""
 MOST_KNOWN = 1024
-NOBODY = "no engine of the fleet answers; try again later (`outrider fleet status` tells why)"
+NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` shows why)"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Engines of one deployment of Ray Serve; about so `many`."""
+    """A Ray Serve deployment with about `many` engines."""
 
     handle: DeploymentHandle[Any]
     many: int
 
 
 class Lease:
-    """An engine that is asked, until it is gone."""
+    """A leased engine."""
 
     def __init__(self, client: AsyncClient, gone: asyncio.Future[None]) -> None:
         self.client = client
         self._gone = gone
 
     async def during(self, asking: Coroutine[Any, Any, None]) -> None:
-        """Awaits `asking`. Raises ServerStopped when the engine goes before."""
+        """Awaits `asking`. Raises ServerStopped if the engine ends first."""
         task = asyncio.ensure_future(asking)
         try:
             await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
@@ -62,30 +62,30 @@ class Lease:
 
 
 class EngineLeases:
-    """All of a fleet's. `keys`: the folder of keys for those that are attached."""
+    """Leases engines of all kinds. `keys`: the folder of keys for attached engines."""
 
     def __init__(self, kinds: Sequence[EngineKind], keys: Path | None) -> None:
         self._kinds = kinds
         self._keys = keys
-        self._doors = ActorKeys()
-        self.visitor = visitor(self._doors.key)
+        self._keyring = ActorKeyring()
+        self.ingress_key = ingress_key(self._keyring.key)
         self._host = ray.get_runtime_context().get_node_id()
         self._clients: dict[EngineAddress, AsyncClient] = {}
         self._turns = EngineSelector([kind.many for kind in kinds])
 
     @asynccontextmanager
     async def lease(self, session: str) -> AsyncIterator[Lease]:
-        """The engine that Serve chooses for a text, the same for a `session` as long as it can be.
+        """Leases the engine that Serve chooses, the same for a `session` where possible.
 
         Raises:
             EndpointError: there is none.
         """
         kind = self._turns.choose(session)
-        response = self._kinds[kind].handle.options(stream=True, session_id=session).lease.remote(self.visitor)
+        response = self._kinds[kind].handle.options(stream=True, session_id=session).lease.remote(self.ingress_key)
         gone: asyncio.Task[None] | None = None
         try:
             with self._turns.under_way(kind):
-                place = await self._told(response, kind)
+                place = await self._first_address(response, kind)
                 gone = asyncio.create_task(_until_gone(response))
                 yield Lease(self.client(place), gone)
         except (EndpointError, ServerStopped):
@@ -98,46 +98,45 @@ class EngineLeases:
                 gone.cancel()
 
     def connect(self) -> None:
-        """Has Serve say which engines there are, which else the first request would wait for."""
+        """Has Serve resolve the engines, which the first request would wait for otherwise."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                kind.handle.broadcast("place", self.visitor).results(timeout_s=WAIT_SECONDS)
+                kind.handle.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
 
     async def places(self) -> list[EngineAddress]:
-        """Where all are that are there."""
+        """Returns the addresses of all engines that answer."""
         found: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                found += await kind.handle.broadcast("place", self.visitor).results_async(timeout_s=WAIT_SECONDS)
+                found += await kind.handle.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
         return found
 
     def client(self, place: EngineAddress) -> AsyncClient:
-        """Who asks there."""
+        """Returns a client of an engine."""
         if place not in self._clients:
             if len(self._clients) >= MOST_KNOWN:
                 self._clients.clear()
             where = place.seen_from(self._host)
-            keys = self._doors.folder if where.key else self._keys
+            keys = self._keyring.folder if where.key else self._keys
             self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
         return self._clients[place]
 
-    async def _told(self, response: Any, kind: int) -> EngineAddress:
+    async def _first_address(self, response: Any, kind: int) -> EngineAddress:
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 place: EngineAddress = await anext(response)
                 return place
         except TimeoutError:
             self._turns.silent(kind)
-            raise EndpointError(NOBODY) from None
+            raise EndpointError(NO_ENGINE) from None
         except (RayError, RayServeException):
-            raise EndpointError(NOBODY) from None
+            raise EndpointError(NO_ENGINE) from None
 
 
-class Leased(AsyncMoving):
-    """Has texts completed by whatever engines there are. `sources`: so many are tried until a text has begun.
+class LeasedClient(AsyncMoving):
+    """Completes texts on leased engines. `sources`: the number of engines tried until a text has begun.
 
-    After the first try chance says which: by its session, or as the one with the least to do, an engine that refuses
-    would be chosen again and again.
+    After the first try the engine is chosen randomly, because the session or load would select the failing one again.
     """
 
     def __init__(self, engines: EngineLeases, session: str, sources: int) -> None:

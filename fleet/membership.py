@@ -1,6 +1,6 @@
-"""Whether this host fits into a fleet: whether its head answers, to this token, and has the same versions and models.
+"""Checks whether this host can join a fleet: the head answers, accepts the token, and has the same versions and models.
 
-Asks the head as Ray's own start does, before anything is started here.
+It asks the head directly, before Ray is started here.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from outrider.protocol.version import PACKAGE_VERSION
 REACH_SECONDS = 5.0
 EXPECTED = "expected the address that `outrider fleet head` printed there"
 ALIVE = 0
-"""A node's state in Ray's own words."""
+"""Ray's state of a live node."""
 ROOM = b"outrider"
 MODELS = b"models"
-"""Where the head keeps the names of the fleet's models, a line each."""
+"""The key under which the head stores the fleet's models, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Those that all hosts of a fleet have to have in common."""
+    """The versions that all hosts must share."""
 
     ray: str
     python: str
@@ -42,7 +42,7 @@ class Versions:
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A host as Ray knows it."""
+    """A host in Ray's cluster."""
 
     name: str
     alive: bool
@@ -54,14 +54,14 @@ class FleetHead:
     """The head at `address`, HOST:PORT.
 
     Raises:
-        EndpointError: nobody answers there.
-        KeyFault: this host's token is not the fleet's.
+        EndpointError: it does not answer.
+        KeyFault: it rejects this host's token.
     """
 
     def __init__(self, address: str) -> None:
-        _reach(address)
+        _check_reachable(address)
         try:
-            with _silence():
+            with _muted_stderr():
                 self._gcs = GcsClient(address=address)
         except AuthenticationError:
             raise KeyFault(
@@ -71,30 +71,30 @@ class FleetHead:
             raise EndpointError(f"no head of a fleet answers at {address}; {EXPECTED}") from None
 
     def versions(self) -> Versions:
-        """The head's."""
-        told = get_cluster_metadata(self._gcs) or {}
+        """Returns the head's versions."""
+        metadata = get_cluster_metadata(self._gcs) or {}
         ours = next((node.labels[LABEL] for node in self.nodes() if node.alive and LABEL in node.labels), "")
-        return Versions(told.get("ray_version", ""), told.get("python_version", ""), ours)
+        return Versions(metadata.get("ray_version", ""), metadata.get("python_version", ""), ours)
 
     def nodes(self) -> list[RayNode]:
-        """All hosts that are, or were, in the fleet."""
+        """Returns all current and former hosts."""
         found = self._gcs.get_all_node_info().values()
         return [
             RayNode(one.node_name, one.state == ALIVE, dict(one.resources_total), dict(one.labels)) for one in found
         ]
 
     def models(self) -> list[str]:
-        """What hosts need the files of; empty while no fleet runs, or it runs the embedded pair."""
+        """Returns the models whose files hosts need; empty if no fleet runs, or it runs the embedded pair."""
         found = self._gcs.internal_kv_get(MODELS, ROOM) or b""
         return found.decode().splitlines()
 
-    def tell_models(self, names: list[str]) -> None:
-        """Hosts that join from now on look for these."""
+    def store_models(self, names: list[str]) -> None:
+        """Stores the models that joining hosts need."""
         self._gcs.internal_kv_put(MODELS, "\n".join(names).encode(), True, ROOM)
 
 
 def check_versions(theirs: Versions) -> None:
-    """Raises VersionMismatch where one of this host's is another."""
+    """Raises VersionMismatch if this host's versions differ."""
     ours = Versions(ray.__version__, platform.python_version(), PACKAGE_VERSION)
     for name in ("ray", "python", "outrider"):
         here, there = getattr(ours, name), getattr(theirs, name)
@@ -105,7 +105,7 @@ def check_versions(theirs: Versions) -> None:
 
 
 def check_models(names: list[str]) -> None:
-    """Raises ModelError where this host lacks a model."""
+    """Raises ModelError if this host lacks a model."""
     for name in names:
         try:
             find_model(name)
@@ -114,8 +114,8 @@ def check_models(names: list[str]) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """What is written to stderr past Python is not seen: Ray's C++ logs what is told in a sentence here."""
+def _muted_stderr() -> Iterator[None]:
+    """Hides stderr output of Ray's C++ code, which repeats errors that are raised here."""
     with ExitStack() as undone:
         stderr = os.dup(2)
         undone.callback(os.close, stderr)
@@ -126,7 +126,7 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise EndpointError(

@@ -1,18 +1,22 @@
-"""What a fleet is to be: frozen records, each checked once, here and nowhere else. `plan_file` reads them.
+"""The description of a fleet: frozen, checked records, and the reader of fleet.yaml.
 
-Knows names and ranges; asks neither Ray nor any host, and opens no file and no socket.
-
-`check_fits`: whether a fleet has hosts for what a plan asks of them: told at once, for Ray would wait for such a host
-for ever. Compares what is asked with what each host offers as a whole; what is in use there does not count.
+YAML 1.2 rules apply: `on`, `off`, `yes` and `no` are strings, and duplicate keys are errors. Every error names the file
+and the key. Nothing here asks Ray or another host.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
 
 from outrider.fleet.host import Resources
+from outrider.orchestrator.cli.flags import keys_in, keys_in_environment
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
@@ -29,8 +33,8 @@ A_DAY = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
-    """Who drafts for each placed engine. `on`: a worker of the engine's own, on its host; one on another host, which
-    has to offer `needs`; or none, so that only texts themselves are copied from.
+    """Who drafts for each placed engine. `on`: same-host, a worker beside the engine; other-host, one on a host that
+    offers `needs`; none, only n-grams.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -47,10 +51,10 @@ class DrafterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From `min` to `max` engines, so that each has about `requests_per_engine` under way.
+    """Between `min` and `max` engines, so that each has about `requests_per_engine` in progress.
 
-    Load is the mean of half a minute; an engine comes when it has asked for one for `upscale_delay_s` seconds, and goes
-    when it has not for `downscale_delay_s`.
+    Load is averaged over 30 s. An engine is added after `upscale_delay_s` seconds of too much load, and removed after
+    `downscale_delay_s` of too little.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -74,7 +78,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Engines that Ray starts: `replicas` of them, each on a host that offers `needs`, and their drafters.
+    """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -90,14 +94,14 @@ class Placed:
             self._check_one_host()
 
     def _check_one_host(self) -> None:
-        """A drafter in the engine's host needs it together with the engine."""
+        """Engine and drafter on one host need their resources together."""
         try:
             self.bundle()
         except InvalidRequest as error:
             raise InvalidRequest(f"needs and drafter.needs, on one host: {error}; or drafter on other-host") from None
 
     def bundle(self) -> Resources:
-        """What an engine needs of its own host."""
+        """Returns what an engine needs of its host."""
         if self.drafter.on != "same-host":
             return self.needs
         ours, theirs = self.needs, self.drafter.needs
@@ -106,10 +110,9 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class IngressPlan:
-    """What users talk to: `count` processes that serve HTTP as `http` says (one port for all of them).
+    """The gate: `count` processes that serve HTTP on one port, with the settings `http`.
 
-    `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: how many engines a text is asked
-    of until it is given up.
+    `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
 
     Raises:
         InvalidRequest: see `FleetPlan`.
@@ -128,14 +131,13 @@ class IngressPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """A fleet: engines that Ray places, engines that are attached (`outrider serve --endpoint`, kept up by somebody
-    else), and the gate before them.
+    """A fleet: placed engines, attached engines (`outrider serve --endpoint`, run by someone else), and the gate.
 
-    `engine`: the settings of each placed engine, both models' names in it; where none is placed, `model` is what the
-    gate reads texts with. `scale`: how many are placed by load, in place of `placed.replicas`.
+    `engine`: settings of placed engines, model names included; without placed engines, the gate tokenizes with its
+    `model`. `scale`: the number of placed engines by load, instead of `placed.replicas`.
 
     Raises:
-        InvalidRequest: a value is out of range or two don't go together; the message names the key and what to do.
+        InvalidRequest: a value is out of range, or two contradict; the message names the key and the remedy.
     """
 
     engine: ServeSettings = field(default_factory=ServeSettings)
@@ -157,17 +159,17 @@ class FleetPlan:
 
     @property
     def model(self) -> str | None:
-        """The target's name as it was written; None: the default's."""
+        """The target's name as given; None: the default."""
         return self.engine.model
 
     @property
     def draft_model(self) -> str | None:
-        """The draft model's, the same way."""
+        """The draft model's name as given."""
         return self.engine.draft_model
 
     @property
     def most_engines(self) -> int:
-        """How many engines there may be at once."""
+        """The maximum number of engines."""
         if self.placed is None:
             return len(self.attached)
         return len(self.attached) + (self.placed.replicas if self.scale is None else self.scale.max)
@@ -200,7 +202,7 @@ class FleetPlan:
 
 
 def without_drafter(engine: ServeSettings) -> ServeSettings:
-    """The same engine with nobody who drafts, where it did not say otherwise itself."""
+    """Returns the settings without a drafter, unless they choose one."""
     return replace(engine, draft_backend="none") if engine.draft_backend == "mlx" else engine
 
 
@@ -210,7 +212,8 @@ BETTER = "expected `outrider fleet join` on a host that does, or to ask for less
 
 
 def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
-    """Raises InvalidRequest where not even one engine would find its place."""
+    """Raises InvalidRequest if no host can run even one engine. Ray would wait for such a host forever. Resources in
+    use count as available."""
     engine, drafter = placed.bundle(), placed.drafter
     engines = _with(engine, hosts)
     if not engines:
@@ -225,6 +228,173 @@ def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
 
 
 def _with(needs: Resources, hosts: Sequence[Offers]) -> list[int]:
-    """Which hosts offer that."""
+    """Returns the hosts that offer `needs`."""
     asked = needs.as_ray()
     return [n for n, offers in enumerate(hosts) if all(offers.get(name, 0) >= many for name, many in asked.items())]
+
+
+TOP = ("model", "draft_model", "engine", "placed", "attached", "gate", "scale")
+RESERVED = ("model", "draft_model", "endpoint", "workers_endpoint", "advertise", "await_target", "keyed")
+"""Server settings that the fleet sets itself, or that stand elsewhere in the file."""
+ENGINE = tuple(field.name for field in fields(ServeSettings) if field.name not in RESERVED)
+HTTP = ("host", "port", "api_keys", "cors_origins", "model_names", "max_body_mb", "request_timeout",
+        "max_streams_per_key")  # fmt: skip
+GATE = ("count", "sessions", "tries", "api_key_file", *HTTP)
+LISTS = ("api_keys", "cors_origins", "model_names")
+
+Record = TypeVar("Record")
+
+
+def read_plan(path: Path) -> FleetPlan:
+    """Reads a fleet.yaml.
+
+    Raises:
+        InvalidRequest: it can't be read, or is invalid.
+    """
+    try:
+        found = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} can't be read ({error}); expected a fleet.yaml (docs/fleet.md)") from None
+    except yaml.YAMLError as error:
+        raise InvalidRequest(
+            f"{path} is not YAML: {_in_a_line(error)}; expected a fleet.yaml (docs/fleet.md)"
+        ) from None
+    try:
+        return plan_of(found)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{path}: {error}") from None
+
+
+def plan_of(found: object) -> FleetPlan:
+    """Converts parsed YAML. Raises InvalidRequest."""
+    given = _section("the fleet", found, TOP)
+    placed = _placed(given["placed"]) if "placed" in given else None
+    scale = _scale(given["scale"], given.get("placed")) if "scale" in given else None
+    attached = _attached(given.get("attached"))
+    return FleetPlan(_engine(given, placed), placed, attached, _gate(given.get("gate")), scale)
+
+
+def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
+    """Returns the engines' settings, model names included."""
+    section = _section("engine", given.get("engine"), ENGINE)
+    models = {name: given[name] for name in ("model", "draft_model") if given.get(name) is not None}
+    settings = _record("engine", ServeSettings, {**models, **section})
+    drafts = placed is None or placed.drafter.on != "none"
+    return (
+        settings
+        if drafts or settings.draft_model
+        else _record("placed.drafter is none", without_drafter, {"engine": settings})
+    )
+
+
+def _placed(found: object) -> Placed:
+    given = _section("placed", found, ("replicas", "needs", "drafter"))
+    if "needs" in given:
+        given["needs"] = _needs("placed.needs", given["needs"])
+    if "drafter" in given:
+        given["drafter"] = _drafter(given["drafter"])
+    return _record("placed", Placed, given)
+
+
+def _drafter(found: object) -> DrafterPlan:
+    """Accepts a place alone, or a mapping with `needs`."""
+    if isinstance(found, str):
+        found = {"on": found}
+    given = _section("placed.drafter", found, ("on", "needs"))
+    if "needs" in given:
+        given["needs"] = _needs("placed.drafter.needs", given["needs"])
+    return _record("placed.drafter", DrafterPlan, given)
+
+
+def _scale(found: object, placed: object) -> Scale:
+    if isinstance(placed, Mapping) and "replicas" in placed:
+        raise InvalidRequest("scale is in place of placed.replicas, and both are there; expected one of them")
+    return _record("scale", Scale, _section("scale", found, tuple(Scale.__dataclass_fields__)))
+
+
+def _needs(name: str, found: object) -> Resources:
+    return _record(name, Resources, _section(name, found, tuple(Resources.__dataclass_fields__)))
+
+
+def _attached(found: object) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise InvalidRequest("attached is not a list of endpoints; expected for example [tcp://10.0.0.11:7777]")
+    return tuple(found)
+
+
+def _gate(found: object) -> IngressPlan:
+    given = _section("gate", found, GATE)
+    http = {"port": GATE_PORT, **{name: given.pop(name) for name in HTTP if name in given}}
+    for name in LISTS:
+        if name in http:
+            http[name] = _words(f"gate.{name}", http[name])
+    file = given.pop("api_key_file", None)
+    from_file = keys_in(Path(file).expanduser() if file is not None else None)
+    http["api_keys"] = (*http.get("api_keys", ()), *from_file, *keys_in_environment())
+    try:
+        return _record("gate", IngressPlan, {**given, "http": _record("gate", HttpSettings, http)})
+    except InvalidRequest as error:
+        if http["api_keys"] or "API key" not in str(error):
+            raise
+        raise InvalidRequest(
+            f"gate.host {http['host']} is reachable from other machines and needs an API key; expected gate.api_keys,"
+            " gate.api_key_file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
+        ) from None
+
+
+def _words(name: str, found: object) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise InvalidRequest(f"{name} is {found!r}; expected a list of texts, in quotes where they are numbers")
+    return tuple(found)
+
+
+def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]:
+    """Returns a section's keys; empty if it is missing. Unknown keys are errors."""
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise InvalidRequest(f"{name} is {found!r}; expected keys and values, of {', '.join(known)}")
+    for key in found:
+        if key not in known:
+            raise InvalidRequest(f"{name} has the key {key!r}; {_meant(str(key), known)}")
+    return dict(found)
+
+
+def _meant(word: str, known: tuple[str, ...]) -> str:
+    if word in RESERVED:
+        return "that is the fleet's own choice, or stands beside it; leave it out"
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
+
+
+def _record(name: str, made: Callable[..., Record], given: Mapping[str, Any]) -> Record:
+    """Creates a record; errors are prefixed with `name`."""
+    try:
+        return made(**given)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error}") from None
+    except (TypeError, AttributeError):
+        raise InvalidRequest(f"{name} has a value of a wrong kind among {dict(given)}; see docs/fleet.md") from None
+
+
+class Loader(yaml.SafeLoader):
+    """A YAML 1.2 loader that rejects duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _in_a_line(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).split())

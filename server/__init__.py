@@ -1,5 +1,6 @@
-"""HTTP as people's tools speak it: OpenAI's and Anthropic's APIs over a process that is a client of the orchestrator.
+"""The HTTP server: OpenAI's and Anthropic's APIs. It runs in a process of its own, as a client of the orchestrator.
 
-`model/` is what the served model understands, `shapes/` what goes over the wire, `mapping/` one into the other,
-`answers/` how texts grow into events, `endpoints/` one family of paths a file. Knows nothing of workers and rounds.
+`model/` loads the served model's text side, `shapes/` has the requests and responses of each API, `mapping/` converts
+requests, `answers/` turns generated text into events, and `endpoints/` has one file for each group of paths. The server
+knows nothing about workers and rounds.
 """

@@ -1,4 +1,7 @@
-"""The process: the first line on stdin tells what to serve, over a socket that is open already; it ends with stdin."""
+"""The HTTP server's process. It reads its settings from the first line of stdin, and ends when stdin closes.
+
+The listening socket is inherited.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from outrider.orchestrator.http_settings import HttpOrder, HttpSettings, tracing
 from outrider.protocol import process
 from outrider.protocol.version import install
 from outrider.server.app import application
-from outrider.server.auth_middleware import Callers
+from outrider.server.auth_middleware import CallerClients
 from outrider.server.connection import Connection, Server
 from outrider.server.model.served import load_served
 
@@ -28,36 +31,36 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 3
 IDLE_SECONDS = 75
 LONGEST_HEADERS = 65_536
-FEW_COLLECTIONS = 10_000
-"""Python's 700 new things are a third of a request: each collection looks through all that is under way."""
+GC_THRESHOLD = 10_000
+"""New objects between garbage collections, which with Python's default of 700 take a third of a request's time."""
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """Serves until stdin closes."""
     order = HttpOrder.from_json(sys.stdin.readline())
     process.set_up(order.log_level, order.log_format, "http", order.log_fd)
     model = load_served(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
     tracing = _tracing(order.settings, model.id)
-    app = application(model, Callers(order.endpoint), order.settings, tracing)
+    app = application(model, CallerClients(order.endpoint), order.settings, tracing)
     server = Server(config(app, order.settings))
 
     def end_with_parent() -> None:
-        while sys.stdin.readline():  # the one word there is: no new requests
+        while sys.stdin.readline():  # the only message: accept no new requests
             app.state.context.draining = True
         server.end()
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
-    gc.freeze()  # what is loaded by now stays: no collection has to look through it
-    gc.set_threshold(FEW_COLLECTIONS)
+    gc.freeze()  # collections skip what is loaded by now
+    gc.set_threshold(GC_THRESHOLD)
     server.run(sockets=[socket.socket(fileno=order.listener)])
     if tracing is not None:
         tracing.close()
 
 
 def _tracing(settings: HttpSettings, model: str) -> Tracing | None:
-    """Where nobody asks for it OpenTelemetry is not even looked for."""
+    """Returns None, without importing OpenTelemetry, unless tracing is configured."""
     if not tracing_wanted(settings, os.environ):
         return None
     try:
@@ -69,7 +72,7 @@ def _tracing(settings: HttpSettings, model: str) -> Tracing | None:
 
 
 def config(app: FastAPI, settings: HttpSettings) -> uvicorn.Config:
-    """How uvicorn is to run."""
+    """Returns uvicorn's configuration."""
     return uvicorn.Config(
         app,
         http=Connection,

@@ -1,7 +1,7 @@
-"""What is seen of every request from outside, whatever becomes of it: its id, and its answer's status and time.
+"""Records every request: its id, path, status and duration.
 
-Stands before the door, so that what is turned away there is seen, too. Metrics count it, the log has a line of it, and
-a span is made of it if its caller traces it; none of them ever has a key, a query or a body.
+The middleware runs before authentication, so rejected requests are recorded too. It feeds the metrics, the access log
+and the trace span. None of them contains a key, a query string or a body.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from outrider.protocol.process import current_request
 from outrider.server.auth_middleware import key_of
 from outrider.server.metrics import Metrics
 
-if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
+if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
 
-CLOSED_BY_READER = 499
-"""The status of an answer that nobody waited for."""
+CLIENT_CLOSED_REQUEST = 499
+"""The status recorded when the client disconnects before the response starts."""
 UNKNOWN = "other"
 VERSION = "/v1"
-"""What most paths stand below, and may stand without."""
+"""The prefix of most paths; they also work without it."""
 LONGEST_PATH = 200
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """Gives each request its id, and tells of its end."""
+    """Assigns an id to each request and records its end."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None) -> None:
         self._app = app
@@ -47,51 +47,51 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _ID.fullmatch(asked) else fresh_id()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else fresh_id()
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         span = scope["state"]["span"] = self._tracing.request(scope) if self._tracing is not None else None
-        began, status = time.monotonic(), CLOSED_BY_READER
+        began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status, named = message["status"], request_id.encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", named), (b"request-id", named)]
-                self._metrics.answered(route_of(scope), status)
+                self._metrics.count_response(route_of(scope), status)
             await send(message)
 
         try:
             await self._app(scope, receive, answer)
         except Exception:
-            if status == CLOSED_BY_READER:  # nothing was told; whoever stands before this answers
+            if status == CLIENT_CLOSED_REQUEST:  # no response has started; an outer layer sends it
                 status = 500
-                self._metrics.answered(route_of(scope), status)
+                self._metrics.count_response(route_of(scope), status)
             raise
         finally:
             if span is not None:
                 span.ended(route_of(scope), status)
             if log.isEnabledFor(logging.INFO):
-                self._tell(scope, status, 1000 * (time.monotonic() - began))
+                self._log_line(scope, status, 1000 * (time.monotonic() - began))
 
-    def _tell(self, scope: Scope, status: int, ms: float) -> None:
-        """The line of an access log. `caller` is the same for the same key until this process ends, and no key."""
+    def _log_line(self, scope: Scope, status: int, ms: float) -> None:
+        """Writes one log line. `caller` is a salted hash of the API key, stable while this process runs."""
         path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LONGEST_PATH]
-        told = {"method": scope["method"], "path": path, "status": status, "ms": round(ms, 1)}
+        fields = {"method": scope["method"], "path": path, "status": status, "ms": round(ms, 1)}
         key = key_of(scope)
         if key is not None:
-            told["caller"] = hashlib.blake2b(key.encode(), key=self._salt, digest_size=6).hexdigest()
-        log.info("%s %s %d in %.1f ms", scope["method"], path, status, ms, extra=told)
+            fields["caller"] = hashlib.blake2b(key.encode(), key=self._salt, digest_size=6).hexdigest()
+        log.info("%s %s %d in %.1f ms", scope["method"], path, status, ms, extra=fields)
 
 
 def fresh_id() -> str:
-    """For a request that has none of its own."""
+    """Returns an id for a request that has none."""
     return f"req_{secrets.token_hex(12)}"
 
 
 def route_of(scope: Scope) -> str:
-    """The route's own path: what people type is no label. FastAPI may tell it without what its router stands below."""
+    """Returns the route's path template, the metrics label. FastAPI may report it without the router's prefix."""
     path = str(getattr(scope.get("route"), "path", UNKNOWN))
     is_below = path.startswith("/") and scope["path"].startswith(f"{VERSION}/")
     return VERSION + path if is_below and not path.startswith(f"{VERSION}/") else path

@@ -1,13 +1,6 @@
-"""Who comes in, and with how much: hosts, keys, sizes of bodies, and how many answers each caller may be given at
-once.
+"""Access control: Host header, API keys, body size and the number of concurrent requests of each caller.
 
-`AuthMiddleware`: who comes in and with how much: hosts, keys, sizes of bodies; before any path is known. A body is read
-whole, within a time, and handed on as one. Knows headers and bytes; knows no shape of any request.
-
-`Callers`: who asks: the orchestrator lets its clients take turns, so whoever has a key, or an address, of its own is
-one. Knows a request's headers and where it came from; the keys themselves are checked at the door.
-
-`StreamLimiter`: how many answers each caller may be given at once. Counts; knows nothing of what the answers are.
+A caller is identified by API key, or by address if it sends none.
 """
 
 from __future__ import annotations
@@ -31,33 +24,32 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
 from outrider.server.problems import Problem, Refused
 
-OPEN = frozenset({"/health", "/ready", "/"})
+PUBLIC = frozenset({"/health", "/ready", "/"})
 METRICS = "/metrics"
-"""Open on loopback, too: it tells numbers, no texts."""
+"""Also public on loopback; it contains no texts."""
 PAGE = "/page/"
-"""Whose files are open, too."""
 BODY_SECONDS = 60.0
 
 
 def key_of(scope: Scope) -> str | None:
-    """The API key that a request names, as OpenAI's clients or as Anthropic's send it."""
+    """Returns the API key of a request, from `authorization` or `x-api-key`."""
     headers = Headers(scope=scope)
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     return (bearer.strip() if scheme.lower() == "bearer" else None) or headers.get("x-api-key") or None
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether errors are to be written as Anthropic writes them."""
+    """Whether errors use Anthropic's format."""
     return str(scope.get("path", "")).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
 
 
 class AuthMiddleware:
-    """What every request goes through on its way in."""
+    """Checks each request before routing, and reads its whole body within a time limit."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
-        self._open = OPEN | {METRICS} if settings.is_loopback else OPEN
+        self._public = PUBLIC | {METRICS} if settings.is_loopback else PUBLIC
         self._most = settings.max_body_mb * 2**20
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
@@ -71,7 +63,7 @@ class AuthMiddleware:
         except Refused as refused:
             await refuse(scope, send, refused.problem)
             return
-        except ClientLeft:
+        except ClientDisconnected:
             return
         await self._app(scope, receive, _without_body(scope, send) if scope["method"] == "HEAD" else send)
 
@@ -80,16 +72,16 @@ class AuthMiddleware:
         if self._hosts is not None and not _is_ours(headers.get("host", ""), self._hosts):
             raise Refused("the Host header names another machine; ask for localhost or an address", status=403)
         given = (key_of(scope) or "").encode(errors="replace")
-        # No key is compared to fewer or more than all of them, so that time tells nothing.
+        # Every key is compared, so that the time does not depend on which one matches.
         known = [hmac.compare_digest(given, key) for key in self._keys]
-        is_open = scope["path"] in self._open or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
-        if self._keys and not any(known) and not is_open:
+        is_public = scope["path"] in self._public or scope["path"].startswith(PAGE) or scope["method"] == "OPTIONS"
+        if self._keys and not any(known) and not is_public:
             raise Refused(
                 "no valid API key; expected one as a bearer token or as x-api-key", status=401, code="invalid_api_key"
             )
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """A `receive` that hands out the body, which has been read."""
+        """Reads the body, and returns a `receive` that delivers it as one message."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         stated = Headers(scope=scope).get("content-length", "")
@@ -102,12 +94,12 @@ class AuthMiddleware:
             raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
         waiting = [body]
 
-        async def handed_on() -> MutableMapping[str, Any]:
+        async def receive_body() -> MutableMapping[str, Any]:
             if waiting:
                 return {"type": "http.request", "body": waiting.pop(), "more_body": False}
             return await receive()
 
-        return handed_on
+        return receive_body
 
     async def _read(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
@@ -115,7 +107,7 @@ class AuthMiddleware:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientLeft
+                raise ClientDisconnected
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._most:
@@ -127,23 +119,23 @@ class AuthMiddleware:
         return Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
 
 
-class ClientLeft(Exception):
-    """Whoever asked is gone before the question was complete."""
+class ClientDisconnected(Exception):
+    """The client disconnected before its response was complete."""
 
 
 async def refuse(scope: Scope, send: Send, problem: Problem) -> None:
-    """Answers with `problem`, in the words of the API that was asked."""
+    """Sends `problem` as a response, in the format of the requested API."""
     body = problem.body(is_anthropic(scope), scope["state"]["request_id"])
     headers = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
     if problem.status in (408, 413):
-        headers["connection"] = "close"  # what is left of the body is not read
+        headers["connection"] = "close"  # the rest of the body is not read
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": problem.status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 
 def _without_body(scope: Scope, send: Send) -> Send:
-    """Has `scope` answered like GET, and only the beginning of the answer sent on."""
+    """Turns HEAD into GET for the application, and drops the response's body."""
     scope["method"] = "GET"
 
     async def begin(message: Message) -> None:
@@ -154,7 +146,7 @@ def _without_body(scope: Scope, send: Send) -> Send:
 
 
 def _is_ours(host: str, hosts: set[str]) -> bool:
-    """A page whose site's name was made to point here is not let in; with an address nobody can do that."""
+    """Protects against DNS rebinding: only known names and IP addresses are accepted."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
     name = name.strip("[]").lower()
     if name in hosts or not name:
@@ -166,63 +158,64 @@ def _is_ours(host: str, hosts: set[str]) -> bool:
     return True
 
 
-MOST = 1024
-PATIENCE_SECONDS = 10.0
+MAX_CLIENTS = 1024
+TIMEOUT_SECONDS = 10.0
 
 
 def caller_of(request: Request) -> str:
-    """Whoever sent `request`: their key, or their address."""
+    """Returns the caller's API key, or else its address."""
     return key_of(request.scope) or (request.client.host if request.client is not None else "")
 
 
-def pseudonym(caller: str) -> str:
-    """The same caller under a name that tells no key, for an orchestrator that may be another machine's."""
+def caller_hash(caller: str) -> str:
+    """Returns a hash of the caller that does not reveal its key. The orchestrator may run on another machine."""
     return hashlib.sha256(caller.encode()).hexdigest()[:16]
 
 
 class CompletionBackend(Protocol):
-    """Whoever completes texts for this server."""
+    """What completes texts: one orchestrator, or a fleet."""
 
     def client(self, request: Request) -> AsyncBaseClient:
-        """The one to ask for whoever sent `request`."""
+        """Returns the client to use for `request`."""
 
     async def stats(self) -> Stats:
-        """What it does now. Raises OutriderError when it does not answer."""
+        """Returns current statistics. Raises OutriderError if there is no answer."""
 
 
-class Callers:
-    """A client of the orchestrator for each caller, those that asked last."""
+class CallerClients:
+    """Keeps one orchestrator client per caller, because the orchestrator schedules fairly by client. The least recently
+    used is dropped."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
-        self._own = AsyncClient(endpoint, PATIENCE_SECONDS)
+        self._stats_client = AsyncClient(endpoint, TIMEOUT_SECONDS)
 
     def client(self, request: Request) -> AsyncClient:
         caller = caller_of(request)
         if caller not in self._clients:
-            self._clients[caller] = AsyncClient(self._endpoint, PATIENCE_SECONDS)
-            if len(self._clients) > MOST:
+            self._clients[caller] = AsyncClient(self._endpoint, TIMEOUT_SECONDS)
+            if len(self._clients) > MAX_CLIENTS:
                 self._clients.popitem(last=False)
         self._clients.move_to_end(caller)
         return self._clients[caller]
 
     async def stats(self) -> Stats:
-        return await self._own.stats()
+        return await self._stats_client.stats()
 
 
 class StreamLimiter:
-    """One server's; `most` None: as many as anybody likes."""
+    """Limits concurrent requests per caller. `most` None: no limit."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._taken: Counter[str] = Counter()
 
     def take(self, caller: str) -> ExitStack:
-        """A place that is the caller's until what is returned is closed.
+        """Takes a slot for the caller; closing the returned stack releases it.
 
         Raises:
-            Refused: they have as many as they may.
+            Refused: the caller has no slot left.
         """
         if self._most is not None and self._taken[caller] >= self._most:
             raise Refused(
@@ -231,11 +224,11 @@ class StreamLimiter:
                 code="rate_limit_exceeded",
             )
         self._taken[caller] += 1
-        place = ExitStack()
-        place.callback(self._leave, caller)
-        return place
+        slot = ExitStack()
+        slot.callback(self._release, caller)
+        return slot
 
-    def _leave(self, caller: str) -> None:
+    def _release(self, caller: str) -> None:
         self._taken[caller] -= 1
         if not self._taken[caller]:
             del self._taken[caller]

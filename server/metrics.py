@@ -1,13 +1,6 @@
-"""What Prometheus reads: what this process counts and times, and the orchestrator's totals as of the moment it asks.
+"""Prometheus metrics: this process's counters and timers, and the orchestrator's totals at the time of the scrape.
 
-Names and buckets follow vLLM's, with `outrider:` before the names; times that are shorter here have buckets below its.
-
-`OrchestratorMetrics`: the orchestrator's own counts for Prometheus: all requests', those of other clients too, in the
-names of vLLM. Reads `Stats` and nothing else.
-
-`ProcessMetrics`: what the processes of this server take of the machine: HTTP's own, the orchestrator's and those of its
-workers. A worker that joined from elsewhere is none of them: of the processes that workers name, only those are looked
-at that the orchestrator started.
+Names and buckets follow vLLM's, with the prefix `outrider:` and additional shorter buckets.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from outrider.protocol import errors
 from outrider.protocol.messages import Stats
 from outrider.protocol.stats import Durations
 
-if TYPE_CHECKING:  # OpenTelemetry is there only where it is wanted
+if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import ChoiceSpan
 
 
@@ -41,7 +34,8 @@ Values = Iterable[tuple[tuple[str, ...], float]]
 
 
 class OrchestratorMetrics(Collector):
-    """What `stats` says of the model called `model`; None: the orchestrator does not answer."""
+    """The orchestrator's totals, which include requests of other clients. `stats` is None if the orchestrator does not
+    answer."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -62,7 +56,7 @@ class OrchestratorMetrics(Collector):
 
     def _now(self, stats: Stats) -> Iterator[Metric]:
         limit = max(stats.kv.limit, 1)
-        for name, told, value in (
+        for name, doc, value in (
             ("num_requests_running", "Requests in flight", stats.active),
             ("num_requests_waiting", "Waiting requests", stats.queued),
             ("kv_cache_usage_perc", "Share of KV memory that running requests use; 1: all", stats.kv.used / limit),
@@ -74,7 +68,7 @@ class OrchestratorMetrics(Collector):
             ("kv_cache_limit_bytes", "KV memory of all workers", stats.kv.limit),
             ("peak_memory_bytes", "The most MLX held in all workers during a request", stats.totals.peak_bytes),
         ):
-            yield self._gauge(name, told, [((), value)])
+            yield self._gauge(name, doc, [((), value)])
         workers = stats.workers
         states = [((w.name, w.role, state), w.state == state) for w in workers for state in STATES]
         yield self._gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
@@ -93,7 +87,7 @@ class OrchestratorMetrics(Collector):
         yield self._counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
         failed = [((kind,), endings.get(kind, 0)) for kind in KINDS]
         yield self._counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
-        for name, told, count in (
+        for name, doc, count in (
             ("prompt_tokens", "Prompt tokens read, of requests that ended", totals.prompt_n),
             ("prefix_cache_queries", "Prompt cache queries, in tokens", totals.prompt_n + totals.cache_n),
             ("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n),
@@ -108,19 +102,19 @@ class OrchestratorMetrics(Collector):
             ),
             ("rejected_frames", "Invalid frames", stats.rejected_frames),
         ):
-            yield self._counter(name, told, [((), count)])
+            yield self._counter(name, doc, [((), count)])
 
     def _speculation(self, stats: Stats) -> Iterator[Metric]:
         totals = stats.totals
-        for name, told, count in (
+        for name, doc, count in (
             ("rounds", "Verifies, plain steps included", totals.rounds),
             ("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds),
             ("spec_decode_num_draft_tokens", "Draft tokens verified", totals.draft_n),
             ("spec_decode_num_accepted_tokens", "Accepted draft tokens", totals.draft_n_accepted),
             ("speculation_cache_hits", "Speculation cache hits", totals.cache_hits),
         ):
-            yield self._counter(name, told, [((), count)])
-        for name, told, counts in (
+            yield self._counter(name, doc, [((), count)])
+        for name, doc, counts in (
             ("spec_decode_num_draft_tokens_per_pos", "Draft tokens by position", totals.drafted_by_position),
             (
                 "spec_decode_num_accepted_tokens_per_pos",
@@ -128,7 +122,7 @@ class OrchestratorMetrics(Collector):
                 totals.accepted_by_position,
             ),
         ):
-            yield self._counter(name, told, [((str(place),), count) for place, count in enumerate(counts)], "position")
+            yield self._counter(name, doc, [((str(place),), count) for place, count in enumerate(counts)], "position")
         held = [((one.name,), one.count) for one in totals.draft_n_accepted_by]
         yield self._counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
         misses = {
@@ -137,15 +131,15 @@ class OrchestratorMetrics(Collector):
             "drafted": totals.missed_then_drafted,
             "plain": totals.missed_then_plain,
         }
-        told = "Outcomes whose branch was not there, by what followed: the branch after a wait, copied text, a chain"
-        told += " drafted just in time, a plain step"
-        yield self._counter("speculation_cache_misses", told, [((k,), n) for k, n in misses.items()], "followed_by")
+        doc = "Outcomes whose branch was not there, by what followed: the branch after a wait, copied text, a chain"
+        doc += " drafted just in time, a plain step"
+        yield self._counter("speculation_cache_misses", doc, [((k,), n) for k, n in misses.items()], "followed_by")
 
-    def _gauge(self, name: str, told: str, values: Values, *labels: str) -> Metric:
-        return self._filled(GaugeMetricFamily(_PREFIX + name, told, labels=("model_name", *labels)), values)
+    def _gauge(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
+        return self._filled(GaugeMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
 
-    def _counter(self, name: str, told: str, values: Values, *labels: str) -> Metric:
-        return self._filled(CounterMetricFamily(_PREFIX + name, told, labels=("model_name", *labels)), values)
+    def _counter(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
+        return self._filled(CounterMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
         for labels, value in values:
@@ -153,9 +147,9 @@ class OrchestratorMetrics(Collector):
         return family
 
 
-def durations(model: str, name: str, told: str, seen: Durations) -> Metric:
-    """A histogram."""
-    family = HistogramMetricFamily(_PREFIX + name, told, labels=("model_name",))
+def durations(model: str, name: str, doc: str, seen: Durations) -> Metric:
+    """Returns a histogram."""
+    family = HistogramMetricFamily(_PREFIX + name, doc, labels=("model_name",))
     bounds = (*map(str, seen.bounds), "+Inf")
     buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
     family.add_metric((model,), buckets or [("+Inf", 0)], seen.seconds)
@@ -163,7 +157,8 @@ def durations(model: str, name: str, told: str, seen: Durations) -> Metric:
 
 
 class ProcessMetrics(Collector):
-    """Looked at when asked; `stats` names the workers. This process is a child of the orchestrator's."""
+    """CPU time, memory and open files of this process, the orchestrator and the workers it started. Remote workers are
+    excluded."""
 
     def __init__(self) -> None:
         self.stats: Stats | None = None
@@ -212,10 +207,10 @@ _MOST_TOKENS = 1 << 20
 
 
 class Metrics:
-    """One server's; `model` is the label `model_name`, `context` the most tokens of a text, if that is known."""
+    """The metrics of one server. `model` is the label `model_name`; `context` is the context length, if known."""
 
     def __init__(self, model: str, context: int | None = None) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call] # when each began is nothing that anybody asks
+        disable_created_metrics()  # type: ignore[no-untyped-call] # creation times are not needed
         self.registry = CollectorRegistry()
         self._model = model
         self._totals = OrchestratorMetrics(model)
@@ -239,29 +234,29 @@ class Metrics:
         self.prompt = self._histogram("request_prompt_tokens", "A choice's prompt, remembered tokens included", tokens)
         self.made = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
 
-    def answered(self, path: str, status: int) -> None:
-        """`path` as the application has it, not as it was asked for."""
+    def count_response(self, path: str, status: int) -> None:
+        """Counts a response. `path` is the route's template."""
         self._answers.labels(path, str(status)).inc()
 
     def watch(self, span: ChoiceSpan | None = None) -> ChoiceTimer:
-        """For one choice that begins now; `span` is told the same."""
+        """Returns a timer for a choice that starts now. It also reports to `span`."""
         return ChoiceTimer(self, span)
 
     def text(self, stats: Stats | None) -> bytes:
-        """All of it, with the orchestrator's `stats` if it answered."""
+        """Returns the text that Prometheus reads, including `stats` if given."""
         self._totals.stats = self._processes.stats = stats
         return generate_latest(self.registry)
 
-    def _times(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._histogram(f"{name}_seconds", told, buckets)
+    def _times(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+        return self._histogram(f"{name}_seconds", doc, buckets)
 
-    def _histogram(self, name: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
-        return Histogram(f"outrider:{name}", told, labels, buckets=buckets, registry=self.registry).labels(self._model)
+        return Histogram(f"outrider:{name}", doc, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
 
 class TokenGaps(Collector):
-    """The time between tokens, those that come together evenly: a histogram that takes several at once."""
+    """A histogram of the time between tokens. Tokens that arrive together share the time equally."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -269,7 +264,7 @@ class TokenGaps(Collector):
         self._seconds = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        """So many tokens came, so long after those before."""
+        """Records `tokens` that arrived `seconds` after the ones before."""
         self._counts[bisect_left(_GAPS, seconds / tokens)] += tokens
         self._seconds += seconds
 
@@ -281,7 +276,7 @@ class TokenGaps(Collector):
 
 
 class ChoiceTimer:
-    """Times one choice; of those that end well, all of it is counted."""
+    """Times one choice. Only choices that complete are recorded."""
 
     def __init__(self, metrics: Metrics, span: ChoiceSpan | None) -> None:
         self._metrics = metrics
@@ -291,7 +286,7 @@ class ChoiceTimer:
         metrics.running.inc()
 
     def grown(self, tokens: int) -> None:
-        """So many tokens came."""
+        """Records that `tokens` arrived."""
         now = time.monotonic()
         if not self._tokens:
             self._metrics.first.observe(now - self._began)
@@ -303,7 +298,7 @@ class ChoiceTimer:
         self._tokens += tokens
 
     def ended(self, result: GenerationResult | None, error: Exception | None = None) -> None:
-        """However it ended; no result: not well."""
+        """Records the end. `result` is None if the choice did not complete."""
         metrics = self._metrics
         if self._span is not None:
             self._span.ended(result, error)
@@ -320,6 +315,6 @@ class ChoiceTimer:
 
 
 def _one_two_five(most: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20 ... up to `most`."""
+    """Returns 1, 2, 5, 10, 20 ... up to `most`."""
     steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
     return tuple(step for step in steps if step <= most)

@@ -1,4 +1,4 @@
-"""What went wrong, as a status and a sentence in each API's own words. Nothing here shows a traceback."""
+"""Errors as HTTP statuses and response bodies, in each API's format. No traceback is ever sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.protocol.errors import (
     UnknownDrafter,
     WorkerError,
 )
-from outrider.server.shapes.plain import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
+from outrider.server.shapes.base import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
 
 RETRY_SECONDS = 1
 _OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -35,7 +35,7 @@ _NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "none"})
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`param` names the field that is to blame, `code` the kind, for programs; `details`: Anthropic's word for it."""
+    """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`."""
 
     status: int
     message: str
@@ -44,7 +44,7 @@ class Problem:
     details: str | None = None
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
-        """The error as one of the two APIs writes it."""
+        """Returns the JSON body in one API's format."""
         shape = self._anthropic(request_id) if anthropic else self._openai(request_id)
         return shape.model_dump_json().encode()
 
@@ -67,7 +67,7 @@ class Problem:
 
 
 class Refused(HTTPException):
-    """A request that is refused before anybody works on it."""
+    """A request that is rejected before any work is done."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Refused(HTTPException):
 
 
 def problem_of(error: Exception) -> Problem:
-    """What to tell of an error; of one that nobody foresaw no more than that."""
+    """Converts an exception. Unexpected ones become a generic message."""
     match error:
         case Refused(problem=problem):
             return problem
@@ -111,7 +111,7 @@ def problem_of(error: Exception) -> Problem:
 
 
 def _invalid(errors: Sequence[Any]) -> Problem:
-    """The first field that is wrong. Of alternatives that all fail, the one that was meant got the furthest."""
+    """Reports the first invalid field. Of several failed union alternatives it picks the one that got furthest."""
     first: dict[str, Any] = max(errors, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return Problem(400, f"the body is not JSON ({first['ctx']['error']}); expected an object")
@@ -119,10 +119,10 @@ def _invalid(errors: Sequence[Any]) -> Problem:
     is_unknown = first["type"] == "extra_forbidden"
     path = [str(part) for part in above if _is_field(part)]
     path += [str(last)] if is_unknown or _is_field(last) else []
-    said = "no such field is known here; leave it out" if is_unknown else first["msg"]
-    return Problem(400, f"{'.'.join(path) or 'the body'}: {said}", param=path[0] if path else None)
+    reason = "no such field is known here; leave it out" if is_unknown else first["msg"]
+    return Problem(400, f"{'.'.join(path) or 'the body'}: {reason}", param=path[0] if path else None)
 
 
 def _is_field(part: str | int) -> bool:
-    """Whether the requester knows it: a name or a place, and not what the library calls an alternative."""
+    """Whether `part` is a field name or index, not pydantic's name of a union alternative."""
     return isinstance(part, int) or (part.islower() and part.isidentifier() and part not in _NO_FIELDS)

@@ -1,4 +1,4 @@
-"""What every endpoint needs: the model, the way to the orchestrator, and answers that end when their reader leaves."""
+"""What endpoints share: the model, the backend, metrics, and running requests until they end or the client leaves."""
 
 from __future__ import annotations
 
@@ -12,33 +12,30 @@ from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.sampling import Grammar
-from outrider.server.answers.part_stream import ChoiceState, whole
-from outrider.server.answers.parts import Splitter
+from outrider.server.answers.parts import ChoiceState, Splitter, whole
 from outrider.server.answers.run import ChoiceJob, RequestRun
-from outrider.server.answers.sse import gone
-from outrider.server.auth_middleware import CompletionBackend, StreamLimiter, caller_of, pseudonym
-from outrider.server.mapping.form import Form, held, settled
-from outrider.server.mapping.speech import Toolbox
-from outrider.server.mapping.unknown import IgnoredFields
+from outrider.server.answers.sse import wait_for_disconnect
+from outrider.server.auth_middleware import ClientDisconnected, CompletionBackend, StreamLimiter, caller_hash, caller_of
+from outrider.server.endpoints.json_route import IgnoredFields
+from outrider.server.mapping.conversation import Toolbox
+from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.model.served import ServedModel, TemplateInput, TokenizedPrompt
 from outrider.server.problems import Refused
 
 NO_TOOLS = Toolbox()
 FIRST_SECONDS = 0.5
-"""How long a stream's status waits for the first news: what is refused is refused with its own status until then."""
-
-
-class ReaderGone(Exception):
-    """Nobody waits for the answer any more."""
+"""How long a stream waits for its first result before its status 200 is sent."""
 
 
 class ServerContext:
-    """One server's; endpoints find it in the app's state."""
+    """One per application, in `app.state.context`."""
 
-    def __init__(self, model: ServedModel, behind: CompletionBackend, metrics: Metrics, settings: HttpSettings) -> None:
+    def __init__(
+        self, model: ServedModel, backend: CompletionBackend, metrics: Metrics, settings: HttpSettings
+    ) -> None:
         self.model = model
-        self.backend = behind
+        self.backend = backend
         self.metrics = metrics
         self._stream_limiter = StreamLimiter(settings.max_streams_per_key)
         self._longest = settings.request_timeout
@@ -54,29 +51,35 @@ class ServerContext:
             )
 
     async def prompt(self, talk: TemplateInput) -> TokenizedPrompt:
-        """The conversation's tokens. Off the loop's thread: a long one takes a while, and others have news to write."""
+        """Tokenizes a conversation, in a thread because a long one would block the event loop."""
         return await asyncio.to_thread(self.model.prompt, talk)
 
     async def plain(self, text: str) -> TokenizedPrompt:
-        """A text's tokens, the same way."""
+        """Tokenizes a text, in a thread."""
         return await asyncio.to_thread(self.model.plain, text)
 
-    async def form(self, form: Form | None) -> Form | None:
-        """As it can be held: `loose` only where a grammar leaves something of it out. Off the loop's thread, too."""
-        return await asyncio.to_thread(settled, self.model, form) if form is not None and form.loose else form
+    async def form(self, form: OutputFormat | None) -> OutputFormat | None:
+        """Decides whether a grammar can enforce all of `form`; if so, it is no longer `loose`. Runs in a thread."""
+        return (
+            await asyncio.to_thread(resolve_output_format, self.model, form)
+            if form is not None and form.loose
+            else form
+        )
 
-    async def grammar(self, prompt: TokenizedPrompt, form: Form | None, box: Toolbox = NO_TOOLS) -> Grammar | None:
-        """What the answer to `prompt` is held to: off the loop's thread, for compiling may take a while.
+    async def grammar(
+        self, prompt: TokenizedPrompt, form: OutputFormat | None, box: Toolbox = NO_TOOLS
+    ) -> Grammar | None:
+        """Compiles the grammar that constrains the answer, in a thread.
 
         Raises:
-            Refused: it can't be.
+            Refused: it can't be compiled.
         """
         if form is None and not box.binds:
             return None
-        return await asyncio.to_thread(held, self.model, prompt, box, form)
+        return await asyncio.to_thread(answer_grammar, self.model, prompt, box, form)
 
     def begin(self, request: Request, jobs: Sequence[ChoiceJob]) -> RequestRun:
-        """Sends the jobs off. Raises Refused at the end of the day, and who has as many under way as may be."""
+        """Submits the jobs. Raises Refused while the server is draining, and if the caller has too many requests."""
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
         caller = caller_of(request)
@@ -88,13 +91,14 @@ class ServerContext:
             inner = span.choice(operation, index, job.params.sampling) if span is not None else None
             return self.metrics.watch(inner)
 
-        return RequestRun(self.backend.client(request), jobs, watch, place, self._longest, pseudonym(caller))
+        return RequestRun(self.backend.client(request), jobs, watch, place, self._longest, caller_hash(caller))
 
     async def streaming(self, request: Request, jobs: Sequence[ChoiceJob]) -> RequestRun:
-        """The same for a stream: returns once it is worth its status.
+        """Submits the jobs of a stream, and waits up to FIRST_SECONDS for the first result, so that early errors get
+        their own HTTP status.
 
         Raises:
-            OutriderError: it was refused, or failed, before that.
+            OutriderError: the request failed by then.
         """
         run = self.begin(request, jobs)
         try:
@@ -107,19 +111,19 @@ class ServerContext:
     async def whole(
         self, request: Request, jobs: Sequence[ChoiceJob], splitters: Sequence[Splitter], one_call: bool = False
     ) -> list[ChoiceState]:
-        """All choices, finished.
+        """Submits the jobs and returns all finished choices.
 
         Raises:
-            OutriderError: one failed.
-            ReaderGone: whoever asked has left; what they asked for is cancelled.
+            OutriderError: a choice failed.
+            ClientDisconnected: the client left; the request is cancelled.
         """
         run = self.begin(request, jobs)
         reading = asyncio.create_task(whole(run, splitters, one_call))
-        leaving = asyncio.create_task(gone(request.receive))
+        leaving = asyncio.create_task(wait_for_disconnect(request.receive))
         try:
             await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
-                raise ReaderGone
+                raise ClientDisconnected
             return reading.result()
         finally:
             for task in (reading, leaving):
@@ -129,13 +133,13 @@ class ServerContext:
 
 
 async def _server_context(request: Request) -> ServerContext:
-    found: ServerContext = request.app.state.context
-    return found
+    context: ServerContext = request.app.state.context
+    return context
 
 
 TheServer = Annotated[ServerContext, Depends(_server_context)]
 
 
 def as_json(shape: BaseModel) -> Response:
-    """A whole answer."""
+    """Returns a non-streamed response."""
     return Response(shape.model_dump_json(), media_type="application/json")

@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry: of each request whose caller traces it, its choices, and how each came to be.
+"""OpenTelemetry spans of requests that arrive with a trace context: the request, its choices and their phases.
 
-Imported when tracing is configured and not before. Names follow OpenTelemetry's conventions for HTTP and generative AI;
-what speculation did has the names of `Timings`, with `outrider.` before them. No span has a prompt or an answer.
+Imported only when tracing is configured. Names follow OpenTelemetry's conventions for HTTP and generative AI;
+speculation statistics have the names of `Timings` with the prefix `outrider.`. Spans contain no prompts or answers.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ log = logging.getLogger(__name__)
 
 
 def exporting(endpoint: str | None) -> SpanProcessor:
-    """Sends spans to the collector at `endpoint`; None, and all else: as OTEL_... of the environment say."""
-    asked = next((value for name in PROTOCOLS if (value := os.environ.get(name))), PROTOCOL)
-    if asked != PROTOCOL:
-        log.warning("spans are exported by OTLP as %s, and not as %s", PROTOCOL, asked)
+    """Returns an exporter to the collector at `endpoint`. None, and all other options, are read from OTEL_
+    variables."""
+    protocol = next((value for name in PROTOCOLS if (value := os.environ.get(name))), PROTOCOL)
+    if protocol != PROTOCOL:
+        log.warning("spans are exported by OTLP as %s, and not as %s", PROTOCOL, protocol)
     target = None if endpoint is None else f"{endpoint.rstrip('/')}/v1/traces"
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=target))
 
 
 class Tracing:
-    """One server's; `processor` gets what has ended, and `close` sends what it still has."""
+    """One per server. `processor` receives finished spans; `close` flushes it."""
 
     def __init__(self, model: str, processor: SpanProcessor) -> None:
         named = Resource.create({SERVICE_NAME: "outrider", SERVICE_VERSION: PACKAGE_VERSION})
@@ -58,7 +59,7 @@ class Tracing:
         self._model = model
 
     def request(self, scope: Scope) -> RequestSpan | None:
-        """For a request that begins; None when its caller does not trace it, or says so in no form that holds."""
+        """Starts a request's span. Returns None without a valid `traceparent`."""
         headers = Headers(scope=scope)
         parents = headers.getlist("traceparent")
         if len(parents) != 1:
@@ -67,9 +68,9 @@ class Tracing:
         context = TraceContextTextMapPropagator().extract(carrier)
         if not get_current_span(context).get_span_context().is_valid:
             return None
-        told = {"http.request.method": scope["method"], "url.scheme": scope["scheme"]}
-        told |= {"url.path": scope["path"][:LONGEST_PATH], "outrider.request_id": scope["state"]["request_id"]}
-        span = self._tracer.start_span(str(scope["method"]), context, SpanKind.SERVER, told)
+        fields = {"http.request.method": scope["method"], "url.scheme": scope["scheme"]}
+        fields |= {"url.path": scope["path"][:LONGEST_PATH], "outrider.request_id": scope["state"]["request_id"]}
+        span = self._tracer.start_span(str(scope["method"]), context, SpanKind.SERVER, fields)
         return RequestSpan(self._tracer, span, str(scope["method"]), self._model)
 
     def close(self) -> None:
@@ -77,14 +78,14 @@ class Tracing:
 
 
 class RequestSpan:
-    """An HTTP request from its first byte to the last of its answer."""
+    """The span of an HTTP request, until its response is complete."""
 
     def __init__(self, tracer: Tracer, span: Span, method: str, model: str) -> None:
         self._tracer, self._span, self._method, self._model = tracer, span, method, model
 
     def choice(self, operation: str, index: int, sampling: SamplingParams) -> ChoiceSpan:
-        """For one choice that begins; `operation` as the conventions name it."""
-        told: dict[str, Any] = {
+        """Starts a choice's span; `operation` is OpenTelemetry's name."""
+        fields: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "outrider",
             "gen_ai.request.model": self._model,
@@ -99,10 +100,12 @@ class RequestSpan:
             "outrider.choice": index,
         }
         inside = set_span_in_context(self._span)
-        return ChoiceSpan(self._tracer, self._tracer.start_span(f"{operation} {self._model}", inside, attributes=told))
+        return ChoiceSpan(
+            self._tracer, self._tracer.start_span(f"{operation} {self._model}", inside, attributes=fields)
+        )
 
     def ended(self, route: str, status: int) -> None:
-        """`route`: the path as the application has it."""
+        """Ends the span; `route` is the path template."""
         self._span.update_name(f"{self._method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
         if status >= 500:
@@ -112,20 +115,20 @@ class RequestSpan:
 
 
 class ChoiceSpan:
-    """One choice, with a span each for waiting, reading the prompt and decoding inside it."""
+    """The span of a choice, with child spans for queueing, prefill and decoding."""
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
         self._tracer, self._span = tracer, span
         self._began_ns = time.time_ns()
 
     def first(self) -> None:
-        """Its first tokens came."""
+        """Records the first token."""
         self._span.add_event("first_token")
 
     def ended(self, result: GenerationResult | None, error: Exception | None) -> None:
-        """Well, or with `error`; with neither nobody waited for it any more."""
+        """Ends the span. Without a result and an error the choice was cancelled."""
         if result is not None:
-            self._told(result)
+            self._record(result)
         elif error is not None:
             self._span.set_attribute("error.type", type(error).__name__)
             self._span.set_status(Status(StatusCode.ERROR, str(error)))
@@ -133,7 +136,7 @@ class ChoiceSpan:
             self._span.set_attribute("gen_ai.response.finish_reasons", ("cancelled",))
         self._span.end()
 
-    def _told(self, result: GenerationResult) -> None:
+    def _record(self, result: GenerationResult) -> None:
         times = result.timings
         self._span.set_attributes(
             {
@@ -149,10 +152,10 @@ class ChoiceSpan:
         at_ns = self._part("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
         self._part("decode", at_ns, times.predicted_ms, _speculation(times))
 
-    def _part(self, name: str, began_ns: int, milliseconds: float, told: dict[str, Any]) -> int:
-        """When it ended: what follows begins there."""
+    def _part(self, name: str, began_ns: int, milliseconds: float, fields: dict[str, Any]) -> int:
+        """Adds a child span, and returns its end."""
         ended_ns = began_ns + int(milliseconds * MILLISECOND_NS)
-        span = self._tracer.start_span(name, set_span_in_context(self._span), attributes=told, start_time=began_ns)
+        span = self._tracer.start_span(name, set_span_in_context(self._span), attributes=fields, start_time=began_ns)
         span.end(ended_ns)
         return ended_ns
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import chain
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.crowd.ask import Question, Reply, ask, ask_all
+from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.bench.prompts import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -43,8 +43,8 @@ def slowest(client: Client, mode: str, text: Text, sampling: SamplingParams) -> 
     """The slowest of equal requests over the median one."""
     alike = replace(sampling, max_tokens=TOKENS)
     cut = text[:PROMPT_TOKENS]
-    questions = [Question(cut, replace(alike, seed=(sampling.seed or 0) + n), mode) for n in range(EQUAL)]
-    times = [reply.ended - reply.sent for reply in ask_all(client, questions)]
+    questions = [TimedRequest(cut, replace(alike, seed=(sampling.seed or 0) + n), mode) for n in range(EQUAL)]
+    times = [reply.ended - reply.sent for reply in send_all(client, questions)]
     return max(times) / statistics.median(times)
 
 
@@ -55,16 +55,16 @@ def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams)
     with ThreadPoolExecutor(DECODING + 1) as threads:
         decoding = [
             threads.submit(
-                ask,
+                send,
                 client,
-                Question(text[n * PROMPT_TOKENS : (n + 1) * PROMPT_TOKENS], replace(long, seed=n), mode),
+                TimedRequest(text[n * PROMPT_TOKENS : (n + 1) * PROMPT_TOKENS], replace(long, seed=n), mode),
                 lambda arrival: settled.release(arrival.tokens),
             )
             for n in range(DECODING)
         ]
         for _ in range(SETTLED * DECODING):
             settled.acquire()
-        newcomer = ask(client, Question(text[-LONG_PROMPT:], replace(sampling, max_tokens=2), mode))
+        newcomer = send(client, TimedRequest(text[-LONG_PROMPT:], replace(sampling, max_tokens=2), mode))
     return stall([future.result() for future in decoding], newcomer)
 
 

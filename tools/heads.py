@@ -19,7 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.contest.contest import Interval, bootstrap
+from outrider.bench.comparison.runs import Interval, bootstrap
 from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen

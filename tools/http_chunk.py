@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.bench.contest.contest import bootstrap
-from outrider.bench.helper import Helper
+from outrider.bench.comparison.runs import bootstrap
+from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import PACKAGE
 from outrider.protocol import values
@@ -58,10 +58,10 @@ def company(count: int) -> Iterator[None]:
             one.join()
 
 
-def side(folder: Path, more: Mapping[str, str]) -> Helper:
+def side(folder: Path, more: Mapping[str, str]) -> HelperProcess:
     """HTTP of that checkout, with `more` in its environment."""
     own = {"PYTHONPATH": str(folder.resolve()), "OPENBLAS_NUM_THREADS": "1"}
-    return Helper(SIDE, environment={**os.environ, **own, **more})
+    return HelperProcess(SIDE, environment={**os.environ, **own, **more})
 
 
 def a_chunk(texts: Sequence[tuple[float, int]]) -> float:

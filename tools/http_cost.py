@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.contest.contest import Interval, Timed, bootstrap, compete, ratio, total_rate
-from outrider.bench.crowd.ask import Question, ask
+from outrider.bench.comparison.requests import TimedRequest, send
+from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio, run_interleaved, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -93,7 +93,7 @@ class Many:
 
 
 def by_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams) -> Heard:
-    reply = ask(client, Question(prompt, sampling, mode))
+    reply = send(client, TimedRequest(prompt, sampling, mode))
     return Heard(reply.sent, reply.arrivals[0].at, reply.ended, len(reply.arrivals), len(reply.token_ids), reply.text)
 
 
@@ -193,9 +193,9 @@ def run(options: argparse.Namespace) -> int:
                 Many(HTTP, [partial(by_http, reader, mode) for reader in readers], where, threads),
                 Many(CLIENT, [partial(by_client, client, mode)] * places, where, threads),
             ]
-            compete(ways, alone[:WARM_UP], sampling, screen.show)
-            one = compete(ways, alone, sampling, screen.show)
-            all_ = compete(ways, together, sampling, screen.show, seeds=places)
+            run_interleaved(ways, alone[:WARM_UP], sampling, screen.show)
+            one = run_interleaved(ways, alone, sampling, screen.show)
+            all_ = run_interleaved(ways, together, sampling, screen.show, seeds=places)
             require_same(one)
             require_same(all_)
             screen.clear()

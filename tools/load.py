@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from outrider.bench.commands.files import modes_of, numbers
-from outrider.bench.contest.contest import compete
+from outrider.bench.comparison.runs import run_interleaved
 from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
         print(f"capacity: {rate:.2f} requests a second, of {length} tokens each", flush=True)
         for share in shares:
-            found = compete(field, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
+            found = run_interleaved(field, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
             rows += [row(name, share, answers) for name, answers in found.items()]
             screen.clear()
             print(f"\n{share:g} of it, {count} requests by each way\n\n{table(rows[-len(field) :])}", flush=True)

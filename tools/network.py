@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from outrider.bench.contest.contest import Ours, Run, compete, ratio, total_rate
-from outrider.bench.contest.summary import summary
+from outrider.bench.comparison.runs import ModeRunner, Run, ratio, run_interleaved, total_rate
+from outrider.bench.comparison.summary import summary
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -64,7 +64,7 @@ class Shape:
 class Undisturbed:
     """`way`, asked `again` where this machine could not keep to the profile's times."""
 
-    way: Ours
+    way: ModeRunner
     again: int = 0
 
     @property
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             near = stack.enter_context(_near_cluster(hosts, script, **machine))
             far = stack.enter_context(far_cluster(hosts, script, **machine))
             ways = [
-                Undisturbed(Ours(name, one, "ssd", options.depth, options.branches))
+                Undisturbed(ModeRunner(name, one, "ssd", options.depth, options.branches))
                 for name, one in ((NEAR, near), (FAR, far))
             ]
             print(f"{options.profile.stem}, K = {options.depth}, B = {options.branches}, {count} prompts x {length}")
@@ -118,7 +118,9 @@ def run(options: argparse.Namespace) -> int:
             for shape in shapes:
                 hosts.shape(shape.rtt_ms, shape.loss)
                 before = hosts.carried()
-                runs = compete(ways, begun, SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True), screen.show)
+                runs = run_interleaved(
+                    ways, begun, SamplingParams(max_tokens=length, temp=1.0, ignore_eos=True), screen.show
+                )
                 screen.clear()
                 _print(shape, runs, hosts.carried() - before)
             print(f"asked again, for the machine was busy: {sum(way.again for way in ways)}")

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.bench.contest.contest import Interval, Ours, Run, ratio, total_rate
-from outrider.bench.contest.summary import summary
+from outrider.bench.comparison.runs import Interval, ModeRunner, Run, ratio, total_rate
+from outrider.bench.comparison.summary import summary
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -166,7 +166,7 @@ def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: boo
 def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
     """Every prompt but the first, which warms up what learns."""
     policy = contestant.policy
-    ours = Ours(contestant.name, client, contestant.mode, policy.depth, policy.branches)
+    ours = ModeRunner(contestant.name, client, contestant.mode, policy.depth, policy.branches)
 
     def sampling(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, ignore_eos=True)

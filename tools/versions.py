@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench.commands.files import modes_of, numbers
-from outrider.bench.contest.contest import Contestant, Run, Timed, compete, ratio, total_rate
-from outrider.bench.helper import Helper
+from outrider.bench.comparison.runs import PromptRunner, Run, Timed, ratio, run_interleaved, total_rate
+from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.model_files import PACKAGE
@@ -40,7 +40,7 @@ class Side:
     """One mode of one checkout."""
 
     name: str
-    helper: Helper
+    helper: HelperProcess
     mode: str
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
@@ -64,11 +64,11 @@ def require_checkout(folder: Path) -> None:
 
 
 @contextmanager
-def cluster_of(folder: Path) -> Iterator[Helper]:
+def cluster_of(folder: Path) -> Iterator[HelperProcess]:
     """A cluster of that checkout, which knows nothing of runs before."""
     with tempfile.TemporaryDirectory() as fresh:
         own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh}
-        with Helper(str(SIDE), environment={**os.environ, **own}) as helper:
+        with HelperProcess(str(SIDE), environment={**os.environ, **own}) as helper:
             yield helper
 
 
@@ -97,13 +97,13 @@ def run(options: argparse.Namespace) -> int:
     prompts = mixed_tokens(options.prompts)
     screen.show("starting both")
     with cluster_of(PACKAGE.parent) as now, cluster_of(options.against) as before:
-        ways: list[Contestant] = [
+        ways: list[PromptRunner] = [
             Side(f"{mode}, {name}", helper, mode) for mode in modes for name, helper in ((THIS, now), (OTHER, before))
         ]
         for temp in temps:
             sampling = SamplingParams(max_tokens=length, temp=temp, ignore_eos=True)
-            compete(ways, prompts[:WARM_UP], sampling, lambda said: screen.show(f"warming up: {said}"))
-            runs = compete(ways, prompts, sampling, screen.show)
+            run_interleaved(ways, prompts[:WARM_UP], sampling, lambda said: screen.show(f"warming up: {said}"))
+            runs = run_interleaved(ways, prompts, sampling, screen.show)
             screen.clear()
             for mode in modes:
                 ours, theirs = runs[f"{mode}, {THIS}"], runs[f"{mode}, {OTHER}"]

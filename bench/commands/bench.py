@@ -1,4 +1,4 @@
-"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in turns; losses included."""
+"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from outrider.bench.commands import concurrency, files, suite
 from outrider.bench.commands.files import numbers
-from outrider.bench.contest import report
-from outrider.bench.contest.contention import Contention
-from outrider.bench.contest.contest import Contestant, Run, compete
-from outrider.bench.contest.field import (
+from outrider.bench.comparison import report
+from outrider.bench.comparison.contention import Contention
+from outrider.bench.comparison.peers import ChosenPeers, choose
+from outrider.bench.comparison.runners import (
     BASELINE,
     BOTH_CORES,
     FEWEST_TRIAL_PROMPTS,
     TRIAL_PROMPTS,
-    Field,
-    field,
-    of_main_table,
-    of_second_table,
+    RunnerFamilies,
+    main_table_runs,
+    second_table_runs,
+    start_runners,
 )
-from outrider.bench.contest.peers import Chosen, choose
-from outrider.bench.contest.summary import Subject, judge_all, lines, subjects_of
-from outrider.bench.timing.alone import Alone, Stopwatch
+from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
+from outrider.bench.comparison.summary import RunnerSummary, compare_all, lines, summaries_of
+from outrider.bench.timing.loops import IsolatedTimes, Stopwatch
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -42,7 +42,7 @@ COMMON = (
     "--rounds", "--model", "--draft-model", "--branches",
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
-"""Bench runs SD colocated, and with n-grams and without, as ways of their own; several clusters can't share a trace."""
+"""Bench itself runs SD colocated, with n-grams and without; several clusters can't share a trace."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens of each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
-    peers = "other engines to compare with: none, or of llama.cpp,mlx-lm (default: all that can be had)"
+    peers = "other engines to compare with: none, or of llama.cpp,mlx-lm (default: all available)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
     group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
@@ -66,14 +66,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Programme:
-    """What is to be run, checked before anything starts. By class: `prompts`, and `trials`, on which K is chosen."""
+class BenchPlan:
+    """What to run, checked before anything starts. `prompts` by class, and `trials`, on which K is chosen."""
 
     prompts: dict[str, list[tuple[int, ...]]]
     trials: dict[str, list[tuple[int, ...]]]
     samplings: list[SamplingParams]
     depths: list[int]
-    peers: Chosen
+    peers: ChosenPeers
     both_cores: bool
 
 
@@ -95,10 +95,10 @@ def run(options: argparse.Namespace) -> int:
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
     screen = Screen()
     sections, raw = [], {}
-    with _started(options, plan, pair, screen) as arena:
+    with _started(options, plan, pair, screen) as session:
         for kind, prompts in plan.prompts.items():
             for sampling in plan.samplings:
-                found, runs = arena.contest(kind, prompts, sampling)
+                found, runs = session.run(kind, prompts, sampling)
                 sections += found
                 raw[f"{kind} T={sampling.temp:g}"] = {name: [_plain(run) for run in runs[name]] for name in runs}
                 screen.clear()
@@ -112,10 +112,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> Programme:
-    """
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
+    """Checks the flags.
+
     Raises:
-        InvalidRequest: there is nothing to run, or not everything that it takes.
+        InvalidRequest: there is nothing to run, or something is missing.
     """
     depths = numbers("depths", options.depths or "2,3,4", int)
     for depth in depths:
@@ -126,68 +127,75 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     prompts = {kind: _first(kind, found[kind], count) for kind in found}
     trials = {kind: found[count:] for kind, found in prompts.items()}
     prompts = {kind: found[:count] for kind, found in prompts.items()}
-    return Programme(prompts, trials, samplings, depths, peers, options.both_cores)
+    return BenchPlan(prompts, trials, samplings, depths, peers, options.both_cores)
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
-    """Everything that runs during a bench. `bench`: workers to time alone, None where there is no draft worker."""
+class BenchSession:
+    """Everything that runs during a bench. `bench`: workers for isolated times; None without a draft worker."""
 
-    plan: Programme
+    plan: BenchPlan
     settings: ServeSettings
-    field: Field
+    field: RunnerFamilies
     bench: Workbench | None
     conditions: str
     tell: Callable[[str], None]
 
-    def contest(
+    def run(
         self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> tuple[list[report.Section], dict[str, list[Run]]]:
-        """The tables of one class at one temperature."""
+        """Returns the tables of one class at one temperature, and the runs."""
         best = self.field.best(self.plan.trials[kind], sampling, self.tell)
         stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
-        runs = compete(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
+        runs = run_interleaved(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
         alone = stopwatch.read() if stopwatch else None
         return self._sections(kind, sampling.temp, runs, best, alone), runs
 
     def _sections(
-        self, kind: str, temp: float, runs: dict[str, list[Run]], best: Sequence[Contestant], alone: Alone | None
+        self,
+        kind: str,
+        temp: float,
+        runs: dict[str, list[Run]],
+        best: Sequence[PromptRunner],
+        alone: IsolatedTimes | None,
     ) -> list[report.Section]:
         threads = self.settings.threads
-        main, subjects = of_main_table(runs), subjects_of(best, runs, BOTH_CORES)
-        judged = judge_all(subjects, alone) if alone else {}
+        main, subjects = main_table_runs(runs), summaries_of(best, runs, BOTH_CORES)
+        comparison = compare_all(subjects, alone) if alone else {}
         notes = self._notes(alone, subjects)
         here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
-        found = [report.section(kind, temp, here, main, BASELINE, judged, notes)]
+        found = [report.section(kind, temp, here, main, BASELINE, comparison, notes)]
         if self.plan.both_cores:
             there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; the others as above{self.conditions}"
-            second = of_second_table(runs)
+            second = second_table_runs(runs)
             found.append(report.section(kind, temp, there, second, BASELINE + BOTH_CORES, {}))
         return found
 
-    def _notes(self, alone: Alone | None, subjects: Sequence[Subject]) -> list[str]:
+    def _notes(self, alone: IsolatedTimes | None, subjects: Sequence[RunnerSummary]) -> list[str]:
         if alone is None:
-            return ["- no draft worker: nothing was timed alone, so the formula has no word"]
+            return ["- no draft worker: nothing was timed alone, so the formula does not apply"]
         return lines(alone, subjects, self.settings.breadth, self.field.weight_bytes)
 
 
 @contextmanager
-def _started(options: argparse.Namespace, plan: Programme, pair: ChosenPair, screen: Screen) -> Iterator[Arena]:
+def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, screen: Screen) -> Iterator[BenchSession]:
     settings = pair.settings
     given = flags.settings_of(options)
     with ExitStack() as stack:
-        started = stack.enter_context(field(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show))
+        started = stack.enter_context(
+            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show)
+        )
         bench = None
         if settings.has_draft_worker:
             bench = stack.enter_context(workbench(settings, screen.show))
         conditions = ""
         if options.contended:
             conditions = "; " + stack.enter_context(Contention(settings)).describe()
-        yield Arena(plan, settings, started, bench, conditions, screen.show)
+        yield BenchSession(plan, settings, started, bench, conditions, screen.show)
 
 
 def _first(kind: str, prompts: list[files.Tokens], count: int) -> list[files.Tokens]:
-    """So many, and behind them those of the trial."""
+    """Returns the first `count` prompts, followed by those for trials."""
     most = len(prompts) - FEWEST_TRIAL_PROMPTS
     if not 1 <= count <= most:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, by AR, SD, SSD, auto and other engines."""
+"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, with AR, SD, SSD, auto and other engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from outrider.bench.commands import files
 from outrider.bench.commands.files import modes_of, numbers
-from outrider.bench.contest.contest import compete
-from outrider.bench.contest.peers import LLAMA_CPP, Chosen, PeerProcess, choose, llama_cpp, mlx_lm
-from outrider.bench.crowd import report
-from outrider.bench.crowd.ask import SEEDS, Batcher, ModeBatch, PeerBatch, Texts, best_mlx_lm
-from outrider.bench.crowd.report import Rounds, Width
+from outrider.bench.comparison import report
+from outrider.bench.comparison.peers import LLAMA_CPP, ChosenPeers, PeerProcess, choose, llama_cpp, mlx_lm
+from outrider.bench.comparison.report import ConcurrentSection, Rounds
+from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts, best_mlx_lm
+from outrider.bench.comparison.runs import run_interleaved
 from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -30,9 +30,9 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 WIDEST = 256
-NOT_AT_ONCE = ("depths", "prompts", "both_cores", "contended")
+SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores", "contended")
 TRIAL_ROUNDS = 2
-# All ways read the same prompts, the peers too, so none may remember them; nor what was learned in a run before.
+# All engines read the same prompts, so none may cache them, or use what an earlier run learned.
 OWN_SETTINGS = {"prompt_cache": False, "memory": False}
 
 
@@ -41,14 +41,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     many = "how many at once, like 1,2,4,8,16 (default: one, with all K)"
     group.add_argument("--concurrency", metavar="N,N,...", help=many)
     group.add_argument("--modes", metavar="M,M,...", help="modes to run (default: ar,sd,ssd,auto)")
-    group.add_argument("--each", type=int, metavar="N", help="requests one after the other at each place (default: 1)")
-    turns = "rounds of each way, after one that warms up (default: 5)"
+    group.add_argument("--each", type=int, metavar="N", help="consecutive requests of each client (default: 1)")
+    turns = "rounds of each mode, after one to warm up (default: 5)"
     group.add_argument("--rounds", type=int, metavar="N", help=turns)
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
-    """What is to be run, checked before anything starts."""
+class ConcurrentPlan:
+    """What to run, checked before anything starts."""
 
     widths: list[int]
     modes: list[str]
@@ -56,10 +56,10 @@ class AtOnce:
     each: int
     samplings: list[SamplingParams]
     prompts: list[tuple[int, ...]]
-    peers: Chosen
+    peers: ChosenPeers
 
     def rounds_of(self, width: int) -> list[Texts]:
-        """The prompts of each round, and one round more."""
+        """Returns the prompts of each round, and of one more to warm up."""
         turns = cycle(self.prompts)
         return [list(islice(turns, width * self.each)) for _ in range(self.rounds + 1)]
 
@@ -68,38 +68,43 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     plan = _plan(options, pair, samplings)
     out, screen = writable_folder(options.out, "choose another --out"), Screen()
     given = flags.settings_of(options)
-    sections: list[Width] = []
+    sections: list[ConcurrentSection] = []
     raw: dict[str, Any] = {}
     with ExitStack() as stack:
         started = {**OWN_SETTINGS, "max_active": max(plan.widths), **given}
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
         peers = _Peers(stack, pair.settings, plan.peers)
         for sampling, width, found in _runs(plan, cluster.client(), peers, screen):
-            sections.append(report.section(width, sampling.temp, found))
+            sections.append(report.concurrent_section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = {name: _plain(rounds) for name, rounds in found.items()}
             screen.clear()
-            print(report.table(sections[-1]) + "\n", flush=True)
+            print(report.concurrent_table(sections[-1]) + "\n", flush=True)
     title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
-    files.write(out, "concurrency", title, pair.settings, results, lambda path: report.draw(sections, path, title))
+    files.write(
+        out, "concurrency", title, pair.settings, results, lambda path: report.draw_concurrent(sections, path, title)
+    )
     for note in plan.peers.left_out:
         print(note)
     return 0
 
 
 class _Peers:
-    """The engines that answer batches, started when they are first wanted; they end with `stack`."""
+    """Engines that answer batches, started on first use; they end with `stack`."""
 
-    def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: Chosen) -> None:
+    def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: ChosenPeers) -> None:
         self._stack = stack
         self._both_cores = replace(settings, threads=2 * settings.threads)
         self._gguf = chosen.gguf
         self._mlx_lm = stack.enter_context(mlx_lm(settings)) if chosen.mlx_lm else None
         self._slots: dict[int, PeerProcess] = {}
 
-    def ways(self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen) -> list[Batcher]:
-        """llama.cpp with a slot for each request, and as many threads as our target and drafter have together."""
-        found: list[Batcher] = []
+    def runners(
+        self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen
+    ) -> list[BatchRunner]:
+        """Returns llama.cpp with one slot per request and as many threads as our target and drafter together, and
+        mlx-lm."""
+        found: list[BatchRunner] = []
         if self._gguf is not None:
             if width not in self._slots:
                 started = llama_cpp(self._both_cores, self._gguf, slots=width)
@@ -112,28 +117,29 @@ class _Peers:
 
 
 def _runs(
-    plan: AtOnce, client: Client, peers: _Peers, screen: Screen
+    plan: ConcurrentPlan, client: Client, peers: _Peers, screen: Screen
 ) -> Iterator[tuple[SamplingParams, int, dict[str, Rounds]]]:
     for sampling in plan.samplings:
         for width in plan.widths:
             first, *rounds = plan.rounds_of(width)
-            ways: list[Batcher] = [ModeBatch(mode, client, width) for mode in plan.modes]
-            ways += peers.ways(width, [first] * TRIAL_ROUNDS, sampling, screen)
+            runners: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
+            runners += peers.runners(width, [first] * TRIAL_ROUNDS, sampling, screen)
             tell = partial(_tell, screen, width)
-            compete(ways, [first], sampling, tell, seeds=SEEDS)  # warms up
-            yield sampling, width, dict(compete(ways, rounds, sampling, tell, seeds=SEEDS))
+            run_interleaved(runners, [first], sampling, tell, seeds=SEEDS)  # warms up
+            yield sampling, width, dict(run_interleaved(runners, rounds, sampling, tell, seeds=SEEDS))
 
 
-def _tell(screen: Screen, width: int, said: str) -> None:
-    screen.show(f"{width} at once, {said}")
+def _tell(screen: Screen, width: int, message: str) -> None:
+    screen.show(f"{width} at once, {message}")
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> AtOnce:
-    """
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> ConcurrentPlan:
+    """Checks the flags.
+
     Raises:
-        InvalidRequest: there is nothing to run, or something that goes with one request at a time.
+        InvalidRequest: there is nothing to run, or a flag is for one request at a time.
     """
-    for name in NOT_AT_ONCE:
+    for name in SINGLE_REQUEST_ONLY:
         if getattr(options, name) not in (None, False):
             raise InvalidRequest(f"{name.replace('_', '-')} is for one request at a time; leave it or concurrency out")
     widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
@@ -143,11 +149,11 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     kinds = files.of_classes(options, pair, CLASSES)
     mixed = files.in_turn(list(kinds.values()))
-    return AtOnce(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], mixed, peers)
+    return ConcurrentPlan(widths, modes, rounds, each, [replace(s, seed=0) for s in samplings], mixed, peers)
 
 
 def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:
-    """Times since each request was sent."""
+    """Times are since each request was sent."""
     return [
         [{"sent": reply.sent, "arrivals": [list(asdict(a).values()) for a in reply.arrivals]} for reply in replies]
         for replies in rounds

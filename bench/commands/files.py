@@ -1,12 +1,4 @@
-"""What a bench is given and what it leaves: prompts, lists in flags, a record as JSON and a picture.
-
-`write`: what a bench leaves: a record as JSON, a picture beside it, and what it ran on.
-
-`add_flags`: the prompts of a bench as tokens, by class: those of the suite through its chat template, others as they
-are.
-
-`numbers`: numbers and modes with commas between, as several flags take them.
-"""
+"""A bench's inputs and outputs: prompts, lists in flags, and a JSON record with a picture."""
 
 from __future__ import annotations
 
@@ -37,8 +29,8 @@ MEASURED = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
 def write(
     out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[Path], None]
 ) -> None:
-    """Writes `name`.json, with the machine beside the results, and has `name`.png drawn where that can be; says where
-    they are.
+    """Writes `name`.json, with the machine's description, and `name`.png if Matplotlib is installed; prints where they
+    are.
 
     Raises:
         InvalidRequest: they can't be written.
@@ -58,17 +50,17 @@ def write(
 
 def _versions() -> Iterator[tuple[str, str]]:
     for name in MEASURED:
-        with suppress(PackageNotFoundError):  # an extra that is not there
+        with suppress(PackageNotFoundError):  # not installed
             yield name, version(name)
 
 
 def _processor() -> dict[str, Any]:
-    """What the CPU says of itself, where it says it in a file; kernels differ by its vector instructions."""
+    """Describes the CPU. Kernels differ by its vector instructions."""
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
     except OSError:
         return {"name": platform.processor(), "cores": os.cpu_count()}
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in told.splitlines())}
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
     vectors = [flag for flag in found.get("flags", "").split() if flag.startswith(("avx", "amx"))]
     return {"name": found.get("model name", platform.processor()), "cores": os.cpu_count(), "vectors": vectors}
 
@@ -92,7 +84,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     kinds = "classes of prompts (default: all of the suite, else code; with --concurrency all)"
     group.add_argument("--classes", metavar="C,C,...", help=kinds)
     folder = (
-        "ask what people ask a chat model, all classes in turns, and compare with llama.cpp on the same GGUF file;"
+        "run prompts of a chat model, all classes in turn, and compare with llama.cpp on the same GGUF file;"
         " DIR: a folder of your own prompts, CLASS.txt for each class, prompts with a line %% between"
         " (default: Outrider's own)"
     )
@@ -100,7 +92,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:
-    """`usual`: the classes where none are named and no suite is asked for.
+    """Returns prompts as tokens, by class. The suite's go through its chat template. `usual`: the default classes.
 
     Raises:
         InvalidRequest: there are no such prompts.
@@ -115,7 +107,7 @@ def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[st
 
 
 def in_turn(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:
-    """One of each class after the other, as long as there are any."""
+    """Takes one prompt of each class in turn."""
     return [tokens for tokens in chain.from_iterable(zip_longest(*classes)) if tokens is not None]
 
 
@@ -123,10 +115,10 @@ N = TypeVar("N", int, float)
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    """Each of them once, in their order.
+    """Parses comma-separated numbers, without duplicates.
 
     Raises:
-        InvalidRequest: something else stands there.
+        InvalidRequest: the text is something else.
     """
     try:
         return list(dict.fromkeys(kind(part) for part in text.split(",")))
@@ -135,9 +127,9 @@ def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
 
 
 def modes_of(text: str) -> list[str]:
-    """Each mode once, in their order.
+    """Parses comma-separated modes, without duplicates.
 
     Raises:
-        InvalidRequest: something else stands there.
+        InvalidRequest: one is unknown.
     """
     return [values.word("modes", mode, MODES) for mode in dict.fromkeys(text.split(","))]

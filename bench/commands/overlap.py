@@ -1,4 +1,4 @@
-"""Times what working ahead can hide: verify alone, work ahead alone, both at once; draws real rounds on one clock."""
+"""Measures how much drafting ahead overlaps with verifying: each alone and both at once; draws real rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, places_of, verifies, whole
+from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, positions_of, verifies, whole
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
@@ -25,15 +25,13 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.messages import Span
 from outrider.protocol.sampling import SamplingParams
 
-# What decides whether working ahead pays: the verify alone, the work ahead alone, and both at once.
-
 GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Medians over rounds, milliseconds. `verify`: the target alone; `ahead`: the drafter alone; `both`: side by side,
-    from the first start to the last end; `verify_beside` and `ahead_beside`: each while the other worked."""
+    """Medians over rounds in milliseconds. `verify`: the target alone. `ahead`: the drafter alone. `both`: together,
+    from the first start to the last end. `verify_beside`, `ahead_beside`: each while the other ran."""
 
     rounds: int
     depth: int
@@ -46,7 +44,7 @@ class Overlap:
 
     @property
     def efficiency(self) -> float:
-        """1: the shorter of the two hides fully behind the longer; 0: they take turns."""
+        """1: the shorter is fully hidden behind the longer; 0: they take turns."""
         return (self.verify + self.ahead - self.both) / min(self.verify, self.ahead)
 
     @property
@@ -55,10 +53,10 @@ class Overlap:
 
 
 def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, branches: int) -> Overlap:
-    """`rounds` rounds of each kind over the target's own text, so that every verify accepts its whole chain.
+    """Runs `rounds` rounds of each kind over the target's own text, so that each verify accepts its whole chain.
 
     Raises:
-        WorkerError: there is no drafter, a worker was lost, or one did not answer.
+        WorkerError: there is no drafter, or a worker was lost or did not answer.
     """
     bench.need_drafter()
     numbers = numbers_of(rounds)
@@ -66,7 +64,7 @@ def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, br
     verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
     ahead = [milliseconds(whole(spans)) for spans in aheads(bench, known, GREEDY, depth, branches, numbers)]
     bench.open(prompt, GREEDY, target=True, drafter=True)
-    places = places_of(known, depth, numbers)
+    places = positions_of(known, depth, numbers)
     done = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in places]
     bench.close()
     beside = done[WARM_UP:]
@@ -87,7 +85,7 @@ def _median(spans: Sequence[Span]) -> float:
 
 
 PROMPT = "def read_lines(path):\n"
-# The picture begins here: the first rounds of a request are its warm-up.
+# The picture starts here, after the warm-up of a request.
 FIRST_ROUND = 8
 PICTURE_TOKENS = 400
 PICTURES = (".png", ".pdf", ".svg")
@@ -98,11 +96,11 @@ COMMON = (
     "--draft-backend", "--threads",
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
-"""Overlap times a drafter beside the target, on one text, and writes its own trace."""
+"""Overlap times a draft worker on one text, and writes its own trace."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    start = "the text to go on from; - reads it from stdin (default: the first line of a function)"
+    start = "the text to continue; - reads it from stdin (default: the first line of a function)"
     parser.add_argument("--prompt", "-p", default=PROMPT, metavar="PROMPT", help=start)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind (default: 40)")
     where = "a picture to write, or a folder for rounds.png; the trace lies beside it (default: out)"
@@ -139,12 +137,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _picture(out: Path) -> Path:
-    """The file to draw: `out` itself if it is named as a picture, else one in that folder; the trace lies beside it."""
+    """Returns the picture's file: `out` if it is named as one, else rounds.png in that folder."""
     return out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
 
 
 def _check(settings: ServeSettings) -> None:
-    """Raises InvalidRequest: nothing drafts beside the target that can be timed alone."""
+    """Raises InvalidRequest if there is no draft worker to time alone."""
     if settings.drafts_by_head:
         raise InvalidRequest(
             f"overlap times a drafter beside the target, and a head ({settings.draft_backend}) takes turns with it;"
@@ -163,7 +161,7 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
 
 
 def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:
-    """Generates with SSD under a trace, and reads it."""
+    """Generates with SSD and --trace, and reads the trace."""
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
         _generate(cluster.client(), prompt, options.temp, screen)

@@ -1,62 +1,206 @@
-"""`outrider bench --suite`: questions of every class to a chat model; our modes and other engines, one at a time.
+"""`outrider bench --suite`: prompts of every class to a chat model; our modes and other engines, one request at a time.
 
-All settings are chosen once for all classes, on prompts that count nowhere else, as somebody who runs a server has to.
+Settings are chosen once for all classes, on prompts that are not measured, as for a real server. The footprint is
+measured afterwards: memory of all processes (PSS, or USS where there is none), time to first token of a long prompt,
+and start-up time.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
+
 from outrider.bench.commands import files
 from outrider.bench.commands.files import numbers
-from outrider.bench.contest import report
-from outrider.bench.contest.contest import Contestant, Run, compete
-from outrider.bench.contest.field import BASELINE, BOTH_CORES, field
-from outrider.bench.contest.peers import Chosen, choose
-from outrider.bench.contest.summary import shares, subjects_of
-from outrider.bench.crowd import footprint
+from outrider.bench.comparison import report
+from outrider.bench.comparison.peers import ChosenPeers, choose, llama_cpp
+from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts
+from outrider.bench.comparison.runners import BASELINE, BOTH_CORES, llama_name, start_runners
+from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
+from outrider.bench.comparison.summary import shares, summaries_of
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.settings import check_draft_tokens
+from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
-USUAL_PROMPTS = 6
-DEPTHS = "2,3,5"
-NOT_OF_A_SUITE = ("both_cores", "contended")
+OURS = "auto"
+REQUESTS, LENGTH, MADE = 4, 2048, 128
+"""Memory is measured with REQUESTS at once, each LENGTH tokens long, of which MADE are generated."""
+PROMPT, ROUNDS = 1024, 6
+SHORT, STARTS = 64, 3
+LOOK_S = 0.2
+MEBIBYTE = 1 << 20
+
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
-    """What is to be run, checked before anything starts. `classes` names the class of each prompt; `trials`: one prompt
-    of each class, on which settings are chosen."""
+class Footprint:
+    """By engine name: `memory`, the peak of all processes in bytes; `first_ms`, the median time to first token of a
+    prompt of PROMPT tokens.
+
+    Of ours alone, medians: `start_s` from nothing to ready, with files in the page cache; `answers_ms`, the time to
+    first token of the first and second short request after a start.
+    """
+
+    memory: dict[str, int]
+    first_ms: dict[str, float]
+    start_s: float
+    answers_ms: tuple[float, float]
+
+
+def measure_footprint(
+    given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
+) -> Footprint:
+    """`given` are the cluster's settings as keywords; `words` any text, of which prompts are made.
+
+    Raises:
+        OutriderError: a cluster or a peer can't be started.
+    """
+    given = {**given, "memory": False}
+    starts = [_start(given, words, tell) for _ in range(STARTS)]
+    return Footprint(
+        _memory(given, settings, peers, words, tell),
+        _first_tokens(given, settings, peers, words, tell),
+        statistics.median(start for start, _, _ in starts),
+        (statistics.median(first for _, first, _ in starts), statistics.median(second for _, _, second in starts)),
+    )
+
+
+def footprint_lines(found: Footprint) -> list[str]:
+    memory = ", ".join(f"{name} {size / MEBIBYTE:.0f} MiB" for name, size in found.memory.items())
+    first = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.first_ms.items())
+    return [
+        f"- memory over all processes, {REQUESTS} requests of {LENGTH} tokens at once: {memory}",
+        f"- first token of a prompt of {PROMPT} tokens: {first}",
+        f"- a start takes {found.start_s:.1f} s; after it the first token of a request comes in"
+        f" {found.answers_ms[0]:.0f} ms, of the next one in {found.answers_ms[1]:.0f} ms",
+    ]
+
+
+def total_memory(pid: int) -> int:
+    """Returns the memory of a process and its descendants."""
+    total = 0
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended
+                memory = process.memory_full_info()
+                total += getattr(memory, "pss", memory.uss)
+    return total
+
+
+def peak(pid: int, work: Callable[[], object]) -> int:
+    """Returns the peak memory of a process and its descendants while `work` runs."""
+    seen, done = [total_memory(pid)], threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK_S):
+            seen.append(total_memory(pid))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        work()
+        seen.append(total_memory(pid))
+    finally:
+        done.set()
+        looking.join()
+    return max(seen)
+
+
+def _start(given: dict[str, Any], words: Sequence[int], tell: Tell) -> tuple[float, float, float]:
+    begun = time.perf_counter()
+    with LocalCluster(progress=tell, **given) as cluster:
+        ready = time.perf_counter() - begun
+        way = ModeBatch(OURS, cluster.client(), 1)
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        first, second = (way.run([piece], sampling)[0].first_ms for piece in _pieces(words, 2, SHORT))
+    return ready, first, second
+
+
+def _memory(
+    given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
+) -> dict[str, int]:
+    tell(f"memory of {REQUESTS} requests at once")
+    texts = _pieces(words, REQUESTS, LENGTH - MADE)
+    sampling = SamplingParams(max_tokens=MADE, ignore_eos=True, seed=0)
+    with LocalCluster(progress=tell, **{"max_active": REQUESTS, **given}) as cluster:
+        ours = ModeBatch(OURS, cluster.client(), REQUESTS)
+        found = {OURS: peak(cluster.pid, lambda: ours.run(texts, sampling))}
+    if peers.gguf is not None:
+        with llama_cpp(settings, peers.gguf, slots=REQUESTS) as process:
+            theirs = PeerBatch(llama_name(settings.threads), process)
+            found[theirs.name] = peak(process.pid, lambda: theirs.run(texts, sampling))
+    return found
+
+
+def _first_tokens(
+    given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
+) -> dict[str, float]:
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(progress=tell, **given))
+        ways: list[BatchRunner] = [ModeBatch(OURS, cluster.client(), 1)]
+        if peers.gguf is not None:
+            for threads in (settings.threads, 2 * settings.threads):
+                process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
+                ways.append(PeerBatch(llama_name(threads), process))
+        prompts: list[Texts] = [[piece] for piece in _pieces(words, ROUNDS + 1, PROMPT)]
+        found = run_interleaved(ways, prompts, sampling, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
+    return {name: statistics.median(round_[0].first_ms for round_ in rounds[1:]) for name, rounds in found.items()}
+
+
+def _pieces(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
+    """Returns prompts that begin at different positions, so that none is in the prompt cache."""
+    around = [*words] * (1 + (length + count) // len(words))
+    step = max(len(words) // count, 1)
+    return [tuple((around * 2)[at : at + length]) for at in range(0, count * step, step)]
+
+
+USUAL_PROMPTS = 6
+DEPTHS = "2,3,5"
+SINGLE_CLASS_ONLY = ("both_cores", "contended")
+
+
+@dataclass(frozen=True, slots=True)
+class SuitePlan:
+    """What to run, checked before anything starts. `classes` has each prompt's class; `trials` one prompt of each
+    class, on which settings are chosen."""
 
     prompts: list[files.Tokens]
     classes: list[str]
     trials: list[files.Tokens]
     samplings: list[SamplingParams]
     depths: list[int]
-    peers: Chosen
+    peers: ChosenPeers
 
 
 def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
     screen, given = Screen(), flags.settings_of(options)
     sections: list[report.Section] = []
-    asked: dict[str, list[report.Found]] = {}
+    ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
-    with field(given, pair.settings, plan.depths, False, plan.peers, screen.show) as started:
+    with start_runners(given, pair.settings, plan.depths, False, plan.peers, screen.show) as started:
         for sampling in plan.samplings:
-            best = started.best(plan.trials, sampling, lambda said: screen.show(f"trial, {said}"))
-            runs = compete(best, plan.prompts, sampling, screen.show)
+            best = started.best(plan.trials, sampling, lambda message: screen.show(f"trial, {message}"))
+            runs = run_interleaved(best, plan.prompts, sampling, screen.show)
             at = f"T={sampling.temp:g}"
             made = _sections(plan, sampling.temp, best, runs, pair.settings.threads)
-            asked[at] = report.ratios(runs, plan.classes, pair.settings.threads)
+            ratios[at] = report.ratios(runs, plan.classes, pair.settings.threads)
             raw[at] = {
                 name: [_plain(*one) for one in zip(plan.classes, found, strict=True)] for name, found in runs.items()
             }
@@ -64,13 +208,13 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             screen.clear()
             for section in made:
                 print(report.table(section) + "\n")
-            print(f"asked, {at}\n\n{report.ratio_table(asked[at])}\n", flush=True)
+            print(f"asked, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
     taken = _footprint(pair, plan, given, screen)
-    print("\n".join([*(footprint.lines(taken) if taken else []), *plan.peers.left_out]))
+    print("\n".join([*(footprint_lines(taken) if taken else []), *plan.peers.left_out]))
     title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
     results = {
         "sections": [asdict(found) for found in sections],
-        "asked": {at: [asdict(one) for one in found] for at, found in asked.items()},
+        "asked": {at: [asdict(one) for one in found] for at, found in ratios.items()},
         "footprint": asdict(taken) if taken else None,
         "runs": raw,
     }
@@ -78,23 +222,24 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     return 0
 
 
-def _footprint(pair: ChosenPair, plan: Suite, given: dict[str, Any], screen: Screen) -> footprint.Footprint | None:
-    """None where the model can't read prompts that long."""
-    if (pair.target.context_length or footprint.LENGTH) < footprint.LENGTH:
+def _footprint(pair: ChosenPair, plan: SuitePlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
+    """Returns None if the model can't read prompts that long."""
+    if (pair.target.context_length or LENGTH) < LENGTH:
         return None
     words = [token for prompt in plan.prompts for token in prompt]
     try:
-        return footprint.measure(given, pair.settings, plan.peers, words, screen.show)
+        return measure_footprint(given, pair.settings, plan.peers, words, screen.show)
     finally:
         screen.clear()
 
 
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> Suite:
-    """
+def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> SuitePlan:
+    """Checks the flags.
+
     Raises:
-        InvalidRequest: there is nothing to run, or not everything that it takes.
+        InvalidRequest: there is nothing to run, or something is missing.
     """
-    for name in NOT_OF_A_SUITE:
+    for name in SINGLE_CLASS_ONLY:
         if getattr(options, name):
             raise InvalidRequest(f"{name.replace('_', '-')} is for one class of prompts; leave it or suite out")
     depths = numbers("depths", options.depths or DEPTHS, int)
@@ -107,7 +252,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
         if not 1 <= count < len(prompts):
             raise InvalidRequest(f"prompts is {count}; the class {kind} has 1 to {len(prompts) - 1} beside the trial's")
     chosen = {kind: prompts[:count] for kind, prompts in found.items()}
-    return Suite(
+    return SuitePlan(
         files.in_turn(list(chosen.values())),
         [*chosen] * count,
         [prompts[-1] for prompts in found.values()],
@@ -118,11 +263,11 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
 
 
 def _sections(
-    plan: Suite, temp: float, best: Sequence[Contestant], runs: Mapping[str, list[Run]], threads: int
+    plan: SuitePlan, temp: float, best: Sequence[PromptRunner], runs: Mapping[str, list[Run]], threads: int
 ) -> list[report.Section]:
-    """A table of all classes, with what each of our ways did in its rounds, and one of each class."""
+    """Returns a table of all classes, with the time shares of our modes, and one of each class."""
     here = f"{threads} thread{'s' * (threads > 1)} per worker"
-    notes = [shares(subject) for subject in subjects_of(best, runs, BOTH_CORES)]
+    notes = [shares(subject) for subject in summaries_of(best, runs, BOTH_CORES)]
     made = [report.section(report.ALL, temp, here, runs, BASELINE, {}, notes)]
     for kind in dict.fromkeys(plan.classes):
         of_kind = {

@@ -1,4 +1,4 @@
-"""Probes this machine with this pair for about a minute and says what pays: AR, SD or SSD, with which K and B."""
+"""Measures this machine with this pair for about a minute, and recommends AR, SD or SSD, with K and B."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 
 from outrider.bench.commands import tune_heads
 from outrider.bench.commands.tune_heads import DEPTHS
-from outrider.bench.contest.contest import Ours, compete, total_rate
+from outrider.bench.comparison.runs import ModeRunner, run_interleaved, total_rate
 from outrider.bench.timing.forecast import (
     Forecast,
     best_of,
@@ -41,8 +41,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
-# Who reads prompts quicker, the target itself or a prefill worker that hands over what it read: in real clusters.
-
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 ROUNDS = 5
 NEVER = 2**31 - 1
@@ -54,7 +52,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Median milliseconds until the first token of prompts of these `lengths`, read by the target and by the worker."""
+    """Median milliseconds to the first token for prompts of `lengths`, read by the target and by a prefill worker."""
 
     lengths: tuple[int, ...]
     own_ms: tuple[float, ...]
@@ -62,7 +60,7 @@ class PrefillTimes:
 
     @property
     def least(self) -> int:
-        """From so many tokens on the worker is quicker, whatever the length; `NEVER`: it is not."""
+        """The shortest length from which on the worker is always faster; `NEVER` if there is none."""
         found = NEVER
         for length, own, worker in reversed(list(zip(self.lengths, self.own_ms, self.worker_ms, strict=True))):
             if worker >= WORTH_IT * own:
@@ -75,14 +73,14 @@ class PrefillTimes:
         rows = zip(self.lengths, self.own_ms, self.worker_ms, strict=True)
         times = "  ".join(f"{length}: {worker:.0f} ms against {own:.0f}" for length, own, worker in rows)
         verdict = "never" if self.least == NEVER else f"prompts of {self.least} tokens and more"
-        return f"to be read by a prefill worker: {verdict} ({times})"
+        return f"read by a prefill worker: {verdict} ({times})"
 
 
 def measure(settings: dict[str, Any], context: int, vocab_size: int, show: Show) -> PrefillTimes:
-    """Prompts of no meaning, which take as long as others, in one cluster without a prefill worker and one with it.
+    """Times random prompts, in one cluster without a prefill worker and one with it.
 
     Raises:
-        OutriderError: a cluster does not come up.
+        OutriderError: a cluster does not start.
     """
     lengths = tuple(length for length in LENGTHS if length < context) or (context - 1,)
     alone = {**settings, "prompt_cache": False, "draft_backend": "none", "draft_model": None, "mode": "ar"}
@@ -103,7 +101,7 @@ def _median_ms(cluster: LocalCluster, length: int, vocab_size: int) -> float:
 
 
 def _prompts(length: int, vocab_size: int) -> Sequence[list[int]]:
-    """One to warm up with, then those that count."""
+    """Returns one prompt to warm up, then those that count."""
     rng = np.random.default_rng(length)
     return [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
 
@@ -117,9 +115,9 @@ PROMPTS = (
 BRANCHES = (4, 8, 16)
 TURNAROUND_TOKENS = 64
 BUSY = 1
-# Without a measurement: a message there and one back.
+# Without a measurement: one message in each direction.
 USUAL_TURNAROUND_MS = 0.3
-# Where a model's configuration does not say them.
+# Used if the model's configuration lacks them.
 USUAL_CONTEXT, USUAL_VOCABULARY = 2048, 256
 
 
@@ -131,7 +129,7 @@ UNUSED = (
     *flags.OF_MANY_REQUESTS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
     "trace",
 )  # fmt: skip
-"""Tune probes what works beside the target and heads in its process, a request at a time, without n-grams."""
+"""Tune measures draft workers and heads, one request at a time, without n-grams."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(settings: ServeSettings) -> None:
-    """Raises InvalidRequest: what drafts here can't be measured."""
+    """Raises InvalidRequest if the drafter can't be measured."""
     if not settings.needs_draft_model:
         raise InvalidRequest(f"tune probes a draft model; expected another backend than {settings.draft_backend}")
 
@@ -183,12 +181,13 @@ def _texts(pair: ChosenPair) -> list[list[int]]:
 
 
 def _heads(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
-    """Heads alone, and the words for it; ways that were run in turns are no reason for doubts."""
+    """Tunes heads alone. Interleaved real runs need no plausibility check."""
     return *tune_heads.alone(options, pair, _texts(pair), screen), []
 
 
 def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
-    """A drafter in a process of its own, with what heads there are beside it, the words for it, and doubts about it."""
+    """Tunes a draft worker, and heads beside it. Returns the record, a description, and doubts about the
+    measurement."""
     turnaround_ms = _turnaround(options, screen)
     measured, waited = _probe(pair, options.temp, screen)
     found = forecasts(measured, turnaround_ms)
@@ -205,7 +204,7 @@ def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> t
 
 
 def _other_places(settings: ServeSettings) -> list[str]:
-    """Where else the drafter could work on a Mac, while the target has the GPU for itself."""
+    """Suggests other devices for the drafter on a Mac."""
     if sys.platform != "darwin" or settings.draft_backend != "mlx" or settings.draft_device != "auto":
         return []
     return [
@@ -216,7 +215,7 @@ def _other_places(settings: ServeSettings) -> list[str]:
 
 
 def _probe(pair: ChosenPair, temp: float, screen: Screen) -> tuple[Probe, float]:
-    """And for which share of the time that it wanted to run the target had no CPU; 0 where cores are too few anyway."""
+    """Also returns the share of time that the target waited for a CPU; 0 if there are too few cores anyway."""
     sampling = SamplingParams(max_tokens=1 << 20, temp=temp, seed=7, ignore_eos=True)
     with workbench(pair.settings, screen.show) as bench:
         ran, waited = _scheduled()
@@ -227,7 +226,8 @@ def _probe(pair: ChosenPair, temp: float, screen: Screen) -> tuple[Probe, float]
 
 
 def _scheduled() -> tuple[int, int]:
-    """Nanoseconds that the target's threads ran, and that they waited for a CPU; 0 where the system does not count."""
+    """Returns the nanoseconds that the target's threads ran, and waited for a CPU; 0 where the system does not count
+    them."""
     children = psutil.Process().children(recursive=True)
     pids = [child.pid for child in children if MODULES["target"] in child.cmdline()]
     tasks = [path.read_text().split() for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
@@ -235,7 +235,7 @@ def _scheduled() -> tuple[int, int]:
 
 
 def _turnaround(options: argparse.Namespace, screen: Screen) -> float:
-    """The mean turnaround of real hits: most cost no message, the others a whole one."""
+    """Returns the mean turnaround of real hits."""
     with LocalCluster(progress=screen.show, **flags.settings_of(options)) as cluster:
         screen.show("tune: turnaround")
         sampling = SamplingParams(max_tokens=TURNAROUND_TOKENS, ignore_eos=True)
@@ -303,15 +303,15 @@ def _flags(forecast: Forecast) -> str:
 
 
 def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast], screen: Screen) -> str:
-    """Each mode at its forecast settings, really run, in turns; without n-grams as the forecast knows none."""
+    """Runs each mode at its forecast settings, interleaved, without n-grams, which the forecast does not know."""
     lines = ["", "forecast against measured, tok/s:"]
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
     with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
         ways = [
-            Ours(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
+            ModeRunner(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
             for best in _bests(found)
         ]
-        runs = compete(ways, _texts(pair), sampling, lambda said: screen.show(f"tune: {said}"))
+        runs = run_interleaved(ways, _texts(pair), sampling, lambda step: screen.show(f"tune: {step}"))
     screen.clear()
     for best in _bests(found):
         rate = total_rate([run.timed for run in runs[best.mode]])
@@ -321,7 +321,7 @@ def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast
 
 
 def _bests(found: list[Forecast]) -> list[Forecast]:
-    """The best of each mode that was forecast."""
+    """Returns the best forecast of each mode."""
     return [best for mode in ("ar", "sd", "ssd") if (best := best_of(found, mode)) is not None]
 
 

@@ -1,7 +1,7 @@
-"""The part of `tune` that measures draft heads in the target's process: each alone, in real rounds, at several K.
+"""The part of `tune` that measures heads in the target's process, each in real rounds at several K.
 
-Heads take turns with the target, so there is nothing that a probe could time separately. Beside a draft model, what is
-found is added to the probe's results; with heads alone it is all there is to tune.
+Heads take turns with the target, so there is nothing to time separately. Results are added to the probe of a draft
+model, if there is one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEPTHS = (2, 3, 4, 6)
 
 @dataclass(frozen=True, slots=True)
 class HeadArm:
-    """By whom chains of `depth` are drafted; by nobody: plain decoding."""
+    """A drafter with chains of `depth`; empty for plain decoding."""
 
     drafter: str = ""
     depth: int = 0
@@ -42,9 +42,9 @@ PLAIN = HeadArm()
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHead:
-    """A way's tokens per second, and what a token of its chains takes and how well those hold.
+    """Tokens per second of one arm, and its drafting time per token and acceptance.
 
-    `forwards`: rows of each of the target's, and milliseconds.
+    `forwards`: rows and milliseconds of the target's forwards.
     """
 
     choice: TunedArm
@@ -59,7 +59,7 @@ def measure(
     sampling: SamplingParams,
     tell: Callable[[str], None],
 ) -> dict[HeadArm, MeasuredHead]:
-    """All ways in turns, a text at a time: other work on the machine is in all of them alike."""
+    """Runs all arms interleaved, one text at a time."""
     runs = defaultdict[HeadArm, list[_Run]](list)
     for number, text in enumerate(texts, 1):
         for way in ways:
@@ -69,7 +69,8 @@ def measure(
 
 
 def best_of_each(found: Mapping[HeadArm, MeasuredHead]) -> list[MeasuredHead]:
-    """Of each drafter that says anything at all its best K, with what its longest chains show of how well they hold."""
+    """Returns each drafter's best K, with the acceptance of its longest chains. Drafters that draft nothing are
+    omitted."""
     best = []
     for drafter in dict.fromkeys(way.drafter for way in found if way.drafter):
         own = {way.depth: one for way, one in found.items() if way.drafter == drafter}
@@ -81,7 +82,7 @@ def best_of_each(found: Mapping[HeadArm, MeasuredHead]) -> list[MeasuredHead]:
 
 
 def measured_verify_ms(found: Iterable[MeasuredHead]) -> Curve:
-    """A forward of the target by its rows, in milliseconds."""
+    """Returns the target's forward time by rows."""
     samples = defaultdict[int, list[float]](list)
     for rows, ms in (forward for one in found for forward in one.forwards):
         samples[rows].append(ms)
@@ -90,7 +91,7 @@ def measured_verify_ms(found: Iterable[MeasuredHead]) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A text by one way."""
+    """One text with one arm."""
 
     timings: Timings
     rounds: Sequence[RoundRecord]
@@ -110,14 +111,14 @@ def _found(way: HeadArm, runs: Sequence[_Run]) -> MeasuredHead:
     rate = 1000 * sum(one.predicted_n - 1 for one in timings) / sum(one.predicted_ms for one in timings)
     drafting = [one for record in rounds for one in record.drafting if one.drafter == way.drafter and one.depth]
     step_ms = sum(milliseconds(one.work) for one in drafting) / max(sum(one.depth for one in drafting), 1)
-    # The first of a text reads it.
+    # A text's first forward reads the prompt.
     forwards = tuple((one.drafted + 1, milliseconds(one.verify)) for run in runs for one in run.rounds[1:])
     choice = TunedArm("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
     return MeasuredHead(choice, InProcessKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
 
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
-    """How often each token of a chain held, given that those before it did."""
+    """Returns how often each chain token held, given that those before it did."""
     held = _sums([one.accepted_by_position for one in timings])
     tried = _sums([one.drafted_by_position for one in timings])
     reached = [*tried[:1], *held[:-1]]
@@ -134,20 +135,20 @@ Texts = Sequence[Sequence[int]]
 
 
 def beside(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> list[MeasuredHead]:
-    """The best of each that drafts beside a draft worker."""
+    """Measures heads beside a draft worker."""
     return best_of_each(_measured(options, _ways(pair), texts, screen))
 
 
 def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> tuple[Tuning, str]:
-    """What is to be kept of a pair that drafts by heads alone, and the words for it.
+    """Tunes a pair that drafts only with heads. Returns the record and a description.
 
     Raises:
-        WorkerError: none of them says anything.
+        WorkerError: no head drafts anything.
     """
     found = _measured(options, [PLAIN, *_ways(pair)], texts, screen)
     best, plain, verify_ms = best_of_each(found), found[PLAIN].choice, measured_verify_ms(found.values())
     if not best:
-        raise WorkerError("no head drafts anything for this target; `outrider doctor` tells what is wrong with it")
+        raise WorkerError("no head drafts anything for this target; `outrider doctor` shows what is wrong with it")
     known = best[0].known
     record = Tuning(
         step_ms=1000 / plain.tokens_per_second,
@@ -175,7 +176,7 @@ def _flags(choice: TunedArm) -> str:
 
 
 def line(found: MeasuredHead) -> str:
-    """What was found of one."""
+    """Describes one result."""
     choice, known = found.choice, found.known
     holds = ", ".join(f"{share:.0%}" for share in known.acceptance)
     return (
@@ -185,7 +186,7 @@ def line(found: MeasuredHead) -> str:
 
 
 def with_heads(record: Tuning, found: Sequence[MeasuredHead]) -> Tuning:
-    """The same with what was measured of them."""
+    """Adds the results to a record."""
     choices = sorted([*record.choices, *(one.choice for one in found)], key=lambda one: -one.tokens_per_second)
     return replace(record, choices=tuple(choices), own=tuple(one.known for one in found))
 
@@ -204,4 +205,4 @@ def _measured(
     sampling = SamplingParams(max_tokens=TOKENS, temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        return measure(cluster.client(), ways, texts, sampling, lambda said: screen.show(f"tune: {said}"))
+        return measure(cluster.client(), ways, texts, sampling, lambda step: screen.show(f"tune: {step}"))

@@ -1,1 +1,1 @@
-"""What each thing costs by itself, over the real workers without the rounds, and what the formula makes of that."""
+"""Isolated times: what each step costs by itself, on real workers without rounds, and forecasts from them."""

@@ -1,7 +1,7 @@
-"""What a probe promises: tokens per second of AR, SD and SSD by K and B, what limits each, and what to do about it.
+"""Forecasts from a probe: tokens per second of AR, SD and SSD by K and B, and what limits each.
 
-The formula is `orchestrator.core.policy.forecasts`'s. AR and SD get times measured alone; SSD the verify as it is
-beside a working drafter, for both read the same memory.
+AR and SD use isolated times; SSD uses the verify beside a working drafter, because both share memory bandwidth. The
+formula is `orchestrator.core.policy.forecasts`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.bench.timing.alone import costs
+from outrider.bench.timing.loops import costs
 from outrider.bench.timing.probe import WORTH_IT, Probe, Rehearsal
 from outrider.orchestrator.core.policy.forecasts import Costs, Odds, ceiling, sd_rate, ssd_rate
 
-# Beyond these, by factors that a quiet machine does not come near, measurements contradict each other: one token costs
-# about the same however it is decoded, no verify is cheaper for more tokens, and none is quicker beside other work.
+# Limits of contradictions, far from what an idle machine shows: one token costs about the same however it is decoded,
+# a verify is not cheaper for more tokens, nor faster beside other work.
 UNLIKE, DEARER_ALONE, QUICKER_BESIDE = 2.0, 1.5, 0.75
 WAITED = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Tokens per second of one mode at its K and B. `limit` says what bounds it."""
+    """Tokens per second of a mode at its K and B; `limit` describes what bounds it."""
 
     mode: str
     depth: int
@@ -32,7 +32,7 @@ class Forecast:
 
 
 def forecasts(probe: Probe, turnaround_ms: float) -> list[Forecast]:
-    """All modes and settings the probe tried, the fastest first."""
+    """Returns all modes and settings that were probed, the fastest first."""
     found = [Forecast("ar", 0, 0, 1000 / probe.step_ms, f"one token a forward, {probe.step_ms:.1f} ms each")]
     for rehearsal in probe.rehearsals:
         sd = sd_rate(costs_in_turn(probe), Odds(_always(rehearsal.tokens_in_full), 0.0), rehearsal.depth)
@@ -48,13 +48,13 @@ def best_of(found: list[Forecast], mode: str) -> Forecast | None:
 
 
 def recommendation(found: list[Forecast]) -> Forecast:
-    """The fastest, unless it gains less than `WORTH_IT` on plain decoding."""
+    """Returns the fastest, or plain decoding if the gain is less than `WORTH_IT`."""
     plain = best_of(found, "ar") or found[0]
     return found[0] if found[0].tokens_per_second > WORTH_IT * plain.tokens_per_second else plain
 
 
 def costs_in_turn(probe: Probe) -> Costs:
-    """SD's: all of a round that is no verify is its chain's."""
+    """SD's costs: everything in a round except the verify belongs to the chain."""
 
     def chain_ms(depth: int) -> float:
         return max(probe.turn_ms(depth) - probe.verify_ms(depth + 1), 0.0)
@@ -63,10 +63,10 @@ def costs_in_turn(probe: Probe) -> Costs:
 
 
 def costs_beside(probe: Probe, rehearsal: Rehearsal, turnaround_ms: float) -> Costs:
-    """SSD's with this rehearsal's K and B: verifies as they were beside the drafter.
+    """SSD's costs with this rehearsal's K and B: verifies beside the drafter.
 
-    Branches are served as deep as they have come, and the rehearsal's tokens are of such; so no tree is waited for. A
-    chain asked for after a miss has SD's wait, not a hit's, and begins when half a depth, on average, is through.
+    Branches are used as deep as they are, and the rehearsal's tokens reflect that, so no tree is waited for. A chain on
+    request after a miss has SD's wait, and starts after half a depth on average.
     """
     usual_ms, slower = statistics.fmean(tried.verify_ms for tried in rehearsal.rounds), slowdown(probe, rehearsal)
 
@@ -80,14 +80,14 @@ def costs_beside(probe: Probe, rehearsal: Rehearsal, turnaround_ms: float) -> Co
 
 
 def slowdown(probe: Probe, rehearsal: Rehearsal) -> float:
-    """How many times as long a verify takes beside the drafter as alone."""
+    """Returns how much longer a verify takes beside the drafter."""
     return statistics.median(tried.verify_ms / probe.verify_ms(tried.rows) for tried in rehearsal.rounds)
 
 
 def doubts(probe: Probe, waited: float) -> list[str]:
-    """What was measured and can't be so on a machine that does nothing else; each a clause.
+    """Returns contradictions between measurements, which show that the machine was busy; each is a clause.
 
-    `waited`: for which share of the time that it wanted to run the target had no CPU.
+    `waited`: the share of its runnable time in which the target had no CPU.
     """
     one, plain = probe.verify_ms(1), probe.plain_ms
     larger, cheapest = min(probe.verify_ms.points[1:], key=lambda point: point[1])

@@ -1,26 +1,27 @@
-"""Rounds of one kind over a known text, one process at work and all others still: what each round took.
+"""Times rounds of one kind over a known text, with one process working and all others idle.
 
-All loops open a request behind the text's prompt and close it at their end; `numbers` count rounds from 1, of which
-the first `WARM_UP`, cold caches included, are not told.
-
-`Curve`: milliseconds by a whole number: what was measured, straight lines between and beyond.
+Each loop opens a request after the text's prompt, and closes it at its end. `numbers` count rounds from 1; the first
+`WARM_UP` are not returned. `Stopwatch` takes such samples between the runs of a comparison, so that drift of the
+machine affects both alike.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from outrider.bench.timing.workbench import Workbench
+from outrider.orchestrator.core.policy.forecasts import Costs
 from outrider.protocol.messages import Span
 from outrider.protocol.profile import Latency
 from outrider.protocol.sampling import SamplingParams
 
 
 class Curve(Latency):
-    """By rows, tokens or branches."""
+    """Milliseconds by rows, tokens or branches, interpolated and extrapolated linearly."""
 
     __slots__ = ()
     __call__ = Latency.milliseconds
@@ -37,12 +38,12 @@ def milliseconds(span: Span) -> float:
 WARM_UP = 2
 
 Text = tuple[int, Sequence[int]]
-"""The prompt's length, and the prompt with what the target says after it."""
+"""The prompt's length, and the prompt with the target's continuation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a round stands in the text: `new` tokens become committed, `chain` is verified behind them."""
+class RoundPosition:
+    """A round's position in the text: `new` tokens become committed, and `chain` is verified after them."""
 
     number: int
     base_len: int
@@ -51,9 +52,9 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class LoopTurn:
-    """A round of SD, milliseconds: the chain from asking to having, the target's wait beyond it, and all of it from the
-    last verify's end to this one's."""
+class SdRound:
+    """A round of SD in milliseconds: the chain from request to answer, the target's wait beyond it, and the whole round
+    from verify end to verify end."""
 
     chain_ms: float
     between_ms: float
@@ -61,7 +62,7 @@ class LoopTurn:
 
 
 def numbers_of(rounds: int) -> range:
-    """The numbers of so many rounds that are told."""
+    """Returns the round numbers of `rounds` rounds and the warm-up."""
     return range(1, WARM_UP + rounds + 1)
 
 
@@ -70,24 +71,24 @@ def whole(spans: Sequence[Span]) -> Span:
     return Span(min(span.started_ns for span in spans), max(span.ended_ns for span in spans))
 
 
-def places_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[Place]:
-    """K+1 tokens a round; each round's chain is the text itself."""
-    told, text = known
+def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[RoundPosition]:
+    """K+1 tokens per round; each round's chain is the text itself."""
+    sent, text = known
     for number in numbers:
         at = known[0] + 1 + (number - 1) * (depth + 1)
-        yield Place(number, at, tuple(text[told:at]), tuple(text[at : at + depth]))
-        told = at
+        yield RoundPosition(number, at, tuple(text[sent:at]), tuple(text[at : at + depth]))
+        sent = at
 
 
 def steps(spans: Sequence[Span]) -> list[float]:
-    """Milliseconds from one plain token to the next."""
+    """Milliseconds between plain tokens."""
     return [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
 
 
 def verifies(
     bench: Workbench, known: Text, sampling: SamplingParams, rows: Iterable[int]
 ) -> Iterator[tuple[int, float]]:
-    """A verify of so many tokens each, one after the other; where the text ends, from its prompt on again."""
+    """Verifies of the given sizes, one after the other; at the text's end it starts again after the prompt."""
     (start, text), number, at = known, 0, len(known[1])
     for count in rows:
         if at + count > len(text):
@@ -105,10 +106,10 @@ def verifies(
 def chains(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
 ) -> Iterator[tuple[float, float]]:
-    """Just-in-time chains, one right after another: the work, and what the answer took beyond it."""
+    """Chains on request, one right after another: the work, and the answer's time beyond it."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
-    for place in places_of(known, 1, numbers):
+    for place in positions_of(known, 1, numbers):
         drafted, whole_ms = bench.chain(place.number, place.base_len, place.new, depth)
         if place.number > WARM_UP:
             yield milliseconds(drafted.work), whole_ms - milliseconds(drafted.work)
@@ -117,20 +118,20 @@ def chains(
 
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
-) -> Iterator[LoopTurn]:
-    """The chain is drafted, then one as long verified. A drafter that has waited is slower than one that has not."""
+) -> Iterator[SdRound]:
+    """Drafts a chain, then verifies one as long. A drafter that has waited is slower than one that has not."""
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
-    told, at, ended_ns = start, start + 1, 0
+    sent, at, ended_ns = start, start + 1, 0
     for number in numbers:
         if at + depth >= len(text):
             break
-        _, chain_ms = bench.chain(number, at, text[told:at], depth)
+        _, chain_ms = bench.chain(number, at, text[sent:at], depth)
         outcome = bench.verify(number, at, text[at : at + depth])
         if number > WARM_UP:
             between_ms = max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
-            yield LoopTurn(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
-        told, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
+            yield SdRound(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
+        sent, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
     bench.close()
 
 
@@ -146,8 +147,114 @@ def aheads(
     """The work ahead for the outcomes of a chain of K, or of `chain` tokens: the span of each forward."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
-    for place in places_of(known, depth if chain is None else chain, numbers):
+    for place in positions_of(known, depth if chain is None else chain, numbers):
         _, spans = bench.work_ahead(place.number, place.base_len, place.new, place.chain, depth, branches)
         if place.number > WARM_UP:
             yield spans
     bench.close()
+
+
+Milliseconds = Callable[[int], float]
+
+
+def costs(
+    step_ms: float,
+    verify_ms: Milliseconds,
+    chain_ms: Milliseconds,
+    ahead_ms: Milliseconds = lambda depth: 0.0,
+    *,
+    between_ms: float = 0.0,
+    turnaround_ms: float | None = None,
+) -> Costs:
+    """Returns the costs of a round, for the formula.
+
+    Args:
+        step_ms: a token of plain decoding.
+        verify_ms: a verify by its rows.
+        chain_ms: a chain on request, by its length.
+        ahead_ms: the work ahead by its depth; 0 where no tree is waited for.
+        between_ms: the target's wait in SD beyond the chain's time.
+        turnaround_ms: its wait on a hit; None: the same. A chain on request has SD's wait.
+    """
+    usual_ms = between_ms if turnaround_ms is None else turnaround_ms
+    more_ms = max(between_ms - usual_ms, 0.0)
+    return Costs(step_ms, verify_ms, lambda depth: chain_ms(depth) + more_ms, ahead_ms, usual_ms)
+
+
+# Rounds of each kind in a sample.
+ROUNDS = 2
+# Rows timed beyond K+1, because n-grams may extend a chain.
+MORE_ROWS = (12, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedTimes:
+    """Medians in milliseconds. `step_ms`: a run-ahead token of the target. `chain_ms(K)`: a chain from request to
+    answer. `ahead_ms(K)`: the work ahead, all branches K deep. `between_ms`: the target's wait in SD beyond the chain's
+    time."""
+
+    step_ms: float
+    verify_ms: Curve
+    chain_ms: Curve
+    ahead_ms: Curve
+    between_ms: float
+
+    def costs(self, turnaround_ms: float | None = None) -> Costs:
+        """Returns costs for the formula. `turnaround_ms` is a run's own, of its hits."""
+        return costs(
+            self.step_ms,
+            self.verify_ms,
+            self.chain_ms,
+            self.ahead_ms,
+            between_ms=self.between_ms,
+            turnaround_ms=turnaround_ms,
+        )
+
+
+class Stopwatch:
+    """Collects samples with K up to the greatest of `depths` and B = `branches`. One process works at a time; a chain
+    is requested right after a verify, as in SD."""
+
+    def __init__(self, bench: Workbench, depths: Sequence[int], branches: int) -> None:
+        self._bench = bench
+        self._depths = sorted({1, *depths})
+        self._branches = branches
+        self._steps: list[float] = []
+        self._between: list[float] = []
+        self._verify: defaultdict[int, list[float]] = defaultdict(list)
+        self._chain: defaultdict[int, list[float]] = defaultdict(list)
+        self._ahead: defaultdict[int, list[float]] = defaultdict(list)
+
+    def sample(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        """Times everything once, over the text that the target generates after `prompt`: plain steps along all of it,
+        the rest from its middle, so that the context is as long as in a run on average. Takes a few seconds.
+
+        Raises:
+            WorkerError: there is no drafter, or a worker was lost.
+        """
+        self._bench.need_drafter()
+        endless = replace(sampling, max_tokens=1 << 20)
+        rows = [*range(1, self._depths[-1] + 2), *(more for more in MORE_ROWS if more > self._depths[-1] + 1)]
+        needed = max(numbers_of(ROUNDS)[-1] * (self._depths[-1] + 1), rows[-1]) + 2
+        length = max(sampling.max_tokens, 2 * needed)
+        text, spans = self._bench.text(prompt, length, endless)
+        self._steps += steps(spans)
+        known = (len(prompt) + length // 2, text)
+        for count, verify_ms in verifies(self._bench, known, endless, rows * ROUNDS):
+            self._verify[count].append(verify_ms)
+        for depth in self._depths:
+            for turn in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
+                self._chain[depth].append(turn.chain_ms)
+                self._between.append(turn.between_ms)
+            for spans in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
+                self._ahead[depth].append(milliseconds(whole(spans)))
+
+    def read(self) -> IsolatedTimes:
+        """Returns the medians of all samples; needs at least one."""
+        return IsolatedTimes(
+            statistics.median(self._steps),
+            medians(self._verify),
+            medians(self._chain),
+            medians(self._ahead),
+            statistics.median(self._between),
+        )

@@ -1,14 +1,8 @@
-"""A probe of about a minute: what each thing costs and how often it succeeds.
+"""A probe of about a minute: what each step costs, and how often speculation succeeds.
 
-Drives the real workers over the target's own text. Times are alone unless a name says otherwise. Nothing here is a
-prediction; see `outrider.bench.timing.forecast`.
-
-`Rehearsal`: one (K, B) tried on known text: rounds as SSD makes them, target and drafter at work side by side. What an
-outcome finds in the cache is decided by what the drafter had finished when the verify ended; how fast each worked
-beside the other is measured along the way.
-
-`Hourglass`: a time to keep to: loops that end early when their share of it is over, so that a slow machine is measured
-less often and not for longer.
+It drives real workers over the target's own text. Times are isolated unless a name says otherwise. A rehearsal plays
+rounds of SSD with one (K, B): target and drafter work at once, and an outcome hits if the drafter had finished its
+branch when the verify ended. `outrider.bench.timing.forecast` makes predictions from the results.
 """
 
 from __future__ import annotations
@@ -37,9 +31,9 @@ from outrider.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
-    """A round: `rows` were verified, `accepted` chain tokens held; `in_full` would have held with a chain of full
-    length. `hit`: the outcome's branch was there by then. `verify_ms` beside the working drafter."""
+class RehearsalRound:
+    """A round: `rows` were verified, `accepted` chain tokens held, `in_full` would have held with a full chain. `hit`:
+    the outcome's branch was ready. `verify_ms` is beside the working drafter."""
 
     rows: int
     accepted: int
@@ -54,11 +48,11 @@ class Rehearsal:
 
     depth: int
     branches: int
-    rounds: tuple[Rehearsed, ...]
+    rounds: tuple[RehearsalRound, ...]
 
     @property
     def tokens(self) -> float:
-        """E[tokens] of a round of SSD, bonus included; branches are served as deep as they have come."""
+        """E[tokens] of a round of SSD, bonus included; branches are used as deep as they are."""
         return 1.0 + statistics.fmean(tried.accepted for tried in self.rounds)
 
     @property
@@ -83,9 +77,9 @@ class Rehearsal:
 def rehearse(
     bench: Workbench, texts: Sequence[Text], sampling: SamplingParams, depth: int, branches: int, tokens: int
 ) -> Rehearsal:
-    """Goes over the first `tokens` after each prompt of `texts`; a hit verifies the branch as it was, a miss a
-    just-in-time chain."""
-    rounds: list[Rehearsed] = []
+    """Plays rounds over the first `tokens` after each prompt. A hit verifies the branch as it is, a miss a chain on
+    request."""
+    rounds: list[RehearsalRound] = []
     for start, text in texts:
         bench.open(text[:start], sampling, target=True, drafter=True)
         rounds += _over(bench, start, text[: start + tokens + depth + 2], depth, branches)
@@ -93,35 +87,35 @@ def rehearse(
     return Rehearsal(depth, branches, tuple(rounds))
 
 
-def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branches: int) -> Iterator[Rehearsed]:
-    told, at, number = start, start + 1, 1
-    full = served = bench.chain(number, at, text[told:at], depth)[0].chain
-    told = at
+def _over(bench: Workbench, start: int, text: Sequence[int], depth: int, branches: int) -> Iterator[RehearsalRound]:
+    sent, at, number = start, start + 1, 1
+    full = served = bench.chain(number, at, text[sent:at], depth)[0].chain
+    sent = at
     while at + depth + 1 < len(text):
-        done = bench.both(number, at, text[told:at], served, depth, branches)
-        told, held = at, done.outcome.accepted
+        done = bench.both(number, at, text[sent:at], served, depth, branches)
+        sent, held = at, done.outcome.accepted
         outcome = (*served[:held], done.outcome.bonus)
         in_time = _prepared(done.pieces, outcome, done.outcome.work.ended_ns)
         verify_ms = milliseconds(done.outcome.work)
-        yield Rehearsed(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
+        yield RehearsalRound(1 + len(served), held, agreeing(full, text[at:]), in_time is not None, verify_ms)
         at, number = at + held + 1, number + 1
         if at + depth + 1 >= len(text):
             return
         if in_time is None:
-            full = served = bench.chain(number, at, text[told:at], depth)[0].chain
-            told = at
+            full = served = bench.chain(number, at, text[sent:at], depth)[0].chain
+            sent = at
         else:
             complete = _prepared(done.pieces, outcome)
             full, served = (complete or in_time).chain, in_time.chain
 
 
 def agreeing(chain: Sequence[int], text: Sequence[int]) -> int:
-    """How many tokens of the chain are the text's own."""
+    """Returns how many tokens of the chain equal the text's."""
     return next((i for i, (own, true) in enumerate(zip(chain, text, strict=False)) if own != true), len(chain))
 
 
 def _prepared(pieces: Sequence[Branches], committed: tuple[int, ...], until_ns: int | None = None) -> Branch | None:
-    """The branch for this outcome in its last form, of those finished `until_ns`."""
+    """Returns the branch of this outcome in its last form, of those finished by `until_ns`."""
     found = None
     for piece in pieces:
         if until_ns is None or piece.work.ended_ns <= until_ns:
@@ -129,28 +123,29 @@ def _prepared(pieces: Sequence[Branches], committed: tuple[int, ...], until_ns: 
     return found
 
 
-class Hourglass:
-    """Runs from its making on. Shares are of the whole time and count from its beginning."""
+class TimeBudget:
+    """A time limit for loops, so that a slow machine is measured less often, not longer. Shares are of the whole time,
+    from the beginning."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._started_ns = clock.now()
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds until this share of the time is over; below zero afterwards."""
+        """Seconds until this share of the time is over; negative afterwards."""
         return share * self._seconds - (clock.now() - self._started_ns) / 1e9
 
     def turns(self, most: int, least: int, share: float) -> Iterator[int]:
-        """0, 1, ... up to `most` of them; beyond `least` only while this share of the time is not over."""
+        """Yields 0, 1, ... up to `most` numbers; beyond `least` only while this share of the time lasts."""
         for number in range(most):
             if number >= least and self.left(share) <= 0:
                 return
             yield number
 
 
-# About so long it may take once the workers are there, whatever the machine and the draft.
+# Approximate duration once the workers run.
 SECONDS = 50.0
-# By when, in parts of the whole, each thing is measured.
+# Shares of the time by which each step ends.
 TEXTS_BY, VERIFY_BY, CHAINS_BY, TREES_BY, TURNS_BY, PILOT_BY = 0.2, 0.3, 0.36, 0.42, 0.48, 0.8
 VERIFY_ROWS = (*range(1, 17),)
 REPEATS = 12
@@ -158,22 +153,22 @@ FEWEST_REPEATS = 3
 FEWEST_TEXTS = 2
 TEXT_TOKENS = 160
 FEWEST_TOKENS = 64
-# Tokens of each text that a rehearsal goes over at least; at most in the first, which tells for how many there is time.
+# Tokens of each text in a rehearsal, at least; and at most in the first, which shows how many fit the time.
 FEWEST_TRIED = 16
 PILOT_TOKENS = 48
 TREE_DEPTH = 4
-# Speculation that brings less than this times plain decoding is not worth another process.
+# Less speedup than this is not worth another process.
 WORTH_IT = 1.03
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What one machine and pair can do, milliseconds.
+    """What one machine and pair achieve, in milliseconds.
 
-    `step_ms` is a run-ahead token of the target; `chain_ms` a chain drafted right after another; `tree_ms` a depth by
-    its branches; `link_ms` a drafter's answer beyond its work. `turn_ms(K)` is a whole round of SD: a drafter that has
-    waited drafts slower than one that has not; `between_ms` is the target's wait in it beyond the chain's time. The
-    rehearsals tell what a verify takes beside the drafter. `plain_ms` is a run-ahead token as it was measured.
+    `step_ms`: a run-ahead token of the target. `chain_ms`: a chain drafted right after another. `tree_ms`: a depth by
+    its branches. `link_ms`: a drafter's answer beyond its work. `turn_ms(K)`: a whole round of SD, in which the drafter
+    is slower because it has waited. `between_ms`: the target's wait in it beyond the chain's time. `plain_ms`: a
+    run-ahead token as measured.
     """
 
     step_ms: float
@@ -195,20 +190,20 @@ def probe(
     branches: Sequence[int],
     tell: Callable[[str], None],
 ) -> Probe:
-    """Measures on the text the target itself says after each of `prompts`, less often where the time runs out.
+    """Measures on the text that the target generates after each of `prompts`, less often if time runs out.
 
-    Where no K could pay even if drafting took no time, one rehearsal tells that and is the only one.
+    If no K could pay even with free drafting, there is only one rehearsal, which shows that.
 
     Raises:
         WorkerError: there is no drafter, or a worker was lost.
     """
     bench.need_drafter()
-    glass = Hourglass(SECONDS)
+    glass = TimeBudget(SECONDS)
     texts, steps = _texts(bench, prompts, sampling, glass, tell)
     tell("probe: cost of verifying")
     verify_ms = _verify_curve(bench, texts[0], sampling, glass)
     plain_ms = statistics.median(steps)
-    step_ms = min(plain_ms, verify_ms(1))  # where it is not, other work was in the way
+    step_ms = min(plain_ms, verify_ms(1))  # unless other work interfered
     tell("probe: cost of drafting")
     chain_ms, link_ms = _chain_curve(bench, texts[0], sampling, max(depths), glass)
     tree_ms = _tree_curve(bench, texts[0], sampling, branches, glass)
@@ -229,7 +224,7 @@ def probe(
 
 
 def may_pay(tried: Rehearsal, step_ms: float, verify_ms: Curve) -> bool:
-    """Whether some K up to the rehearsal's would, if every chain were there for nothing when it is wanted."""
+    """Whether some K up to the rehearsal's would pay if drafting took no time."""
 
     def rate(depth: int) -> float:
         return (1.0 + statistics.fmean(min(t.in_full, depth) for t in tried.rounds)) / verify_ms(depth + 1)
@@ -241,10 +236,10 @@ def _texts(
     bench: Workbench,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    glass: Hourglass,
+    glass: TimeBudget,
     tell: Callable[[str], None],
 ) -> tuple[list[Text], list[float]]:
-    """What the target says after each prompt, shorter where it is slow, and what its tokens took."""
+    """Returns the target's text after each prompt, shorter on a slow machine, and its times per token."""
     texts: list[Text] = []
     taken: list[float] = []
     length = FEWEST_TOKENS
@@ -266,10 +261,9 @@ def _pilot(
     depth: int,
     branches: int,
     turn_ms: Curve,
-    glass: Hourglass,
+    glass: TimeBudget,
 ) -> tuple[Rehearsal, float]:
-    """A short rehearsal, for which there is time even if each round brings one token, and how many tokens of text such
-    a one gets through in a second."""
+    """A short rehearsal, which fits the time even with one token per round, and the tokens per second it processes."""
     before_s = glass.left()
     affordable = 1000 * glass.left(PILOT_BY) / (turn_ms(depth) * len(texts))
     found = rehearse(bench, texts, sampling, depth, branches, min(max(int(affordable), FEWEST_TRIED), PILOT_TOKENS))
@@ -277,8 +271,8 @@ def _pilot(
     return found, tokens / max(before_s - glass.left(), 1e-3)
 
 
-def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass: Hourglass) -> Curve:
-    """c(M), the row counts in turn, so that a drifting machine drifts for all alike."""
+def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass: TimeBudget) -> Curve:
+    """c(M), with the row counts interleaved."""
     times: defaultdict[int, list[float]] = defaultdict(list)
     rows = (count for _ in glass.turns(REPEATS, FEWEST_REPEATS, VERIFY_BY) for count in VERIFY_ROWS)
     for count, verify_ms in verifies(bench, known, sampling, rows):
@@ -287,9 +281,9 @@ def _verify_curve(bench: Workbench, known: Text, sampling: SamplingParams, glass
 
 
 def _chain_curve(
-    bench: Workbench, known: Text, sampling: SamplingParams, deepest: int, glass: Hourglass
+    bench: Workbench, known: Text, sampling: SamplingParams, deepest: int, glass: TimeBudget
 ) -> tuple[Curve, float]:
-    """Just-in-time chains by their length, and the link."""
+    """Chains on request by length, and the link."""
     works: dict[int, list[float]] = {}
     links: list[float] = []
     for depth in range(1, deepest + 1):
@@ -300,9 +294,9 @@ def _chain_curve(
 
 
 def _tree_curve(
-    bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int], glass: Hourglass
+    bench: Workbench, known: Text, sampling: SamplingParams, branches: Sequence[int], glass: TimeBudget
 ) -> Curve:
-    """One depth of the tree by its number of branches: the middle forwards of a round, where all of them grow."""
+    """A depth of the tree by branches: the middle forwards of a round, in which all of them grow."""
     return medians({
         count: [
             milliseconds(span)
@@ -314,9 +308,9 @@ def _tree_curve(
 
 
 def _turn_curve(
-    bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int], glass: Hourglass
+    bench: Workbench, known: Text, sampling: SamplingParams, depths: Sequence[int], glass: TimeBudget
 ) -> tuple[Curve, float]:
-    """Rounds of SD by K, and the wait in them that is not the chain's."""
+    """Rounds of SD by K, and the wait in them beyond the chain."""
     wholes: dict[int, list[float]] = {}
     between: list[float] = []
     for depth in depths:
@@ -326,6 +320,6 @@ def _turn_curve(
     return medians(wholes), statistics.median(between)
 
 
-def _numbers(glass: Hourglass, share: float) -> Iterator[int]:
-    """Round numbers from 1: those that warm up, then those that count."""
+def _numbers(glass: TimeBudget, share: float) -> Iterator[int]:
+    """Round numbers from 1: warm-up first."""
     return (turn + 1 for turn in glass.turns(REPEATS + WARM_UP, FEWEST_REPEATS + WARM_UP, share))

@@ -1,6 +1,6 @@
-"""The workers on a bench: real processes and real messages without the rounds, so that each can be timed by itself.
+"""Real workers and messages without rounds, so that each step can be timed by itself.
 
-All times are spans the workers measured around evaluated work, on this machine's one clock.
+Times are spans that workers measure around evaluated work, on this machine's clock.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
-    """A verify and the work ahead beside it; `pieces` as they were pushed, at least one."""
+class ParallelRound:
+    """A verify and the work ahead beside it; `pieces` in order of arrival, at least one."""
 
     outcome: Outcome
     pieces: tuple[Branches, ...]
 
     @property
     def ahead(self) -> Span:
-        """From the first forward of the drafter to its last."""
+        """From the drafter's first forward to its last."""
         return Span(self.pieces[0].work.started_ns, self.pieces[-1].work.ended_ns)
 
 
 @contextmanager
 def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[Workbench]:
-    """The workers of these settings, started; `settings` must name folders (see `pairing`)."""
+    """Starts the workers of these settings, which must name folders (see `pairing`)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with private_directory() as directory, Workbench(WorkerPool(context, settings, directory.path), tell) as bench:
         yield bench
 
 
 class Workbench:
-    """Starts and owns the workers of `pool`; a context manager. One request at a time: `open`, rounds, `close`."""
+    """Owns the workers of `pool`; a context manager. One request at a time: `open`, rounds, `close`."""
 
     def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
         self._pool = pool
@@ -86,9 +86,10 @@ class Workbench:
         self._pool.close()
 
     def need_drafter(self) -> None:
-        """
+        """Checks for a draft worker.
+
         Raises:
-            WorkerError: this cluster has no draft worker.
+            WorkerError: there is none.
         """
         if not self._pool.drafters():
             raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
@@ -96,7 +97,7 @@ class Workbench:
     # --- a request ------------------------------------------------------------------------------------------------
 
     def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
-        """OPEN to the workers meant; the target's first token after `tokens`, if it was meant."""
+        """Sends OPEN to the chosen workers; returns the target's first token, if it is among them."""
         opening = Open(REQUEST, 0, 0, np.asarray(tokens, np.int32), sampling)
         if drafter:
             self._to_drafters(opening)
@@ -110,7 +111,7 @@ class Workbench:
         self._to_drafters(Close(REQUEST))
 
     def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
-        """The prompt and `length` tokens that the target says after it, and the span of each plain step."""
+        """Returns the prompt with `length` tokens of the target, and the span of each plain step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
         self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), autonomous=True, max_tokens=length - 1))
@@ -124,14 +125,14 @@ class Workbench:
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
-        """One VERIFY by itself."""
+        """Sends one VERIFY."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         return self._wait(Outcome)
 
     def work_ahead(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
     ) -> tuple[list[Branch], list[Span]]:
-        """One COMMIT by itself: the branches at full depth, and the span of each forward."""
+        """Sends one COMMIT. Returns the branches at full depth, and the span of each forward."""
         self._commit(number, base_len, new, tuple(chain), depth, branches)
         found: dict[tuple[int, ...], Branch] = {}
         spans = []
@@ -144,8 +145,8 @@ class Workbench:
 
     def both(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> Together:
-        """VERIFY and COMMIT at once, until both are through."""
+    ) -> ParallelRound:
+        """Sends VERIFY and COMMIT, and waits for both."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         self._commit(number, base_len, new, tuple(chain), depth, branches)
         verified: Outcome | None = None
@@ -156,10 +157,10 @@ class Workbench:
                 verified = message
             elif isinstance(message, Branches):
                 pieces.append(message)
-        return Together(verified, tuple(pieces))
+        return ParallelRound(verified, tuple(pieces))
 
     def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> tuple[Drafted, float]:
-        """A just-in-time chain, and the milliseconds from asking to having it."""
+        """Requests a chain. Returns it, and the milliseconds until it arrived."""
         asked_ns = clock.now()
         self._commit(number, base_len, new, None, depth, 0)
         drafted = self._wait(Drafted)
@@ -177,7 +178,7 @@ class Workbench:
     # --- waiting --------------------------------------------------------------------------------------------------
 
     def _wait(self, wanted: type[M] | tuple[type[M], ...]) -> M:
-        """The next message of a wanted class; unwanted ones before it are dropped.
+        """Returns the next message of a wanted class, and drops others.
 
         Raises:
             WorkerError: a worker was lost or failed, or did not answer in time.
@@ -192,7 +193,7 @@ class Workbench:
         raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
 
     def _listen(self) -> None:
-        """Takes in what arrives within a moment. WorkerError: a worker was lost or failed."""
+        """Receives messages for a moment. Raises WorkerError if a worker was lost or failed."""
         self._pool.flush()
         self._poller.poll(250)
         for _, message in self._pool.receive():

@@ -1,6 +1,7 @@
-"""`outrider fleet COMMAND`: hosts made one fleet by Ray, and what runs on it (docs/fleet.md). One file a command.
+"""`outrider fleet COMMAND`: joins hosts into a Ray cluster and runs a fleet on it (docs/fleet.md). One file per
+command.
 
-Only here the fleet prints. Ray is imported by what a command does, so that its help needs none.
+Commands import Ray only when they run, so that --help works without it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from outrider.fleet.host import FleetHost, checked_token, default_folder, enter
+from outrider.fleet.host import FleetHost, default_folder, enter, read_token
 from outrider.orchestrator import cli
 from outrider.orchestrator.cli import Parser
 from outrider.protocol.errors import InvalidRequest
@@ -37,14 +38,14 @@ Macs, without Ray:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of all of them, each below its own name."""
+    """Adds the flags of all commands, as subcommands."""
     chosen = parser.add_subparsers(metavar="COMMAND")
     for name, what in COMMANDS.items():
         _module(name).add_flags(chosen.add_parser(name, help=what))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code of one of them."""
+    """Runs a command, and returns its exit code."""
     name = arguments[0] if arguments else ""
     if name in COMMANDS:
         return cli.run(f"outrider fleet {name}", _module(name), arguments[1:])
@@ -66,29 +67,26 @@ def _module(command: str) -> ModuleType:
     return import_module(f"{__name__}.{command}")
 
 
-# What several of them are told.
-
-
 def add_folder(parser: argparse.ArgumentParser) -> None:
     note = "where this host keeps the fleet's token and what it runs; default: ~/.config/outrider/fleet"
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help=note)
 
 
 def host_of(options: argparse.Namespace) -> FleetHost:
-    """This host, as that folder knows it."""
+    """Returns this host, with the state in --folder."""
     return FleetHost((options.folder or default_folder()).expanduser().absolute())
 
 
 def at_head(host: FleetHost) -> str:
-    """The head's address; this process may speak with it from now on.
+    """Returns the head's address, and configures Ray to connect to it.
 
     Raises:
-        InvalidRequest: this host is none.
+        InvalidRequest: this host is not the head.
     """
     here = host.running()
     if here is None or not here.head:
         raise InvalidRequest(
             "this host is not the head of a fleet; expected `outrider fleet head` first, and this command there"
         )
-    enter(host.environment(here.address, checked_token(host.folder)))
+    enter(host.environment(here.address, read_token(host.folder)))
     return here.address

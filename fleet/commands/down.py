@@ -1,6 +1,6 @@
-"""Ends what `outrider fleet` started on this host: on the head the whole fleet, elsewhere this host's part in it.
+"""Stops what `outrider fleet` started on this host: on the head the whole fleet, elsewhere this host's part.
 
-Attached engines go on: they are somebody else's. Other processes of Ray on this host are left alone.
+Attached engines keep running, as do other Ray processes on this host.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _end_engines(host: FleetHost) -> None:
-    """In order, where the head still answers; else they end with it."""
+    """Shuts the engines down first if the head answers; otherwise they end with it."""
     try:
         address = at_head(host)
-        from outrider.fleet.launching import shut_down
+        from outrider.fleet.deployment import shut_down
 
         shut_down(address)
     except OutriderError as error:

@@ -1,7 +1,7 @@
-"""Makes this host the head of a new fleet, in the background, and says what to do on the other hosts.
+"""Starts a new fleet in the background with this host as its head, and prints what to do on the other hosts.
 
-The head makes the token that all others need; `outrider fleet down` ends it. Without --ip no other host can join. One
-that has died, or whose machine has, has its fleet back when it is started again.
+The head creates the token that other hosts need. Without --ip no other host can join. `outrider fleet down` stops it. A
+head that crashed restores its fleet when it is started again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from outrider.fleet.commands import add_folder, host_of
-from outrider.fleet.host import PORT, check_port, is_loopback, made_token, offered, require_free, require_ray
+from outrider.fleet.host import PORT, check_port, create_token, host_resources, is_loopback, require_free, require_ray
 from outrider.orchestrator.cli.terminal import Screen, say
 
 RISK = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
@@ -28,10 +28,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     require_ray()
     check_port(options.port)
-    host, screen, offers = host_of(options), Screen(), offered()
+    host, screen, offers = host_of(options), Screen(), host_resources()
     host.require_none()
     require_free(options.ip, options.port)
-    token = made_token(host.folder)
+    token = create_token(host.folder)
     again = host.was_head_of(f"{options.ip}:{options.port}")
     screen.show("starting Ray")
     running = host.start_head(options.ip, options.port, offers, token)

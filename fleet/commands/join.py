@@ -1,6 +1,7 @@
-"""Makes this host one of the fleet whose head is at ADDRESS, in the background, with all that it has to offer.
+"""Joins the fleet whose head is at ADDRESS, in the background, with all of this host's resources.
 
-It needs the head's token, and the same releases of Ray, Python and Outrider; `outrider fleet down` ends it.
+The host needs the head's token and the same versions of Ray, Python and Outrider. `outrider fleet down` leaves the
+fleet.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 
 from outrider.fleet.commands import add_folder, host_of
 from outrider.fleet.commands.head import RISK
-from outrider.fleet.host import checked_token, enter, is_loopback, offered, require_ray
+from outrider.fleet.host import enter, host_resources, is_loopback, read_token, require_ray
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol.errors import InvalidRequest
 
@@ -25,13 +26,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     require_ray()
-    host, screen, offers = host_of(options), Screen(), offered()
+    host, screen, offers = host_of(options), Screen(), host_resources()
     if is_loopback(options.address):
         raise InvalidRequest(
             f"a head at {options.address} is for its own host alone; expected one started by `outrider fleet head --ip`"
         )
     host.require_none()
-    token = checked_token(host.folder)
+    token = read_token(host.folder)
     enter(host.environment(options.address, token))
     from outrider.fleet.membership import FleetHead, check_models, check_versions
 

@@ -1,6 +1,6 @@
-"""Starts the engines and the gate that a fleet.yaml describes, on the head; returns when all of them are there.
+"""Starts the engines and the gate that a fleet.yaml describes, on the head. Returns when all of them run.
 
-Again, with another file, it changes what runs: what stays the same stays up.
+Run it again with another file to change the fleet: what stays the same keeps running.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from pathlib import Path
 
 from outrider.fleet.commands import add_folder, at_head, host_of
 from outrider.fleet.host import require_ray
-from outrider.fleet.plan import FleetPlan
-from outrider.fleet.plan_file import read_plan
+from outrider.fleet.plan import FleetPlan, read_plan
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.protocol import values
 
@@ -21,7 +20,7 @@ WAIT_SECONDS = 600
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="fleet.yaml, as docs/fleet.md has it")
     parser.add_argument("--check", action="store_true", help="check the file and describe it, but start nothing")
-    late = f"how long to wait until all are there, default {WAIT_SECONDS}; they go on starting after that"
+    late = f"how long to wait until all run, default {WAIT_SECONDS}; they keep starting after that"
     parser.add_argument("--wait", type=int, default=WAIT_SECONDS, metavar="SECONDS", help=late)
     add_folder(parser)
 
@@ -30,14 +29,14 @@ def run(options: argparse.Namespace) -> int:
     plan = read_plan(options.file)
     wait = values.whole("wait", options.wait, 0, 86_400)
     if options.check:
-        print(told(plan))
+        print(describe(plan))
         return 0
     require_ray()
     address = at_head(host_of(options))
-    from outrider.fleet import launching
+    from outrider.fleet import deployment
 
     screen = Screen()
-    urls = launching.launch(plan, address, screen.show, wait)
+    urls = deployment.launch(plan, address, screen.show, wait)
     screen.clear()
     for url in urls:
         print(f"HTTP: {url}", flush=True)
@@ -45,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def told(plan: FleetPlan) -> str:
-    """A plan in a few lines."""
+def describe(plan: FleetPlan) -> str:
+    """Describes a plan."""
     lines = []
     if plan.placed is not None:
         many = f"{plan.placed.replicas}" if plan.scale is None else f"{plan.scale.min} to {plan.scale.max}"

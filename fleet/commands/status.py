@@ -1,6 +1,6 @@
-"""What the fleet's hosts, engines and gates do now; on the head.
+"""Shows the state of the fleet's hosts, engines and gates; run it on the head.
 
-An engine's load is what runs and waits there; its drafters are those that it knows, with what each is up to.
+For each engine it shows running and waiting requests, and its drafters with their state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     require_ray()
     address = at_head(host_of(options))
-    from outrider.fleet.overview import look
+    from outrider.fleet.deployment import look
 
     found = look(address)
     if options.json:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns as wide as their widest word."""
+    """Formats aligned columns."""
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
     lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows))
     return "\n".join(map(str.rstrip, lines))

@@ -1,7 +1,7 @@
-"""Prints what keeps an engine up that a fleet attaches: a property list for launchd, or a unit for systemd.
+"""Prints a launchd property list or a systemd unit that keeps an attached engine running.
 
-Takes what `outrider serve` takes; ENDPOINT is where the fleet's gate will find it. The host needs no Ray. Nothing is
-installed: where to put it is said beside it.
+It takes the flags of `outrider serve`. ENDPOINT is the address at which the gate reaches the engine. The host needs no
+Ray. Nothing is installed; the command prints where to put the file.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from outrider.orchestrator.cli.terminal import say
 from outrider.protocol.endpoints import Tcp, is_local, reachable
 from outrider.protocol.errors import InvalidRequest
 
-# What keeps an attached engine up on a host without Ray: launchd's property list, or systemd's unit. Both start
-# `outrider serve` with the machine and again whenever it ends. Knows their forms; installs nothing.
-
 NAME = "dev.outrider.engine"
 AGAIN_SECONDS = 5
 END_SECONDS = 40
-"""More than `outrider serve` drains for."""
+"""Longer than `outrider serve` drains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`command` as `user`, whose keys and models are below `home`."""
+    """Runs `command` as `user`, whose keys and models are in `home`."""
 
     command: Sequence[str]
     user: str
     home: str
 
     def launchd(self) -> str:
-        """A daemon, since the local network is closed to agents until a person allows it (macOS 15)."""
+        """Returns a daemon's property list. From macOS 15 on, agents have no access to the local network until a person
+        allows it."""
         return plistlib.dumps(
             {
                 "Label": NAME,
@@ -58,7 +56,7 @@ class Unit:
         ).decode()
 
     def systemd(self) -> str:
-        """A system unit."""
+        """Returns a system unit."""
         return "\n".join(
             [
                 "[Unit]",
@@ -83,7 +81,7 @@ class Unit:
 
 
 def _quoted(word: str) -> str:
-    """As systemd reads words: it expands %, $ and takes quotes and spaces for its own."""
+    """Quotes a word for systemd."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"' if escaped != word or any(sign.isspace() for sign in word) or "'" in word else word
 
@@ -132,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _absolute(chosen: settings.ServeSettings) -> settings.ServeSettings:
-    """A model's folder as it is found from anywhere."""
+    """Makes model paths absolute."""
     return replace(chosen, model=_found(chosen.model), draft_model=_found(chosen.draft_model))
 
 

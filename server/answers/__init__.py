@@ -1,1 +1,1 @@
-"""How an answer comes: runs at the orchestrator; texts as thoughts, words and calls of tools; events on the wire."""
+"""From generated text to responses: running requests, splitting text into parts, server-sent events, usage."""

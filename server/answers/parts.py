@@ -1,22 +1,41 @@
-"""What a text consists of: words for the reader, thoughts, calls of tools. Found by the model's own marks as it grows.
+"""Splits a generated text into parts: text, thinking and tool calls, by the model's own tags, as it grows.
 
-What may be the beginning of a mark is held back until it is known, so nothing given out ever changes. Knows text.
+Characters that may begin a tag are held back until that is decided, so a part never changes after it was returned.
+`PartStream` does this for the results of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import reduce
+from operator import add
+from typing import Any
 
-from outrider.server.mapping.speech import Toolbox
+from pydantic_core import to_jsonable_python
+
+from outrider.orchestrator.client.dialogue import GenerationResult
+from outrider.protocol.messages import Timings
+from outrider.server.answers.run import (
+    NO_EXTRAS,
+    ChoiceEnded,
+    ChoicePrefill,
+    ChoiceText,
+    Extras,
+    News,
+    RequestRun,
+    WriteNow,
+    joined,
+)
+from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
-from outrider.server.model.tool_format import NoCall, SpanTags, ToolCall, ToolFormat
+from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Words for the reader; `at`: how many characters the model wrote before them, marks and thoughts included."""
+    """Text for the reader. `at`: characters that the model wrote before it, tags and thinking included."""
 
     text: str
     at: int = field(default=0, compare=False)
@@ -24,7 +43,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingPart:
-    """Words of the model's to itself."""
+    """Thinking (reasoning) text."""
 
     text: str
 
@@ -33,67 +52,67 @@ Part = TextPart | ThinkingPart | ToolCall
 
 
 class SplitterState(Enum):
-    SAYING = 1
+    TEXT = 1
     THINKING = 2
-    CALLING = 3
-    SAYING_ALL = 4
+    TOOL_CALL = 3
+    TEXT_ONLY = 4
 
 
 class Splitter:
-    """One text's. Marks that the model does not use, or that nobody asked for, are words like any other.
+    """Splits one text. Tags that the model does not use, or that the request did not enable, are ordinary text.
 
-    White space between a mark and what follows it belongs to neither, line breaks where the words are in a form. A call
-    that can't be read is given out as the words it is, unless the text was cut off in it.
+    White space between a tag and the following text is dropped, or only line breaks if the output has a format. A tool
+    call that can't be parsed becomes text, unless the text was cut off inside it.
     """
 
     def __init__(
         self, thinking: SpanTags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        state: SplitterState = SplitterState.SAYING, in_form: bool = False, by_grammar: bool = False,
+        state: SplitterState = SplitterState.TEXT, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
-        """`in_form`: where words begin, all is words. `by_grammar`: an end mark in a call that can't be read yet is a
-        part of it."""
+        """`in_form`: once text begins, everything is text. `by_grammar`: an end tag inside a call that can't be parsed
+        yet belongs to the call."""
         self._thinking, self._tools = thinking, tools
         self._box = box or Toolbox()
         self._state = state
         self._in_form, self._by_grammar = in_form, by_grammar
         self._held = ""
-        self._told_call = False
+        self._had_call = False
         self._at = self._looked = 0
         self._after_mark = state is SplitterState.THINKING
-        if state is SplitterState.SAYING and not self._marks():
-            self._state = SplitterState.SAYING_ALL
+        if state is SplitterState.TEXT and not self._marks():
+            self._state = SplitterState.TEXT_ONLY
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that `text` completes, or goes on with."""
-        if self._state is SplitterState.SAYING_ALL and text and not (self._held or self._after_mark):
+        """Returns the parts that `text` completes or extends."""
+        if self._state is SplitterState.TEXT_ONLY and text and not (self._held or self._after_mark):
             at, self._at = self._at, self._at + len(text)
             return [TextPart(text, at)]
         self._held += text
         return list(self._parts())
 
     def finish(self, cut: bool = False) -> list[Part]:
-        """What was held back, now that no more will come. `cut`: the text was not at its end; a call then is none."""
+        """Returns what was held back. `cut`: the text hit its length limit; an incomplete call is then dropped."""
         held, self._held = self._held, ""
-        if self._state is SplitterState.CALLING:
+        if self._state is SplitterState.TOOL_CALL:
             found = self._called(held, complete=self._end() == "")
             return [part for part in found if not (cut and isinstance(part, TextPart))]
-        begun = _begun(held, self._tool_marks()) if cut and (self._box.must or self._told_call) else 0
+        begun = _begun(held, self._tool_marks()) if cut and (self._box.must or self._had_call) else 0
         return self._shown(held[: len(held) - begun])
 
     def _parts(self) -> Iterator[Part]:
         while True:
             if self._in_form and self._words_begin():
-                self._state = SplitterState.SAYING_ALL
+                self._state = SplitterState.TEXT_ONLY
             marks = self._marks()
             place, mark = _first(self._held, marks, self._looked)
             if mark is None:
-                if self._state is not SplitterState.CALLING:
+                if self._state is not SplitterState.TOOL_CALL:
                     shown = len(self._held) - _begun(self._held, marks)
                     yield from self._shown(self._held[:shown])
                     self._forget(shown)
                 return
             before = self._held[:place]
-            if self._state is not SplitterState.CALLING:
+            if self._state is not SplitterState.TOOL_CALL:
                 yield from self._shown(before)
             elif self._by_grammar and not self._calls(before):
                 self._looked = place + len(mark)
@@ -104,29 +123,29 @@ class Splitter:
             self._turn(mark)
 
     def _forget(self, count: int) -> None:
-        """The first characters of what is held have been told."""
+        """Drops characters that were returned."""
         self._held, self._at, self._looked = self._held[count:], self._at + count, 0
 
     def _words_begin(self) -> bool:
-        """Whether what is written is neither a mark nor the beginning of one."""
+        """Whether the held text is neither a tag nor the beginning of one."""
         text = self._held.lstrip("\n")
-        if self._state is not SplitterState.SAYING or not text:
+        if self._state is not SplitterState.TEXT or not text:
             return False
         return not any(text.startswith(mark) or mark.startswith(text) for mark in self._marks())
 
     def _turn(self, mark: str) -> None:
-        if self._state is not SplitterState.SAYING:
-            self._state = SplitterState.SAYING
+        if self._state is not SplitterState.TEXT:
+            self._state = SplitterState.TEXT
         elif self._thinking is not None and mark == self._thinking.start:
             self._state = SplitterState.THINKING
         else:
-            self._state = SplitterState.CALLING
-        self._after_mark = self._state is not SplitterState.CALLING
+            self._state = SplitterState.TOOL_CALL
+        self._after_mark = self._state is not SplitterState.TOOL_CALL
 
     def _marks(self) -> tuple[str, ...]:
-        if self._state is SplitterState.SAYING_ALL:
+        if self._state is SplitterState.TEXT_ONLY:
             return ()
-        if self._state is SplitterState.SAYING:
+        if self._state is SplitterState.TEXT:
             return ((self._thinking.start,) if self._thinking is not None else ()) + self._tool_marks()
         return (end,) if (end := self._end()) else ()
 
@@ -146,7 +165,7 @@ class Splitter:
     def _shown(self, text: str) -> list[Part]:
         whole = len(text)
         if self._after_mark:
-            text = text.lstrip("\n" if self._state is SplitterState.SAYING_ALL else None)
+            text = text.lstrip("\n" if self._state is SplitterState.TEXT_ONLY else None)
             self._after_mark = not text
         if not text:
             return []
@@ -157,9 +176,9 @@ class Splitter:
         ]
 
     def _called(self, text: str, complete: bool) -> list[Part]:
-        """The calls that `text` is, or the words that it is when it can't be read, or was cut off."""
+        """Returns the calls in `text`, or the text itself if it can't be parsed or was cut off."""
         found = self._calls(text) if complete else []
-        self._told_call |= bool(found)
+        self._had_call |= bool(found)
         if found or self._tools is None:
             return found
         tags = self._tools.tags
@@ -168,13 +187,13 @@ class Splitter:
     def _calls(self, text: str) -> list[Part]:
         try:
             return list(self._tools.calls(text, self._box.tools)) if self._tools is not None else []
-        except NoCall:
+        except InvalidToolCall:
             return []
 
 
 def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
-    """For an answer to `prompt`, which may begin inside a thought."""
-    state = SplitterState.THINKING if prompt.thoughts is Thoughts.BEGUN else SplitterState.SAYING
+    """Returns a splitter for an answer to `prompt`, which may begin inside thinking."""
+    state = SplitterState.THINKING if prompt.thoughts is Thoughts.BEGUN else SplitterState.TEXT
     thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
     return Splitter(thinking, model.tools, box, state, in_form, by_grammar)
 
@@ -185,7 +204,178 @@ def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str | No
 
 
 def _begun(text: str, marks: tuple[str, ...]) -> int:
-    """The length of the longest end of `text` that begins a mark."""
+    """Returns the length of the longest suffix of `text` that begins a tag."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     lengths = range(min(longest, len(text)), 0, -1)
     return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
+SILENCE_SECONDS = 5.0
+"""A stream sends a keep-alive after so long without a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Nothing new for a while; `note` says what is being done."""
+
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartUpdate:
+    """A part of choice `index`, and the extras of its tokens and of those since the part before."""
+
+    index: int
+    part: Part
+    extras: Extras = NO_EXTRAS
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """Everything received of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty while it runs.
+
+    `pieces`: the parts as they came. `grown`: the extras of all tokens. `untold`: the extras since the last part.
+    """
+
+    index: int
+    pieces: list[Part] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    grown: list[Extras] = field(default_factory=list)
+    untold: Extras = NO_EXTRAS
+    finish: str = ""
+    result: GenerationResult | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts, with consecutive text and consecutive thinking joined."""
+        found: list[Part] = []
+        for piece in self.pieces:
+            last = found[-1] if found else None
+            if isinstance(piece, TextPart) and isinstance(last, TextPart):
+                found[-1] = TextPart(last.text + piece.text, last.at)
+            elif isinstance(piece, ThinkingPart) and isinstance(last, ThinkingPart):
+                found[-1] = ThinkingPart(last.text + piece.text)
+            else:
+                found.append(piece)
+        return found
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, TextPart))
+
+    @property
+    def thought(self) -> str:
+        return "".join(piece.text for piece in self.pieces if isinstance(piece, ThinkingPart))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [piece for piece in self.pieces if isinstance(piece, ToolCall)]
+
+    @property
+    def extras(self) -> Extras:
+        return joined(self.grown)
+
+    @property
+    def timings(self) -> Timings:
+        return self.result.timings if self.result is not None else Timings()
+
+    def take(self, one: ChoiceText | ChoiceEnded, splitter: Splitter, one_call: bool) -> list[Part]:
+        """Adds a result, and returns its parts."""
+        if isinstance(one, ChoiceText):
+            parts = splitter.feed(one.text)
+        else:
+            parts = splitter.finish(cut=one.result.finish_reason == "length")
+        if one_call:
+            first = next((place for place, part in enumerate(parts, 1) if isinstance(part, ToolCall)), len(parts))
+            parts = parts[:first]
+        self.pieces += parts
+        if isinstance(one, ChoiceText):
+            self.tokens += one.tokens
+            if one.extras is not NO_EXTRAS:
+                self.grown.append(one.extras)
+                self.untold += one.extras
+        else:
+            self.result, self.finish = one.result, one.result.finish_reason
+        if (one_call or self.finish in ("eos", "stop")) and self.calls:
+            self.finish = "tool"
+        return parts
+
+
+StreamItem = KeepAlive | PartUpdate | ChoiceState
+
+
+class PartStream:
+    """Converts a run's results to parts. `one_call`: a choice ends after its first tool call."""
+
+    def __init__(self, run: RequestRun, splitters: Sequence[Splitter], one_call: bool = False) -> None:
+        self._run = run
+        self._splitters = splitters
+        self._one_call = one_call
+        self._choices = [ChoiceState(index) for index in range(len(splitters))]
+
+    @property
+    def over(self) -> bool:
+        """Whether everything was returned."""
+        return self._run.over
+
+    async def next(self, write_now: WriteNow | None = None) -> list[StreamItem]:
+        """Returns new items, except those that `write_now` took.
+
+        Raises:
+            OutriderError: a choice failed.
+        """
+        news = await self._run.news(SILENCE_SECONDS, write_now)
+        found: list[StreamItem] = [] if news else [KeepAlive("still here")]
+        for one in news:
+            found += self._of(one)
+            if isinstance(one, ChoiceText) and self._choices[one.index].finish:
+                await self._run.end(one.index)
+        return found
+
+    def text(self, news: News | Exception) -> Iterator[StreamItem] | None:
+        """Returns the items of new text. None if `news` is something else, or may end its choice."""
+        return self._of(news) if isinstance(news, ChoiceText) and not self._one_call else None
+
+    def _of(self, one: News) -> Iterator[StreamItem]:
+        if isinstance(one, ChoicePrefill):
+            yield KeepAlive(f"prompt {one.done}/{one.total}")
+            return
+        choice = self._choices[one.index]
+        if not choice.finish:
+            for part in choice.take(one, self._splitters[one.index], self._one_call):
+                yield PartUpdate(choice.index, part, choice.untold)
+                choice.untold = NO_EXTRAS
+        elif isinstance(one, ChoiceEnded):
+            choice.result = one.result
+        if isinstance(one, ChoiceEnded):
+            yield choice
+
+    async def close(self) -> None:
+        """Cancels unfinished choices."""
+        await self._run.close()
+
+
+async def whole(run: RequestRun, splitters: Sequence[Splitter], one_call: bool = False) -> list[ChoiceState]:
+    """Returns all choices in order, finished.
+
+    Raises:
+        OutriderError: one failed.
+    """
+    parts = PartStream(run, splitters, one_call)
+    items: list[StreamItem] = []
+    while not parts.over:
+        items += await parts.next()
+    return sorted((one for one in items if isinstance(one, ChoiceState)), key=lambda choice: choice.index)
+
+
+def total_timings(choices: Sequence[ChoiceState]) -> Timings:
+    """Adds the timings of all choices."""
+    return reduce(add, (choice.timings for choice in choices))
+
+
+def timings(times: Timings) -> dict[str, Any]:
+    """Returns the `timings` field, with llama.cpp's names. `turnaround_ms` is omitted: it has one value for each
+    round."""
+    found: dict[str, Any] = to_jsonable_python(times, exclude={"turnaround_ms"})  # six times as fast as `asdict`
+    found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
+    return found

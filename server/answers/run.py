@@ -1,14 +1,6 @@
-"""One HTTP request at the orchestrator: its choices run side by side, and their news come in one line.
+"""Runs one HTTP request's choices at the orchestrator, concurrently, and queues their results in one order.
 
-The line is as long as the texts are: a reader who is late finds what came meanwhile in one piece, and holds nobody up.
-Whoever closes the run cancels what is not finished.
-
-`NewsQueue`: what arrives for one reader in asyncio, in order; who waits for it hears of silence, too. Knows one event
-loop. A queue within `asyncio.timeout` makes and cancels a timer for each thing that arrives. Here one goes on for as
-long as somebody waits now and then, and wakes up no sooner than the silence may be over.
-
-`Extras`: what tokens have beside their text, as far as it was asked for: it grows with them and is told once. Knows
-tokens, texts and rounds as the client hands them out; knows no API.
+The queue is unbounded: a slow reader gets all text since its last read at once, and delays nobody else.
 """
 
 from __future__ import annotations
@@ -37,64 +29,68 @@ T = TypeVar("T")
 
 
 class NewsQueue(Generic[T]):
-    """As long as it gets: who puts something in never waits."""
+    """An unbounded queue for one reader on one event loop, with a timeout on reads.
+
+    `asyncio.timeout` around `Queue.get` would create and cancel a timer for each item. Here one timer stays set, and
+    fires no earlier than the timeout could expire.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._things: list[T] = []
+        self._items: list[T] = []
         self._reader: asyncio.Future[None] | None = None
-        self._at_once: Callable[[T], bool] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._patience = self._rings_at = self._until = 0.0
+        self._write_now: Callable[[T], bool] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._patience = self._timer_at = self._until = 0.0
 
     def put(self, one: T) -> None:
-        if self._at_once is not None and self._awaited is not None and self._at_once(one):
+        if self._write_now is not None and self._awaited is not None and self._write_now(one):
             self._until = self._loop.time() + self._patience
         else:
-            self._things.append(one)
+            self._items.append(one)
             self._wake()
 
-    async def take(self, patience: float, at_once: Callable[[T], bool] | None = None) -> list[T]:
-        """All there is; nothing after `patience` seconds in which nothing came.
+    async def take(self, patience: float, write_now: Callable[[T], bool] | None = None) -> list[T]:
+        """Returns all items, or none after `patience` seconds without a new one.
 
-        What comes while this waits is offered to `at_once` in the very turn of the loop that brings it, and is taken
-        only if that returns False.
+        Items that arrive during the wait are first passed to `write_now`, in the same turn of the event loop, and are
+        queued only if it returns False.
         """
-        if not self._things:
-            self._at_once = at_once
+        if not self._items:
+            self._write_now = write_now
             await self._arrival(patience)
-        found, self._things = self._things, []
+        found, self._items = self._items, []
         return found
 
     def close(self) -> None:
-        """Nobody reads any more."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        """Cancels the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def _arrival(self, patience: float) -> None:
         self._patience, self._until = patience, self._loop.time() + patience
-        if self._alarm is not None and self._until < self._rings_at:
-            self._alarm.cancel()
-            self._alarm = None
-        if self._alarm is None:
-            self._set_alarm()
+        if self._timer is not None and self._until < self._timer_at:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._set_timer()
         self._reader = self._loop.create_future()
         await self._reader
 
-    def _set_alarm(self) -> None:
-        self._rings_at = self._until
-        self._alarm = self._loop.call_at(self._rings_at, self._ring)
+    def _set_timer(self) -> None:
+        self._timer_at = self._until
+        self._timer = self._loop.call_at(self._timer_at, self._on_timer)
 
-    def _ring(self) -> None:
-        self._alarm = None
-        if self._until <= self._rings_at:
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._until <= self._timer_at:
             self._wake()
         else:
-            self._set_alarm()  # something has come since it was set
+            self._set_timer()  # an item arrived since it was set
 
     @property
     def _awaited(self) -> asyncio.Future[None] | None:
-        """What a reader waits for who has not been woken yet."""
+        """The future that a waiting reader has not yet been woken by."""
         return self._reader if self._reader is not None and not self._reader.done() else None
 
     def _wake(self) -> None:
@@ -103,8 +99,8 @@ class NewsQueue(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class SaidToken:
-    """The text that a token completes, often a part of a word, and who said it first."""
+class OriginToken:
+    """The text that a token adds, and where the token came from."""
 
     text: str
     origin: Origin
@@ -112,10 +108,10 @@ class SaidToken:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Of some tokens in a row."""
+    """What a request asked for beside the text of some consecutive tokens."""
 
     logprobs: tuple[TokenLogprob, ...] = ()
-    origins: tuple[SaidToken, ...] = ()
+    origins: tuple[OriginToken, ...] = ()
     rounds: tuple[RoundRecord, ...] = ()
     ids: tuple[int, ...] = ()
 
@@ -127,7 +123,7 @@ NO_EXTRAS = Extras()
 
 
 def joined(many: Iterable[Extras]) -> Extras:
-    """Of all their tokens."""
+    """Concatenates."""
     rows = list(many)
     return Extras(
         tuple(one for row in rows for one in row.logprobs),
@@ -138,20 +134,20 @@ def joined(many: Iterable[Extras]) -> Extras:
 
 
 def extras_of(chunk: Chunk, words: TextStream | None, with_ids: bool = False) -> Extras:
-    """`words` has taken the tokens before; None: nobody asked for texts and origins."""
+    """Returns the extras of a chunk. `words` detokenizes for origins; None if they were not requested."""
     if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not with_ids:
         return NO_EXTRAS
-    said = () if words is None else tuple(_said(chunk, words))
+    said = () if words is None else tuple(_origin_tokens(chunk, words))
     return Extras(chunk.logprobs or (), said, chunk.rounds or (), chunk.token_ids if with_ids else ())
 
 
-def _said(chunk: Chunk, words: TextStream) -> Iterator[SaidToken]:
+def _origin_tokens(chunk: Chunk, words: TextStream) -> Iterator[OriginToken]:
     for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
-        yield SaidToken(words.feed((token,)).text, origin)
+        yield OriginToken(words.feed((token,)).text, origin)
 
 
 def speculated(extras: Extras) -> shapes.Speculated | None:
-    """As OpenAI's two older APIs have it here; None where there is nothing to tell."""
+    """Converts to the `speculation` field of chat and text completions; None if empty."""
     if not extras.origins and not extras.rounds:
         return None
     origins = [shapes.TokenOrigin(text=one.text, origin=one.origin.name.lower()) for one in extras.origins]
@@ -187,7 +183,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJob:
-    """One choice: a prompt's tokens, and how they are completed. `words` spells them out, if their origins are told."""
+    """One choice: its prompt and parameters. `words` detokenizes, if token origins are requested."""
 
     tokens: tuple[int, ...]
     params: GenerationParams
@@ -195,7 +191,7 @@ class ChoiceJob:
 
 
 def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams) -> ChoiceJob:
-    """With what its manner asks for."""
+    """Returns the job of a choice."""
     sampling = params.sampling
     ends = frozenset[int]() if sampling.ignore_eos else codec.eos
     return ChoiceJob(tokens, params, TextStream(codec, tokens, sampling.stop, ends) if params.origins else None)
@@ -203,7 +199,7 @@ def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams) -> 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceText:
-    """Choice `index` has more text, by `tokens`; `extras` are theirs."""
+    """New text of choice `index`, its tokens and their extras."""
 
     index: int
     text: str
@@ -213,7 +209,7 @@ class ChoiceText:
 
 @dataclass(frozen=True, slots=True)
 class ChoicePrefill:
-    """So much of choice `index`'s prompt has been read."""
+    """Progress of reading choice `index`'s prompt."""
 
     index: int
     done: int
@@ -222,31 +218,32 @@ class ChoicePrefill:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnded:
-    """Choice `index` is finished."""
+    """Choice `index` is complete."""
 
     index: int
     result: GenerationResult
 
 
 News = ChoiceText | ChoicePrefill | ChoiceEnded
-AtOnce = Callable[[News | Exception], bool]
-"""Is offered what comes while nothing waits; whether it took it."""
-Watching = Callable[[int, ChoiceJob], ChoiceTimer]
-"""What watches a choice, by its index."""
+WriteNow = Callable[[News | Exception], bool]
+"""Receives a result while nothing is queued; returns whether it wrote it."""
+StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
+"""Starts the timer of a choice, by its index."""
 
 
 class RequestRun:
-    """Begins on creation; `news` until `over`, then `close`, which is right at any time, and gives the `place` back.
+    """Starts on creation. Call `news` until `over`, then `close`, which cancels what still runs and releases the
+    `place`.
 
-    A choice that takes longer than `longest` seconds, or than its own manner says, is given up. `caller`: for whom it
-    is, where the asker asks for many.
+    A choice ends with an error after `longest` seconds, or its own timeout. `caller` identifies the user to an
+    orchestrator with several.
     """
 
     def __init__(
         self,
         client: AsyncBaseClient,
         jobs: Sequence[ChoiceJob],
-        watch: Watching,
+        watch: StartTimer,
         place: ExitStack,
         longest: float | None,
         caller: str,
@@ -264,28 +261,28 @@ class RequestRun:
 
     @property
     def over(self) -> bool:
-        """Whether all choices are finished and told."""
+        """Whether all choices are complete and their results were returned."""
         return not self._open and not self._first
 
     async def begun(self, patience: float) -> None:
-        """Returns when there is news, or nothing for `patience` seconds.
+        """Waits for the first result, at most `patience` seconds.
 
         Raises:
-            OutriderError: the request was refused, or failed at once.
+            OutriderError: the request failed by then.
         """
         self._first = await self.news(patience)
 
-    async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
-        """What there is, in order, but for what `at_once` took; empty after `patience` seconds of silence.
+    async def news(self, patience: float, write_now: WriteNow | None = None) -> list[News]:
+        """Returns new results in order, except those that `write_now` took; none after `patience` seconds without any.
 
         Raises:
-            OutriderError: a choice failed; the others are of no use then.
+            OutriderError: a choice failed, which fails the request.
         """
         if self._first:
             first, self._first = self._first, []
             return first
         found: list[News] = []
-        for one in await self._line.take(patience, at_once):
+        for one in await self._line.take(patience, write_now):
             _add(found, one)
         for news in found:
             if isinstance(news, ChoiceEnded):
@@ -293,12 +290,12 @@ class RequestRun:
         return found
 
     async def end(self, index: int) -> None:
-        """Choice `index` is wanted no further; its end will come at once, with its numbers."""
+        """Ends choice `index` early. Its result follows."""
         if index in self._streams:
             await self._streams.pop(index).end()
 
     async def close(self) -> None:
-        """Cancels what is not finished, and returns when it is cancelled."""
+        """Cancels unfinished choices, and waits until they are cancelled."""
         self._place.close()
         for task in self._tasks:
             task.cancel()
@@ -327,7 +324,7 @@ class RequestRun:
             late = f"the answer was not complete after {min(limits):g} s and was cancelled; set a longer timeout"
             self._line.put(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._line.put(failed := error)  # so that nobody waits for the rest
+            self._line.put(failed := error)  # ends the reader's wait
             raise
         finally:
             watch.ended(result, failed)
@@ -349,7 +346,7 @@ class RequestRun:
 
 
 def _add(found: list[News], one: News | Exception) -> None:
-    """Texts of one choice that come together are one."""
+    """Joins consecutive texts of one choice."""
     if isinstance(one, Exception):
         raise one
     last = found[-1] if found else None

@@ -1,10 +1,6 @@
-"""Server-Sent Events: a response whose events are written as they come, and whose end is its reader's, too.
+"""Server-sent events: streamed responses that end when their client disconnects.
 
-A reader who leaves ends the run behind it; one who takes nothing for a while is made to (`connection.py`). A stream
-that fails says so in an event of its own API and ends; its status has been sent long before.
-
-`Stencil`: an event whose text alone changes from chunk to chunk: written once by its shape, and filled in from then
-on.
+A stream that fails after its start reports the error in an event of its API.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
-from outrider.server.answers.part_stream import PartStream, Words
+from outrider.server.answers.parts import PartStream, StreamItem
 from outrider.server.answers.run import News
 from outrider.server.connection import ChunkWriter, DirectChunkWriter, chunk_writer
 from outrider.server.problems import Problem, Refused, problem_of
@@ -29,41 +25,41 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: str, name: str | None = None) -> bytes:
-    """One event; `data` is JSON, which has no line breaks."""
+    """Returns one event. `data` is JSON without line breaks."""
     return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
 
 
 def failed(problem: Problem) -> bytes:
-    """An error in the middle of a stream, as OpenAI's two older APIs have it."""
+    """Returns the error event of chat and text completions."""
     return event(problem.body(anthropic=False, request_id="").decode())
 
 
 def comment(text: str) -> bytes:
-    """What keeps a connection alive and means nothing to its reader."""
+    """Returns a comment, which keeps the connection alive and which clients ignore."""
     return f": {text}\n\n".encode()
 
 
 class EventWriter(Protocol):
-    """An API's way to write what is told; an event or several, or none."""
+    """Writes stream items as events of one API. Each method may return several events, or none."""
 
     def begin(self) -> bytes:
-        """What comes before all else."""
+        """The events at the start."""
 
-    def of(self, one: Words) -> bytes:
-        """What tells this."""
+    def of(self, one: StreamItem) -> bytes:
+        """The events of one item."""
 
     def end(self) -> bytes:
-        """What comes when all choices are at their end."""
+        """The events after the last choice."""
 
     def failed(self, problem: Problem) -> bytes:
-        """An error in the middle."""
+        """The event of an error."""
 
 
 class EventStream(Response):
-    """What is told, as `events` write it; closes `parts` in the end, however it came.
+    """A response that writes `parts` as `events` formats them, and closes `parts` at its end.
 
-    Text is written in the very turn of the loop that brings it, with no task between, as long as nothing waits to be
-    written; all else, and text for a reader who is late, by the task that runs this.
+    New text is written in the turn of the event loop that delivers it, without switching tasks, unless the write buffer
+    is full. The response's own task writes everything else.
     """
 
     media_type = "text/event-stream"
@@ -75,26 +71,26 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        telling = asyncio.create_task(self._tell(chunk_writer(scope, send), send))
-        leaving = asyncio.create_task(gone(receive))
+        writing = asyncio.create_task(self._write(chunk_writer(scope, send), send))
+        disconnect = asyncio.create_task(wait_for_disconnect(receive))
         try:
-            await asyncio.wait({telling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            was_told = telling.done()
-            for task in (telling, leaving):
+            is_written = writing.done()
+            for task in (writing, disconnect):
                 task.cancel()
-            await asyncio.gather(telling, leaving, return_exceptions=True)
+            await asyncio.gather(writing, disconnect, return_exceptions=True)
             await self._parts.close()
-        if was_told:
-            telling.result()
+        if is_written:
+            writing.result()
 
-    async def _tell(self, to: ChunkWriter, send: Send) -> None:
+    async def _write(self, to: ChunkWriter, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await to.write(self._events.begin())
-            at_once = partial(self._at_once, to) if isinstance(to, DirectChunkWriter) else None
+            write_now = partial(self._write_now, to) if isinstance(to, DirectChunkWriter) else None
             while not self._parts.over:
-                for one in await self._parts.next(at_once):
+                for one in await self._parts.next(write_now):
                     await to.write(self._events.of(one))
             await to.write(self._events.end())
         except (OutriderError, Refused) as error:
@@ -105,19 +101,19 @@ class EventStream(Response):
             raise
         await self._end(send)
 
-    def _at_once(self, to: DirectChunkWriter, news: News | Exception) -> bool:
-        """Whether there was room for it, and it is more text."""
-        told = self._parts.text(news) if to.is_free else None
-        for one in told or ():
+    def _write_now(self, to: DirectChunkWriter, news: News | Exception) -> bool:
+        """Writes `news` if it is text and the write buffer has room; returns whether it did."""
+        items = self._parts.text(news) if to.is_free else None
+        for one in items or ():
             to.put(self._events.of(one))
-        return told is not None
+        return items is not None
 
     async def _end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def gone(receive: Receive) -> None:
-    """Returns when the reader has closed the connection."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -126,11 +122,14 @@ _PLACE = secrets.token_hex(16)
 
 
 class Stencil:
-    """`written` is the event with a text; the text stands in it once, as JSON."""
+    """An event that is serialized once and then filled with each chunk's text.
+
+    `written` returns the event for a text, which must occur in it once, as JSON.
+    """
 
     def __init__(self, written: Callable[[str], bytes]) -> None:
         self._before, self._after = written(_PLACE).split(to_json(_PLACE))
 
     def filled(self, text: str) -> bytes:
-        """The event with this text."""
+        """Returns the event with this text."""
         return self._before + to_json(text) + self._after

@@ -1,33 +1,25 @@
-"""What answers report beside their text: tokens counted, thoughts among them, log-probabilities, and what made them.
-
-`usage`: tokens counted, in each API's own terms.
-
-`about`: how answers name what made them: the server's fingerprint, and what gives a text again.
-
-`counter`: how many of an answer's tokens were thoughts, their marks among them: by the bytes that each token stands
-for.
-
-`Speller`: log-probabilities as OpenAI's two older APIs write them: each token with its text and its bytes. The end
-token has no text, and is left out; so the texts put together are the answer, thoughts and marks included.
-"""
+"""What responses contain beside text: usage, log-probabilities, reproduction info, and notes on schema violations."""
 
 from __future__ import annotations
 
 import codecs
+import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.answers.part_stream import ChoiceState
-from outrider.server.answers.parts import TextPart
+from outrider.server.answers.parts import ChoiceState, TextPart
+from outrider.server.mapping.conversation import Toolbox
+from outrider.server.mapping.output_format import OutputFormat
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
-from outrider.server.model.tool_format import SpanTags
+from outrider.server.model.tool_format import SpanTags, ToolCall
 from outrider.server.shapes.base import CachedTokens, Outrider, ReasoningTokens, Usage
 from outrider.server.shapes.chat import ChatLogprobs, CompletionLogprobs, LikelyToken, SpelledToken
 from outrider.server.shapes.messages import MessagesUsage
@@ -37,17 +29,18 @@ FINGERPRINT = f"outrider-{PACKAGE_VERSION}"
 
 
 def about(result: GenerationResult | None, seed: int, notes: Sequence[str] = ()) -> Outrider:
-    """`seed` is told where there is no result, as of a choice that was ended at its first call; `notes` come first."""
+    """Returns the `outrider` field. `seed` is used if there is no result, as when a choice ended at its first tool
+    call."""
     if result is None:
         return Outrider(seed=seed, mode="", notes=list(notes))
     return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
 
 
-Count = Callable[[ChoiceState], int]
+ThoughtCounter = Callable[[ChoiceState], int]
 
 
-def counter(model: ServedModel, prompt: TokenizedPrompt) -> Count:
-    """For answers to `prompt`, which may have begun a thought."""
+def counter(model: ServedModel, prompt: TokenizedPrompt) -> ThoughtCounter:
+    """Returns a function that counts an answer's thinking tokens."""
     begun = prompt.thoughts is Thoughts.BEGUN
 
     def count(choice: ChoiceState) -> int:
@@ -59,7 +52,7 @@ def counter(model: ServedModel, prompt: TokenizedPrompt) -> Count:
 
 
 def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
-    """Those from a thought's first mark to its last; a text cut off within it has nothing else."""
+    """Counts the tokens of thinking, tags included, by the bytes that each token stands for."""
     pieces = [spelling.of(token) for token in tokens]
     text, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
     first, last = tags.start.encode(), tags.end.encode()
@@ -73,8 +66,8 @@ def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list
     return count
 
 
-def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: Count | None = None) -> Usage:
-    """OpenAI's; a prompt that several choices share counts once. `thoughts` are counted where there may be any."""
+def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtCounter | None = None) -> Usage:
+    """Returns OpenAI's usage. A prompt shared by several choices counts once."""
     made = sum(len(choice.tokens) for choice in choices)
     held = max((choice.timings.cache_n for choice in choices), default=0)
     return Usage(
@@ -86,8 +79,8 @@ def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: Count | 
     )
 
 
-def responses_usage(prompt_tokens: int, choice: ChoiceState, thoughts: Count) -> ResponsesUsage:
-    """That of the responses API."""
+def responses_usage(prompt_tokens: int, choice: ChoiceState, thoughts: ThoughtCounter) -> ResponsesUsage:
+    """Returns the usage of the responses API."""
     made = len(choice.tokens)
     return ResponsesUsage(
         input_tokens=prompt_tokens,
@@ -101,7 +94,7 @@ def responses_usage(prompt_tokens: int, choice: ChoiceState, thoughts: Count) ->
 
 
 def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
-    """Anthropic's; None: nothing has been made yet."""
+    """Returns Anthropic's usage. `choice` None: nothing was generated yet."""
     held = choice.timings.cache_n if choice is not None else 0
     return MessagesUsage(
         input_tokens=prompt_tokens - held,
@@ -111,19 +104,19 @@ def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUs
 
 
 LEAST = -9999.0
-"""What OpenAI writes for a token that can't be."""
+"""OpenAI's value for an impossible token."""
 
 
-class Speller:
-    """One model's tokens in words; those in `ends` are not told."""
+class LogprobFormatter:
+    """Formats log-probabilities for OpenAI's APIs. Tokens in `ends` (end of text) are omitted."""
 
     def __init__(self, codec: TextCodec, ends: frozenset[int]) -> None:
         self._codec, self._ends = codec, ends
 
     def content(self, rows: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        """As chats have them; None for no tokens."""
-        told = self.visible(rows)
-        return ChatLogprobs(content=[self.spelled(row) for row in told]) if told else None
+        """Formats for chat completions; None without tokens."""
+        visible = self.visible(rows)
+        return ChatLogprobs(content=[self.spelled(row) for row in visible]) if visible else None
 
     def visible(self, rows: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         return [row for row in rows if row.token not in self._ends]
@@ -132,7 +125,7 @@ class Speller:
         return self._codec.spelling.of(token)
 
     def text(self, token: int) -> str:
-        """What is not a whole character is U+FFFD."""
+        """Decodes a token; incomplete characters become U+FFFD."""
         return self.bytes_of(token).decode(errors="replace")
 
     def spelled(self, row: TokenLogprob) -> SpelledToken:
@@ -143,49 +136,49 @@ class Speller:
         return LikelyToken(token=self.text(token), logprob=max(value, LEAST), bytes=list(self.bytes_of(token)))
 
 
-class Wording:
-    """The tokens of the words that a reader is told: of what the model writes those that a stretch of it is made of."""
+class TextLogprobs:
+    """Assigns log-probabilities to the text parts that a reader sees."""
 
-    def __init__(self, speller: Speller) -> None:
+    def __init__(self, speller: LogprobFormatter) -> None:
         self._speller = speller
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._rows: list[tuple[int, SpelledToken]] = []
-        self._length = self._told = 0
+        self._length = self._returned = 0
 
     def take(self, rows: Sequence[TokenLogprob]) -> None:
-        """The next that were written."""
+        """Adds the next tokens."""
         for row in self._speller.visible(rows):
             self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
             self._rows.append((self._length, self._speller.spelled(row)))
 
     def next(self, words: TextPart) -> list[SpelledToken]:
-        """The tokens that `words` end, or go on with, and that no words before them had."""
+        """Returns the tokens that end in `words` and were not returned before."""
         found = []
-        while self._told < len(self._rows) and self._rows[self._told][0] <= words.at + len(words.text):
-            end, row = self._rows[self._told]
+        while self._returned < len(self._rows) and self._rows[self._returned][0] <= words.at + len(words.text):
+            end, row = self._rows[self._returned]
             found += [row] if end > words.at else []
-            self._told += 1
+            self._returned += 1
         return found
 
 
-class Listing:
-    """One completion's tokens side by side, as far as they have come."""
+class CompletionLogprobWriter:
+    """Log-probabilities of one text completion, with text offsets."""
 
-    def __init__(self, speller: Speller) -> None:
+    def __init__(self, speller: LogprobFormatter) -> None:
         self._speller = speller
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
     def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        """Those of `rows`, which follow what was told before; None for no tokens."""
-        told = self._speller.visible(rows)
-        if not told:
+        """Formats the next tokens; None without any."""
+        visible = self._speller.visible(rows)
+        if not visible:
             return None
         return CompletionLogprobs(
-            tokens=[self._speller.text(row.token) for row in told],
-            token_logprobs=[max(row.logprob, LEAST) for row in told],
-            top_logprobs=[self._top(row) for row in told],
-            text_offset=[self._offset(row.token) for row in told],
+            tokens=[self._speller.text(row.token) for row in visible],
+            token_logprobs=[max(row.logprob, LEAST) for row in visible],
+            top_logprobs=[self._top(row) for row in visible],
+            text_offset=[self._offset(row.token) for row in visible],
         )
 
     def _offset(self, token: int) -> int:
@@ -194,7 +187,7 @@ class Listing:
         return before
 
     def _top(self, row: TokenLogprob) -> dict[str, float]:
-        """By text; of tokens that read alike the likeliest. The token itself is always there."""
+        """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
         found = {self._speller.text(row.token): max(row.logprob, LEAST)}
         for token, value in row.top:
             if value > NEVER:
@@ -202,15 +195,16 @@ class Listing:
         return found
 
 
-def speller(model: ServedModel, sampling: SamplingParams) -> Speller | None:
-    """None when no log-probabilities are wanted."""
+def speller(model: ServedModel, sampling: SamplingParams) -> LogprobFormatter | None:
+    """Returns None if no log-probabilities are requested."""
     if sampling.logprobs is None:
         return None
-    return Speller(model.codec, frozenset() if sampling.ignore_eos else model.codec.eos)
+    return LogprobFormatter(model.codec, frozenset() if sampling.ignore_eos else model.codec.eos)
 
 
 def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[ChoiceState]:
-    """Of each `tried` choices the `kept` ones whose tokens are likeliest in the mean, the best first; renumbered."""
+    """Of every `tried` choices keeps the `kept` with the highest mean log-probability, best first, and renumbers
+    them."""
     if tried == kept:
         return list(choices)
     best: list[ChoiceState] = []
@@ -222,3 +216,83 @@ def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[Cho
 def _mean(choice: ChoiceState) -> float:
     rows = choice.extras.logprobs
     return sum(row.logprob for row in rows) / max(len(rows), 1)
+
+
+SchemaChecker = Callable[[Sequence[ChoiceState]], list[str]]
+_LONGEST = 300
+
+
+def no_notes(_choices: Sequence[ChoiceState]) -> list[str]:
+    return []
+
+
+def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> SchemaChecker:
+    """Returns a function that checks answers and non-strict tool calls against what the grammar did not enforce of
+    their schemas, such as uniqueItems. Violations become notes."""
+    checks = ([_check_texts(form)] if form is not None and form.loose else []) + (
+        [_check_calls(box)] if box is not None and box.tools else []
+    )
+    return (lambda choices: [note for check in checks for note in check(choices)]) if checks else no_notes
+
+
+def _check_texts(form: OutputFormat) -> SchemaChecker:
+    try:
+        validator = _validator(json.loads(form.grammar.text))
+    except ValueError as error:
+        note = f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"
+        return lambda _choices: [note]
+
+    def notes(choices: Sequence[ChoiceState]) -> list[str]:
+        found = []
+        for choice in choices:
+            if choice.finish == "length" or choice.calls:
+                continue
+            wrong = _first(validator, choice.text)
+            if wrong is not None:
+                found.append(
+                    f"{form.param}: choice {choice.index} does not satisfy its schema: {wrong[:_LONGEST]}; no grammar"
+                    " holds this part of it, and strict would have refused it"
+                )
+        return found
+
+    return notes
+
+
+def _check_calls(box: Toolbox) -> SchemaChecker:
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in box.tools}
+
+    def wrong(call: ToolCall) -> str | None:
+        if call.name in box.strict or call.name not in schemas:
+            return None
+        try:
+            return _first(_validator(schemas[call.name]), call.arguments)
+        except ValueError as error:
+            return f"the schema can't be checked ({error})"
+
+    def notes(choices: Sequence[ChoiceState]) -> list[str]:
+        calls = [call for choice in choices for call in choice.calls]
+        return [
+            f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"
+            for call in calls
+            if (why := wrong(call)) is not None
+        ]
+
+    return notes
+
+
+def _validator(schema: Any) -> Any:
+    """Compiles a validator with linear-time patterns and without remote references. Raises ValueError."""
+    import jsonschema_rs  # deferred: few schemas need it
+
+    return jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=jsonschema_rs.RegexOptions())
+
+
+def _first(validator: Any, text: str) -> str | None:
+    try:
+        return next((str(error.message) for error in validator.iter_errors(json.loads(text))), None)
+    except ValueError as error:
+        return str(error)
+
+
+def _no_retrieval(_uri: str) -> Any:
+    raise ValueError("no schema is fetched from elsewhere")

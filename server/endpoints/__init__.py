@@ -1,1 +1,1 @@
-"""One family of paths a file: from a request's shape to the answer's."""
+"""The HTTP endpoints: one file for each group of paths."""

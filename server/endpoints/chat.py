@@ -1,9 +1,4 @@
-"""POST /v1/chat/completions.
-
-`ChatEvents`: a chat's answer in OpenAI's shapes: whole, or as the chunks of a stream.
-
-OpenAI's chat completions as a conversation, its tools and its manner.
-"""
+"""POST /v1/chat/completions: OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -18,17 +13,48 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import sse
-from outrider.server.answers.afterwards import Notes, checker, no_notes
-from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, sum_of, timings
-from outrider.server.answers.parts import Part, TextPart, ThinkingPart, splitter
+from outrider.server.answers.parts import (
+    ChoiceState,
+    KeepAlive,
+    Part,
+    PartStream,
+    PartUpdate,
+    StreamItem,
+    TextPart,
+    ThinkingPart,
+    splitter,
+    timings,
+    total_timings,
+)
 from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
 from outrider.server.answers.sse import EventStream, Stencil
-from outrider.server.answers.usage import FINGERPRINT, Count, Speller, about, counter, speller, usage
-from outrider.server.endpoints.described import chunks, described, typed
-from outrider.server.mapping import speech
-from outrider.server.mapping.form import form_of
-from outrider.server.mapping.generation_params import choices, generation_params_of, room, usage_wanted
-from outrider.server.mapping.speech import ANY, MUST, Toolbox, ToolSelection, function, toolbox
+from outrider.server.answers.usage import (
+    FINGERPRINT,
+    LogprobFormatter,
+    SchemaChecker,
+    ThoughtCounter,
+    about,
+    counter,
+    no_notes,
+    schema_checker,
+    speller,
+    usage,
+)
+from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
+from outrider.server.mapping.conversation import (
+    ANY,
+    MUST,
+    Toolbox,
+    ToolSelection,
+    assistant_message,
+    function,
+    past_call,
+    text_of,
+    tool_result,
+    toolbox,
+)
+from outrider.server.mapping.generation_params import choices, generation_params_of, include_usage_of, room
+from outrider.server.mapping.output_format import output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
@@ -57,42 +83,47 @@ _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 @dataclass(frozen=True, slots=True)
 class ChatInfo:
-    """What all chunks of an answer have in common. `seed` is the request's, `prompt_tokens` its prompt's.
+    """What all chunks of an answer share. `seed` is the request's.
 
-    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
+    `thoughts` counts thinking tokens. `speller` is None without log-probabilities. `notes` checks schemas.
     """
 
     model: str
     seed: int
     prompt_tokens: int
-    thoughts: Count
-    speller: Speller | None = None
-    notes: Notes = no_notes
+    thoughts: ThoughtCounter
+    speller: LogprobFormatter | None = None
+    notes: SchemaChecker = no_notes
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def beside(self, extras: Extras) -> dict[str, Any]:
-        """What a choice has beside its text."""
+        """Returns a choice's extra fields."""
         rows = self.speller.content(extras.logprobs) if self.speller is not None else None
         return {"logprobs": rows, "speculation": speculated(extras)}
 
+    def common(self) -> dict[str, Any]:
+        """Returns the fields that are the same in every chunk and in the full response."""
+        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
+
+    def numbers(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
+        """Returns the timings and the `outrider` field of these choices."""
+        info = about(choices[0].result, self.seed, self.notes(choices))
+        return {"timings": timings(total_timings(choices)), "outrider": info}
+
 
 def completion(head: ChatInfo, choices: Sequence[ChoiceState]) -> ChatCompletion:
-    """The whole answer."""
+    """Returns the full response."""
     return ChatCompletion(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        system_fingerprint=FINGERPRINT,
+        **head.common(),
+        **head.numbers(choices),
         choices=[_choice(head, choice) for choice in choices],
         usage=usage(head.prompt_tokens, choices, head.thoughts),
-        timings=timings(sum_of(choices)),
-        outrider=about(choices[0].result, head.seed, head.notes(choices)),
     )
 
 
 class ChatEvents:
-    """A stream's: each choice begins with its role and ends with its reason and its timings."""
+    """Writes a stream: each choice starts with its role and ends with its finish reason and timings."""
 
     def __init__(self, head: ChatInfo, choices: int, include_usage: bool) -> None:
         self._head = head
@@ -105,7 +136,7 @@ class ChatEvents:
         first = Delta(role="assistant", content="")
         return b"".join(_chunk(self._head, ChunkChoice(index=n, delta=first)) for n in range(len(self._calls)))
 
-    def of(self, one: Words) -> bytes:
+    def of(self, one: StreamItem) -> bytes:
         match one:
             case PartUpdate(index=index, part=TextPart() | ThinkingPart() as part, extras=extras) if (
                 extras is NO_EXTRAS
@@ -125,11 +156,8 @@ class ChatEvents:
         if not self._include_usage:
             return sse.DONE
         head, ended = self._head, self._ended
-        last = ChatChunk(
-            id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[],
-            usage=usage(head.prompt_tokens, ended, head.thoughts), timings=timings(sum_of(ended)),
-            outrider=about(ended[0].result, head.seed, head.notes(ended)),
-        )  # fmt: skip
+        total = usage(head.prompt_tokens, ended, head.thoughts)
+        last = ChatChunk(**head.common(), **head.numbers(ended), choices=[], usage=total)
         return sse.event(last.model_dump_json()) + sse.DONE
 
     def failed(self, problem: Problem) -> bytes:
@@ -141,15 +169,12 @@ class ChatEvents:
 
 
 def call_id(call: ToolCall) -> str:
-    """The model's own, or a fresh one."""
+    """Returns the model's own id, or a new one."""
     return call.id or f"call_{secrets.token_hex(12)}"
 
 
-def _chunk(head: ChatInfo, choice: ChunkChoice) -> bytes:
-    chunk = ChatChunk(
-        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[choice]
-    )
-    return sse.event(chunk.model_dump_json())
+def _chunk(head: ChatInfo, choice: ChunkChoice, **more: Any) -> bytes:
+    return sse.event(ChatChunk(**head.common(), choices=[choice], **more).model_dump_json())
 
 
 def _end(head: ChatInfo, choice: ChoiceState) -> bytes:
@@ -159,11 +184,7 @@ def _end(head: ChatInfo, choice: ChoiceState) -> bytes:
         finish_reason=_FINISH.get(choice.finish, "stop"),
         **head.beside(choice.untold),
     )
-    chunk = ChatChunk(
-        id=head.id, created=head.created, model=head.model, system_fingerprint=FINGERPRINT, choices=[last],
-        timings=timings(choice.timings), outrider=about(choice.result, head.seed, head.notes([choice])),
-    )  # fmt: skip
-    return sse.event(chunk.model_dump_json())
+    return _chunk(head, last, **head.numbers([choice]))
 
 
 def _delta(part: Part, calls_before: int) -> Delta:
@@ -201,7 +222,7 @@ _REFUSED = {
 
 
 def refuse(asked: ChatRequest) -> None:
-    """Raises Refused for what would change the answer and can't be done."""
+    """Raises Refused for unsupported fields that would change the answer."""
     for name, why in _REFUSED.items():
         if getattr(asked, name) is not None:
             raise Refused(f"{name}: {why}", name)
@@ -217,14 +238,14 @@ def refuse(asked: ChatRequest) -> None:
         raise Refused("top_logprobs needs logprobs: true", "top_logprobs")
 
 
-def check_own_turn(said: list[ChatMessage]) -> None:
-    """Raises Refused when the last message is not the model's own, which it could go on with."""
-    if not said or said[-1].role != "assistant":
+def check_own_turn(messages: list[ChatMessage]) -> None:
+    """Raises Refused unless the last message is the assistant's."""
+    if not messages or messages[-1].role != "assistant":
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
 
 
 def logprobs(asked: ChatRequest) -> int | None:
-    """How many of each place's likeliest tokens are told; None: no log-probabilities at all."""
+    """Returns the number of top log-probabilities; None: no log-probabilities at all."""
     return asked.top_logprobs or 0 if asked.logprobs else None
 
 
@@ -248,23 +269,23 @@ def conversation(asked: ChatRequest, box: Toolbox) -> TemplateInput:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
-    go_on = bool(asked.continue_final_message)
+    continue_final = bool(asked.continue_final_message)
     return TemplateInput(
         messages=messages(asked.messages),
         tools=box.tools,
         keywords=keywords,
         answer=asked.add_generation_prompt is not False,
-        go_on=go_on,
+        continue_final=continue_final,
     )
 
 
 def messages(given: list[ChatMessage]) -> list[dict[str, Any]]:
-    """As templates take them. Raises Refused for a part that can't be read."""
+    """Converts messages for the template. Raises Refused for unsupported content."""
     return [_message(message, f"messages.{place}.content") for place, message in enumerate(given)]
 
 
 def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
-    """As templates take them. Raises Refused for one that is no function."""
+    """Converts tools for the template. Raises Refused for anything but functions."""
     found = []
     for place, tool in enumerate(given or ()):
         if tool.type != "function" or tool.function is None:
@@ -276,10 +297,10 @@ def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     content = _content(message.content, where)
     if message.role == "assistant":
-        calls = [speech.call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
-        return speech.assistant(content, calls, message.reasoning_content or message.reasoning or "")
+        calls = [past_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
+        return assistant_message(content, calls, message.reasoning_content or message.reasoning or "")
     if message.role == "tool":
-        return speech.result(content, message.tool_call_id or "", message.name)
+        return tool_result(content, message.tool_call_id or "", message.name)
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({"name": message.name} if message.name else {})}
 
@@ -287,19 +308,19 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
 def _content(content: str | list[PartIn] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return speech.text_of(((part.type, part.text) for part in content), ("text",), where)
+    return text_of(((part.type, part.text) for part in content), ("text",), where)
 
 
-router = APIRouter(route_class=typed())
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/chat/completions", response_model=None, responses=described(ChatCompletion, chunks(ChatChunk)))
+@router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
 async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
-    """Answers a conversation."""
+    """Generates an answer to a conversation."""
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    form, wanted = await context.form(form_of(asked)), logprobs(asked)
+    form, wanted = await context.form(output_format_of(asked)), logprobs(asked)
     prompt = await context.prompt(conversation(asked, box))
     grammar = await context.grammar(prompt, form, box)
     params = generation_params_of(
@@ -310,9 +331,9 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
     spell = speller(context.model, params.sampling)
     thoughts = counter(context.model, prompt)
     head = ChatInfo(
-        context.model.id, params.sampling.seed or 0, len(prompt.tokens), thoughts, spell, checker(form, box)
+        context.model.id, params.sampling.seed or 0, len(prompt.tokens), thoughts, spell, schema_checker(form, box)
     )
-    with_usage = usage_wanted(asked)
+    with_usage = include_usage_of(asked)
     if not asked.stream:
         return as_json(completion(head, await context.whole(request, jobs, splitters, box.one)))
     run = await context.streaming(request, jobs)

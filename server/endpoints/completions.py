@@ -1,7 +1,4 @@
-"""POST /v1/completions.
-
-`CompletionEvents`: a completed text in OpenAI's shape: whole, or as the events of a stream.
-"""
+"""POST /v1/completions: OpenAI's text completions."""
 
 from __future__ import annotations
 
@@ -16,35 +13,54 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import sse
-from outrider.server.answers.afterwards import Notes, checker, no_notes
-from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, sum_of, timings
-from outrider.server.answers.parts import Splitter, TextPart
+from outrider.server.answers.parts import (
+    ChoiceState,
+    KeepAlive,
+    PartStream,
+    PartUpdate,
+    Splitter,
+    StreamItem,
+    TextPart,
+    timings,
+    total_timings,
+)
 from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
 from outrider.server.answers.sse import EventStream, Stencil
-from outrider.server.answers.usage import FINGERPRINT, Listing, Speller, about, likeliest, speller, usage
-from outrider.server.endpoints.described import chunks, described, typed
-from outrider.server.mapping.form import form_of
-from outrider.server.mapping.generation_params import choices, generation_params_of, usage_wanted
+from outrider.server.answers.usage import (
+    FINGERPRINT,
+    CompletionLogprobWriter,
+    LogprobFormatter,
+    SchemaChecker,
+    about,
+    likeliest,
+    no_notes,
+    schema_checker,
+    speller,
+    usage,
+)
+from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
+from outrider.server.mapping.generation_params import choices, generation_params_of, include_usage_of
+from outrider.server.mapping.output_format import output_format_of
 from outrider.server.model.served import TokenizedPrompt
 from outrider.server.problems import Problem, Refused
 from outrider.server.server_context import ServerContext, TheServer, as_json
-from outrider.server.shapes.base import MOST_CHOICES
+from outrider.server.shapes.base import MAX_CHOICES
 from outrider.server.shapes.chat import Completion, CompletionChoice, CompletionRequest
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionInfo:
-    """What all events of an answer have in common. `echoes`: what each choice's text begins with.
+    """What all events of an answer share. `echoes`: the text that each choice begins with.
 
-    `speller`: for log-probabilities, if they are wanted. `notes`: of choices.
+    `speller` is None without log-probabilities. `notes` checks schemas.
     """
 
     model: str
     seed: int
     prompt_tokens: int
     echoes: Sequence[str]
-    speller: Speller | None = None
-    notes: Notes = no_notes
+    speller: LogprobFormatter | None = None
+    notes: SchemaChecker = no_notes
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -55,34 +71,39 @@ class CompletionInfo:
 
 
 def completion(head: CompletionInfo, choices: Sequence[ChoiceState], made: Sequence[ChoiceState]) -> Completion:
-    """The whole answer; its numbers are those of all that was `made` for it."""
+    """Returns the full response. Usage and timings include all choices that were `made`."""
     texts = [
         CompletionChoice(
             index=choice.index,
             text=head.echoes[choice.index] + choice.text,
             finish_reason=_finish(choice),
-            **_beside(Listing(head.speller) if head.speller is not None else None, choice.extras),
+            **_beside(CompletionLogprobWriter(head.speller) if head.speller is not None else None, choice.extras),
         )
         for choice in choices
     ]
-    numbers = {"timings": timings(sum_of(made)), "outrider": about(choices[0].result, head.seed, head.notes(choices))}
+    numbers = {
+        "timings": timings(total_timings(made)),
+        "outrider": about(choices[0].result, head.seed, head.notes(choices)),
+    }
     return head.shape(texts, **numbers, usage=usage(head.prompt_tokens, made))
 
 
 class CompletionEvents:
-    """A stream's; a choice's last has its reason and its timings."""
+    """Writes a stream. A choice's last event has its finish reason and timings."""
 
     def __init__(self, head: CompletionInfo, include_usage: bool) -> None:
         self._head = head
         self._include_usage = include_usage
         self._ended: list[ChoiceState] = []
-        self._listings = [Listing(head.speller) if head.speller is not None else None for _ in head.echoes]
+        self._listings = [
+            CompletionLogprobWriter(head.speller) if head.speller is not None else None for _ in head.echoes
+        ]
         self._stencil = cache(lambda index: Stencil(lambda text: self._event(index, text)))
 
     def begin(self) -> bytes:
         return b"".join(self._event(index, echo) for index, echo in enumerate(self._head.echoes) if echo)
 
-    def of(self, one: Words) -> bytes:
+    def of(self, one: StreamItem) -> bytes:
         match one:
             case PartUpdate(index=index, part=TextPart(text=text), extras=extras):
                 if extras is NO_EXTRAS:
@@ -100,8 +121,8 @@ class CompletionEvents:
     def end(self) -> bytes:
         if not self._include_usage:
             return sse.DONE
-        told = usage(self._head.prompt_tokens, self._ended)
-        return _event(self._head.shape([], **_numbers(self._head, self._ended), usage=told)) + sse.DONE
+        total = usage(self._head.prompt_tokens, self._ended)
+        return _event(self._head.shape([], **_numbers(self._head, self._ended), usage=total)) + sse.DONE
 
     def failed(self, problem: Problem) -> bytes:
         return sse.failed(problem)
@@ -111,11 +132,14 @@ class CompletionEvents:
 
 
 def _numbers(head: CompletionInfo, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-    return {"timings": timings(sum_of(choices)), "outrider": about(choices[0].result, head.seed, head.notes(choices))}
+    return {
+        "timings": timings(total_timings(choices)),
+        "outrider": about(choices[0].result, head.seed, head.notes(choices)),
+    }
 
 
-def _beside(listing: Listing | None, extras: Extras) -> dict[str, Any]:
-    """What a choice has beside its text."""
+def _beside(listing: CompletionLogprobWriter | None, extras: Extras) -> dict[str, Any]:
+    """Returns a choice's extra fields."""
     rows = listing.next(extras.logprobs) if listing is not None else None
     return {"logprobs": rows, "token_ids": list(extras.ids) or None, "speculation": speculated(extras)}
 
@@ -131,22 +155,22 @@ def _event(shape: Completion) -> bytes:
 DEFAULT_TOKENS = 16
 MAX_TOKEN = 2**31 - 1
 
-router = APIRouter(route_class=typed())
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/completions", response_model=None, responses=described(Completion, chunks(Completion)))
+@router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
 async def complete(asked: CompletionRequest, request: Request, context: TheServer) -> Response:
-    """Completes texts; of several prompts the choices follow one another."""
+    """Completes texts. Choices of several prompts follow one another."""
     context.check_model(asked.model)
     _refuse(asked)
     given = _many(asked.prompt)
     prompts = [await _prompt(context, one) for one in given]
     each, tried = choices(asked), _tried(asked)
-    if len(prompts) * tried > MOST_CHOICES:
-        raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MOST_CHOICES} in all", "n")
+    if len(prompts) * tried > MAX_CHOICES:
+        raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
-    wanted = asked.logprobs if tried == each else asked.logprobs or 0  # the best is chosen by them
-    form = await context.form(form_of(asked))
+    wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
+    form = await context.form(output_format_of(asked))
     params = generation_params_of(context.model, asked, most, await context.grammar(TokenizedPrompt(()), form), wanted)
     params = replace(params, ids=bool(asked.return_token_ids))
     jobs = [
@@ -159,12 +183,12 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
         sum(len(prompt.tokens) for prompt in prompts),
         [_text(context, one) if asked.echo else "" for one in given for _ in range(each)],
         speller(context.model, params.sampling) if asked.logprobs is not None else None,
-        checker(form),
+        schema_checker(form),
     )
-    with_usage = usage_wanted(asked)
+    with_usage = include_usage_of(asked)
     if not asked.stream:
-        told = await context.whole(request, jobs, splitters)
-        return as_json(completion(head, likeliest(told, tried, each), told))
+        made = await context.whole(request, jobs, splitters)
+        return as_json(completion(head, likeliest(made, tried, each), made))
     run = await context.streaming(request, jobs)
     return EventStream(PartStream(run, splitters), CompletionEvents(head, with_usage))
 
@@ -177,7 +201,7 @@ def _refuse(asked: CompletionRequest) -> None:
 
 
 def _tried(asked: CompletionRequest) -> int:
-    """How many texts are made of each prompt. Raises Refused."""
+    """Returns the number of choices generated per prompt. Raises Refused."""
     each = choices(asked)
     if asked.best_of is None or asked.best_of == each:
         return each

@@ -1,11 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients and coding agents ask.
-
-`MessageEvents`: an answer in Anthropic's shapes: whole, or as the events of a stream, block by block.
-
-`stop_that_ended`: which stop sequence ended a text: the orchestrator says that one did, and the tokens tell which.
-
-Anthropic's messages as a conversation, its tools and its manner.
-"""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -22,16 +15,37 @@ from outrider.orchestrator.front.text import Detokenizer
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers import sse
-from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, timings
-from outrider.server.answers.parts import Part, TextPart, ThinkingPart, splitter
+from outrider.server.answers.parts import (
+    ChoiceState,
+    KeepAlive,
+    Part,
+    PartStream,
+    PartUpdate,
+    StreamItem,
+    TextPart,
+    ThinkingPart,
+    splitter,
+    timings,
+)
 from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.sse import EventStream
 from outrider.server.answers.usage import about, messages_usage
-from outrider.server.endpoints.described import described, named_events, typed
-from outrider.server.mapping import speech
-from outrider.server.mapping.form import Form, by_format
+from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
+from outrider.server.mapping.conversation import (
+    ANY,
+    MUST,
+    NONE,
+    Toolbox,
+    ToolSelection,
+    assistant_message,
+    function,
+    past_call,
+    text_of,
+    tool_result,
+    toolbox,
+)
 from outrider.server.mapping.generation_params import generation_params, stops
-from outrider.server.mapping.speech import ANY, MUST, NONE, Toolbox, ToolSelection, function, toolbox
+from outrider.server.mapping.output_format import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
@@ -39,7 +53,7 @@ from outrider.server.server_context import TheServer, as_json
 from outrider.server.shapes.messages import (
     AnswerBlock,
     Block,
-    Counted,
+    CountTokensRequest,
     MessageAnswer,
     MessagesRequest,
     StopReason,
@@ -55,7 +69,7 @@ PING = sse.event('{"type":"ping"}', "ping")
 
 @dataclass(frozen=True, slots=True)
 class MessageInfo:
-    """What is known before the first word. `stopped_by`: the stop sequence that ended a choice."""
+    """What is known before generation. `stopped_by` returns the stop sequence that ended a choice."""
 
     model: str
     seed: int
@@ -65,7 +79,7 @@ class MessageInfo:
 
 
 def message(head: MessageInfo, choice: ChoiceState) -> MessageAnswer:
-    """The whole answer."""
+    """Returns the full response."""
     reason, stop = _reason(head, choice)
     return MessageAnswer(
         id=head.id,
@@ -80,7 +94,7 @@ def message(head: MessageInfo, choice: ChoiceState) -> MessageAnswer:
 
 
 class MessageEvents:
-    """A stream's: message_start, blocks, message_delta with the reason and the numbers, message_stop."""
+    """Writes a stream: message_start, content blocks, message_delta with the stop reason and usage, message_stop."""
 
     def __init__(self, head: MessageInfo) -> None:
         self._head = head
@@ -91,7 +105,7 @@ class MessageEvents:
         begun = MessageAnswer(id=head.id, model=head.model, content=[], usage=messages_usage(head.prompt_tokens, None))
         return _event("message_start", message=begun.model_dump())
 
-    def of(self, one: Words) -> bytes:
+    def of(self, one: StreamItem) -> bytes:
         match one:
             case KeepAlive():
                 return PING
@@ -107,7 +121,7 @@ class MessageEvents:
         return sse.event(problem.body(anthropic=True, request_id="").decode(), "error")
 
     def _turn(self, part: Part) -> bytes:
-        """To the block that `part` is of, if that is a new one."""
+        """Ends the current block and starts the block of `part`, if that is a new one."""
         if _kind(part) == self._now and not isinstance(part, ToolCall):
             return b""
         before = _ended(self._at, self._now)
@@ -130,7 +144,8 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 def _ended(at: int, kind: str) -> bytes:
-    """The end of block `at`, if there is one. A thought's signature is empty: there is nobody who checks it."""
+    """Returns the events that end block `at`, if there is one. The signature of thinking is empty: nothing verifies
+    it."""
     if not kind:
         return b""
     signed = {"type": "signature_delta", "signature": ""}
@@ -196,7 +211,7 @@ def _reason(head: MessageInfo, choice: ChoiceState) -> tuple[StopReason, str | N
 def stop_that_ended(
     codec: TextCodec, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams
 ) -> str | None:
-    """The stop string that begins first in the text of `tokens`; None when there is none."""
+    """Returns the stop string that occurs first in the text of `tokens`, or None."""
     detokenizer = Detokenizer(codec, prompt)
     ends = frozenset() if sampling.ignore_eos else codec.eos
     text = "".join(detokenizer.feed(token) for token in tokens if token not in ends) + detokenizer.finish()
@@ -208,8 +223,8 @@ _LABEL = "x-anthropic-billing-header:"
 _CHOICES = {"auto": ANY, "any": MUST, "none": NONE}
 
 
-def refuse(asked: Counted) -> None:
-    """Raises Refused for what would change the answer and can't be done."""
+def refuse(asked: CountTokensRequest) -> None:
+    """Raises Refused for unsupported fields that would change the answer."""
     if asked.mcp_servers:
         raise Refused("mcp_servers: this server does not call MCP servers; expected client tools", "mcp_servers")
     if asked.thread is not None:
@@ -222,17 +237,17 @@ def refuse(asked: Counted) -> None:
         raise Refused("compaction: conversations are not shortened; leave it out", "compaction")
 
 
-def form_of(asked: Counted) -> Form | None:
-    """What `output_config.format`, or `output_format` as it was called before, asks for. Raises Refused."""
+def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
+    """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
     if asked.output_format is not None:
-        return by_format(asked.output_format, "output_format")
+        return parse_output_format(asked.output_format, "output_format")
     given = (asked.output_config or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise Refused("output_config.format: expected an object", "output_config")
-    return by_format(given, "output_config.format")
+    return parse_output_format(given, "output_config.format")
 
 
-def tools_of(model: ServedModel, asked: Counted) -> Toolbox:
+def tools_of(model: ServedModel, asked: CountTokensRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type not in (None, "custom"):
@@ -244,7 +259,7 @@ def tools_of(model: ServedModel, asked: Counted) -> Toolbox:
     return toolbox(model, given, _choice(asked), strict)
 
 
-def _choice(asked: Counted) -> ToolSelection:
+def _choice(asked: CountTokensRequest) -> ToolSelection:
     choice = asked.tool_choice
     if choice is None:
         return ToolSelection()
@@ -256,40 +271,41 @@ def _choice(asked: Counted) -> ToolSelection:
     return ToolSelection(MUST, (choice.name,), one=True)
 
 
-def conversation(asked: Counted, box: Toolbox) -> TemplateInput:
-    """An assistant's turn at the end is continued, as Anthropic does."""
-    said: list[dict[str, Any]] = []
+def conversation(asked: CountTokensRequest, box: Toolbox) -> TemplateInput:
+    """Converts to a template's input. A final assistant turn is continued, as in Anthropic's API."""
+    messages: list[dict[str, Any]] = []
     if system := _system(asked.system or ""):
-        said.append({"role": "system", "content": system})
+        messages.append({"role": "system", "content": system})
     for place, turn in enumerate(asked.messages):
-        said += _turn(turn, f"messages.{place}.content")
+        messages += _turn(turn, f"messages.{place}.content")
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:
         keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
-    last = said[-1]
-    go_on = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
-    return TemplateInput(said, box.tools, keywords, go_on=go_on)
+    last = messages[-1]
+    continue_final = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
+    return TemplateInput(messages, box.tools, keywords, continue_final=continue_final)
 
 
 def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
-    """The messages that one turn is: each result of a tool is one of its own, before what the user says."""
+    """Converts one turn to messages. Tool results are messages of their own, before the user's text."""
     blocks = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
     results = [block for block in blocks if block.type == "tool_result"]
     calls = [block for block in blocks if block.type == "tool_use"]
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     rest = [b for b in blocks if b.type not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
     for block in results:
-        yield speech.result(_text(block.content or "", where), block.tool_use_id or "", None)
-    text = speech.text_of(((block.type, block.text) for block in rest), ("text",), where)
+        yield tool_result(_text(block.content or "", where), block.tool_use_id or "", None)
+    text = text_of(((block.type, block.text) for block in rest), ("text",), where)
     if turn.role == "assistant":
-        made = [speech.call(block.name or "", block.input or {}, block.id) for block in calls]
-        yield speech.assistant(text, made, "".join(thoughts))
+        made = [past_call(block.name or "", block.input or {}, block.id) for block in calls]
+        yield assistant_message(text, made, "".join(thoughts))
     elif rest or not results:
         yield {"role": turn.role, "content": text}
 
 
 def _system(given: str | list[Block]) -> str:
-    """Without the line by which Claude Code labels each request: with it no two prompts would begin alike."""
+    """Returns the system prompt without Claude Code's label, which differs for each request and would defeat the prompt
+    cache."""
     if isinstance(given, str):
         return given
     return _text([block for block in given if not (block.text or "").startswith(_LABEL)], "system")
@@ -298,19 +314,19 @@ def _system(given: str | list[Block]) -> str:
 def _text(content: str | list[Block], where: str) -> str:
     if isinstance(content, str):
         return content
-    return speech.text_of(((block.type, block.text) for block in content), ("text",), where)
+    return text_of(((block.type, block.text) for block in content), ("text",), where)
 
 
-router = APIRouter(route_class=typed())
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/messages", response_model=None, responses=described(MessageAnswer, named_events(), anthropic=True))
+@router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
 async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
-    """Answers a conversation."""
+    """Generates an answer to a conversation."""
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    form = form_of(asked)
+    form = output_format_of(asked)
     prompt = await context.prompt(conversation(asked, box))
     grammar = await context.grammar(prompt, form, box)
     how = generation_params(
@@ -339,9 +355,9 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
     return EventStream(PartStream(run, splitters, box.one), MessageEvents(head))
 
 
-@router.post("/messages/count_tokens", response_model=None, responses=described(TokenCount, anthropic=True))
-async def count(asked: Counted, context: TheServer) -> Response:
-    """The tokens that a conversation is."""
+@router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))
+async def count(asked: CountTokensRequest, context: TheServer) -> Response:
+    """Counts the tokens of a conversation."""
     context.check_model(asked.model)
     refuse(asked)
     prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))

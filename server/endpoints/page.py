@@ -1,7 +1,7 @@
-"""GET /, the live page, /page/..., the plain files that it is made of, and /docs, what /openapi.json says as a page.
+"""GET /: the live page, its files in /page/, and /docs, which shows /openapi.json as HTML.
 
-The page is a client of the API like any other and is open without a key, for it has none; it asks nobody else, and its
-policy lets it load nothing from anywhere.
+The page is an ordinary client of the API. It needs no key to load, and its content security policy allows no other
+host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # asked for again, by its tag: a new version is seen at once
+    "cache-control": "no-cache",  # revalidated by ETag, so that a new version shows at once
 }
 
 
@@ -54,27 +54,27 @@ async def docs(request: Request) -> Response:
 
 
 def _reference(described: Mapping[str, Any]) -> Iterator[str]:
-    """A heading a path and method, and a table of what its body may have."""
+    """Yields a heading for each path and method, and a table of the body's fields."""
     yield f"<h1>{escape(described['info']['title'])} {escape(described['info']['version'])}</h1>"
     yield '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>'
     shapes = described["components"]["schemas"]
     for path, methods in described["paths"].items():
-        for method, said in methods.items():
-            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(said.get('description', ''))}</p>"
-            body = said.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+        for method, operation in methods.items():
+            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation.get('description', ''))}</p>"
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
             shape = shapes.get(str(body.get("$ref", "")).rpartition("/")[2])
             if shape is not None:
                 yield "<table><tr><th>field</th><th>type</th><th></th></tr>"
                 needed = shape.get("required", ())
                 for name, field in shape["properties"].items():
-                    told = f"{'required; ' if name in needed else ''}{field.get('description', '')}".removesuffix("; ")
+                    note = f"{'required; ' if name in needed else ''}{field.get('description', '')}".removesuffix("; ")
                     yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type(field))}</td>"
-                    yield f"<td>{escape(told)}</td></tr>"
+                    yield f"<td>{escape(note)}</td></tr>"
                 yield "</table>"
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """In a few words."""
+    """Describes a field's type briefly."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:

@@ -1,11 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens.
-
-`ResponseEvents`: an answer in the shapes of OpenAI's responses API: whole, or as the events of a stream, item by item.
-
-`OutputItem`: the items that a response's output is made of: a message, a thought or a call each, as it grows and whole.
-
-OpenAI's responses as a conversation, its tools and its manner.
-"""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -20,17 +13,47 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.server.answers import sse
-from outrider.server.answers.afterwards import Notes, checker, no_notes
-from outrider.server.answers.part_stream import ChoiceState, KeepAlive, PartStream, PartUpdate, Words, timings
-from outrider.server.answers.parts import Part, TextPart, ThinkingPart, splitter
+from outrider.server.answers.parts import (
+    ChoiceState,
+    KeepAlive,
+    Part,
+    PartStream,
+    PartUpdate,
+    StreamItem,
+    TextPart,
+    ThinkingPart,
+    splitter,
+    timings,
+)
 from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.sse import EventStream
-from outrider.server.answers.usage import Count, Speller, Wording, about, counter, responses_usage, speller
-from outrider.server.endpoints.described import described, named_events, typed
-from outrider.server.mapping import speech
-from outrider.server.mapping.form import Form, by_format
+from outrider.server.answers.usage import (
+    LogprobFormatter,
+    SchemaChecker,
+    TextLogprobs,
+    ThoughtCounter,
+    about,
+    counter,
+    no_notes,
+    responses_usage,
+    schema_checker,
+    speller,
+)
+from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
+from outrider.server.mapping.conversation import (
+    ANY,
+    MUST,
+    Toolbox,
+    ToolSelection,
+    assistant_message,
+    function,
+    past_call,
+    text_of,
+    tool_result,
+    toolbox,
+)
 from outrider.server.mapping.generation_params import generation_params, room, stops
-from outrider.server.mapping.speech import ANY, MUST, Toolbox, ToolSelection, function, toolbox
+from outrider.server.mapping.output_format import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
@@ -57,9 +80,10 @@ _PREFIX = {TextPart: "msg", ThinkingPart: "rs", ToolCall: "fc"}
 
 
 class OutputItem:
-    """A part that grows, under its own id, with the log-probabilities of its words, if there is a `wording`."""
+    """An item of the output: a message, reasoning or a call, as it grows. `wording` assigns log-probabilities, if
+    requested."""
 
-    def __init__(self, part: Part, status: str, wording: Wording | None) -> None:
+    def __init__(self, part: Part, status: str, wording: TextLogprobs | None) -> None:
         self.part = part
         self._wording = wording
         self.rows = self._next(part)
@@ -72,11 +96,11 @@ class OutputItem:
         return "output_text" if isinstance(self.part, TextPart) else "reasoning_text"
 
     def content(self, text: str) -> dict[str, Any]:
-        """The one part of its content with `text`."""
+        """Returns the item's only content part, with `text`."""
         return (self._words(text) if isinstance(self.part, TextPart) else ReasoningText(text=text)).model_dump()
 
     def grow(self, part: Part) -> list[SpelledToken]:
-        """Returns the log-probabilities that came with it."""
+        """Adds a part, and returns its log-probabilities."""
         rows = self._next(part)
         self.rows += rows
         if isinstance(self.part, TextPart) and isinstance(part, TextPart):
@@ -113,15 +137,15 @@ class OutputItem:
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """What is known before the first word, and what was asked and is told again.
+    """What is known before generation, and request fields that the response repeats.
 
-    `thoughts` counts a choice's; `speller`: for log-probabilities, if they are wanted.
+    `thoughts` counts thinking tokens. `speller` is None without log-probabilities.
     """
 
     model: str
     seed: int
     prompt_tokens: int
-    thoughts: Count
+    thoughts: ThoughtCounter
     notes: Sequence[str]
     tool_choice: str | Object
     tools: list[Object]
@@ -130,8 +154,8 @@ class ResponseInfo:
     max_output_tokens: int | None
     temperature: float
     top_p: float
-    speller: Speller | None = None
-    checked: Notes = no_notes
+    speller: LogprobFormatter | None = None
+    checked: SchemaChecker = no_notes
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
     created_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -153,7 +177,7 @@ class ResponseInfo:
 
 
 def response(head: ResponseInfo, choice: ChoiceState, items: list[Output] | None = None) -> ResponseObject:
-    """The whole answer; `items` are those that a stream has told already."""
+    """Returns the full response. `items` are those that a stream already sent."""
     cut = choice.finish == "length"
     state = "incomplete" if cut else "completed"
     made = items if items is not None else _items(head, choice, state)
@@ -168,28 +192,29 @@ def response(head: ResponseInfo, choice: ChoiceState, items: list[Output] | None
 
 
 def _items(head: ResponseInfo, choice: ChoiceState, state: str) -> list[Output]:
-    wording = Wording(head.speller) if head.speller is not None else None
+    wording = TextLogprobs(head.speller) if head.speller is not None else None
     if wording is not None:
         wording.take(choice.extras.logprobs)
     return [OutputItem(part, state, wording).whole() for part in choice.parts]
 
 
 class ResponseEvents:
-    """One stream's; each event has its number."""
+    """Writes a stream with numbered events."""
 
     def __init__(self, head: ResponseInfo) -> None:
         self._head = head
-        self._wording = Wording(head.speller) if head.speller is not None else None
+        self._wording = TextLogprobs(head.speller) if head.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
         self._item: OutputItem | None = None
 
     def begin(self) -> bytes:
-        """response.created; items follow, and response.completed or response.incomplete with the whole answer."""
+        """Writes response.created and response.in_progress. The stream ends with response.completed or
+        response.incomplete."""
         begun = self._head.shape([], status="in_progress").model_dump()
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def of(self, one: Words) -> bytes:
+    def of(self, one: StreamItem) -> bytes:
         match one:
             case KeepAlive(note=note):
                 return sse.comment(note)
@@ -206,7 +231,7 @@ class ResponseEvents:
         return b""
 
     def failed(self, problem: Problem) -> bytes:
-        """An error in the middle of the stream: the whole answer is one that failed."""
+        """Writes response.failed."""
         error = {"code": problem.code or "server_error", "message": problem.message}
         answer = self._head.shape(self._items, status="failed", error=error)
         return self._event("response.failed", response=answer.model_dump())
@@ -275,7 +300,7 @@ _REFUSED = {
 
 
 def refuse(asked: ResponsesRequest) -> None:
-    """Raises Refused for what would change the answer and can't be done."""
+    """Raises Refused for unsupported fields that would change the answer."""
     if asked.top_logprobs and logprobs(asked) is None:
         raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
     for name, why in _REFUSED.items():
@@ -286,23 +311,23 @@ def refuse(asked: ResponsesRequest) -> None:
 
 
 def logprobs(asked: ResponsesRequest) -> int | None:
-    """How many of each place's likeliest tokens are told; None: no log-probabilities at all."""
+    """Returns the number of top log-probabilities; None: no log-probabilities at all."""
     return asked.top_logprobs or 0 if _LOGPROBS in (asked.include or ()) else None
 
 
-def form_of(asked: ResponsesRequest) -> Form | None:
-    """What `text.format` asks for. Raises Refused."""
+def output_format_of(asked: ResponsesRequest) -> OutputFormat | None:
+    """Returns the format of `text.format`. Raises Refused."""
     given = (asked.text or {}).get("format")
     if given is not None and not isinstance(given, dict):
         raise Refused("text.format: expected an object", "text")
-    return by_format(given, "text.format", may_be_loose=True)
+    return parse_output_format(given, "text.format", may_be_loose=True)
 
 
 def tools_of(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type != "function":
-            continue  # an offer that nobody here can keep; `notes` says so
+            continue  # ignored; `notes` mentions it
         if not tool.name:
             raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
@@ -322,59 +347,60 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
 
 
 def notes(asked: ResponsesRequest) -> list[str]:
-    """What was left out: coding agents offer tools that run at OpenAI beside their own."""
+    """Notes ignored tools: coding agents also offer tools that run at OpenAI."""
     others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
     return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
 
 
 def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
-    said: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if asked.instructions:
-        said.append({"role": "system", "content": asked.instructions})
+        messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
-        said.append({"role": "user", "content": asked.input})
+        messages.append({"role": "user", "content": asked.input})
     else:
-        said += _items_in(asked.input)
+        messages += _items_in(asked.input)
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning.effort)
-    return TemplateInput(said, box.tools, keywords)
+    return TemplateInput(messages, box.tools, keywords)
 
 
 def _items_in(items: list[ItemIn]) -> list[dict[str, Any]]:
-    """Calls and thoughts are items of their own here, and belong to one turn of the assistant's in a template."""
-    said: list[dict[str, Any]] = []
+    """Converts input items. Calls and reasoning are separate items, but belong to one assistant message in a
+    template."""
+    messages: list[dict[str, Any]] = []
     for place, item in enumerate(items):
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                _say(said, item.role, _text(item.content, f"{where}.content"))
+                _add_message(messages, item.role, _text(item.content, f"{where}.content"))
             case "function_call":
-                _own(said).setdefault("tool_calls", []).append(
-                    speech.call(item.name or "", item.arguments or "{}", item.call_id)
+                _last_assistant_message(messages).setdefault("tool_calls", []).append(
+                    past_call(item.name or "", item.arguments or "{}", item.call_id)
                 )
             case "function_call_output":
-                said.append(speech.result(_text(item.output, f"{where}.output"), item.call_id or "", None))
+                messages.append(tool_result(_text(item.output, f"{where}.output"), item.call_id or "", None))
             case "reasoning":
                 thought = _text(item.content, f"{where}.content")
-                said.append(speech.assistant("", [], thought))
+                messages.append(assistant_message("", [], thought))
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
-    return [message for message in said if not _is_empty(message)]
+    return [message for message in messages if not _is_empty(message)]
 
 
-def _say(said: list[dict[str, Any]], role: str, text: str) -> None:
-    if role == "assistant" and said and said[-1]["role"] == "assistant" and not said[-1]["content"]:
-        said[-1]["content"] = text  # behind its own thought
+def _add_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
+    if role == "assistant" and messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
+        messages[-1]["content"] = text  # follows its reasoning
     else:
-        said.append({"role": "system" if role == "developer" else role, "content": text})
+        messages.append({"role": "system" if role == "developer" else role, "content": text})
 
 
-def _own(said: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's turn at the end; a new one where another speaks last."""
-    if not said or said[-1]["role"] != "assistant":
-        said.append(speech.assistant("", []))
-    return said[-1]
+def _last_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the last message if it is the assistant's, else a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append(assistant_message("", []))
+    return messages[-1]
 
 
 def _is_empty(message: dict[str, Any]) -> bool:
@@ -384,19 +410,19 @@ def _is_empty(message: dict[str, Any]) -> bool:
 def _text(content: str | list[Content] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return speech.text_of(((part.type, part.text) for part in content), _READABLE, where)
+    return text_of(((part.type, part.text) for part in content), _READABLE, where)
 
 
-router = APIRouter(route_class=typed())
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/responses", response_model=None, responses=described(ResponseObject, named_events()))
+@router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
-    """Answers an input."""
+    """Generates a response to an input."""
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    form = await context.form(form_of(asked))
+    form = await context.form(output_format_of(asked))
     prompt = await context.prompt(conversation(asked, box))
     grammar = await context.grammar(prompt, form, box)
     how = generation_params(
@@ -431,7 +457,7 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
         temperature=how.sampling.temp,
         top_p=how.sampling.top_p,
         speller=speller(context.model, how.sampling),
-        checked=checker(form, box),
+        checked=schema_checker(form, box),
     )
     jobs = [ChoiceJob(prompt.tokens, how)]
     splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None)]
@@ -442,9 +468,9 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
     return EventStream(PartStream(run, splitters, box.one), ResponseEvents(head))
 
 
-@router.post("/responses/input_tokens", response_model=None, responses=described(InputTokens))
+@router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
 async def count(asked: ResponsesRequest, context: TheServer) -> Response:
-    """The tokens that an input is."""
+    """Counts the tokens of an input."""
     context.check_model(asked.model)
     refuse(asked)
     prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))

@@ -1,65 +1,117 @@
-"""Small paths: GET /health, /ready, /version, /metrics and /v1/models; POST /tokenize, /detokenize and
-/apply-template.
+"""GET /health, /ready, /version, /metrics and /v1/models; POST /tokenize, /detokenize and /apply-template.
 
-GET /health, /ready, /version and /metrics.
-
-POST /tokenize, /detokenize and /apply-template, in llama.cpp's fields and in vLLM's.
-
-GET /v1/models, and what is asked for beside a model of text and is not there.
+/tokenize and /detokenize accept llama.cpp's and vLLM's fields.
 """
 
 from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from typing import Literal
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 from starlette.responses import Response
 
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints import chat
-from outrider.server.endpoints.described import described, problems, typed
-from outrider.server.mapping.speech import ToolSelection, toolbox
+from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
+from outrider.server.mapping.conversation import ToolSelection, toolbox
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
 from outrider.server.server_context import ServerContext, TheServer, as_json
-from outrider.server.shapes.chat import ChatMessage
-from outrider.server.shapes.plain import (
-    Applied,
-    Detokenized,
-    DetokenizeRequest,
-    Health,
-    Model,
-    Models,
-    Piece,
-    Ready,
-    TemplateRequest,
-    Tokenized,
-    TokenizeRequest,
-    Version,
-)
+from outrider.server.shapes.base import ApiResponse, absent
+from outrider.server.shapes.chat import ChatMessage, DetokenizeRequest, TemplateRequest, TokenizeRequest
+
+
+class Model(ApiResponse):
+    """A model, with the fields that OpenAI's and Anthropic's clients expect."""
+
+    id: str
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    created: int
+    created_at: str
+    owned_by: str = "outrider"
+    display_name: str
+    lifecycle: Literal["active"] = "active"
+    max_model_len: int | None
+    chat_template: bool
+    max_input_tokens: int | None = Field(description="Anthropic's name of max_model_len")
+    description: str | None = absent()
+
+
+class Models(ApiResponse):
+    object: Literal["list"] = "list"
+    data: list[Model]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
+
+class Piece(ApiResponse):
+    """A token and the text it adds, or its bytes if they are not text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(ApiResponse):
+    tokens: list[int] | list[Piece]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None = absent()
+
+
+class Applied(ApiResponse):
+    """The prompt that the model reads."""
+
+    prompt: str
+
+
+class Detokenized(ApiResponse):
+    """The text, under llama.cpp's and vLLM's names."""
+
+    content: str
+    prompt: str
+
+
+class Health(ApiResponse):
+    status: Literal["ok"] = "ok"
+
+
+class Version(ApiResponse):
+    version: str
+
+
+class Ready(ApiResponse):
+    """Whether requests can be completed now; `workers` has each worker's state by name."""
+
+    status: Literal["ready", "starting", "ending", "unreachable"]
+    workers: dict[str, str] = Field(default_factory=dict)
+
 
 router = APIRouter()
 
 
-@router.get("/health", responses=problems())
+@router.get("/health", responses=error_docs())
 async def health() -> Health:
-    """This process lives."""
+    """Reports that the HTTP process is alive."""
     return Health()
 
 
-@router.get("/version", responses=problems())
+@router.get("/version", responses=error_docs())
 async def version() -> Version:
-    """Outrider's own."""
+    """Returns Outrider's version."""
     return Version(version=PACKAGE_VERSION)
 
 
-@router.get("/ready", responses={**problems(), 503: {"model": Ready}})
+@router.get("/ready", responses={**error_docs(), 503: {"model": Ready}})
 async def ready(context: TheServer, response: Response) -> Ready:
-    """Whether requests are completed now: 200, or 503 with what is awaited."""
+    """Returns 200 if requests can be completed now, else 503 with the reason."""
     stats = await _stats(context)
     if stats is None or context.draining:
         response.status_code = 503
@@ -70,10 +122,10 @@ async def ready(context: TheServer, response: Response) -> Ready:
     return Ready(status="ready" if is_ready else "starting", workers=workers)
 
 
-@router.get("/metrics", response_class=Response, responses={**problems(), 200: {"content": {"text/plain": {}}}})
+@router.get("/metrics", response_class=Response, responses={**error_docs(), 200: {"content": {"text/plain": {}}}})
 async def metrics(context: TheServer) -> Response:
-    """For Prometheus."""
-    text = await asyncio.to_thread(context.metrics.text, await _stats(context))  # others have news to write meanwhile
+    """Returns metrics for Prometheus."""
+    text = await asyncio.to_thread(context.metrics.text, await _stats(context))  # may take long
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
@@ -84,27 +136,27 @@ async def _stats(context: ServerContext) -> Stats | None:
         return None
 
 
-text_router = APIRouter(route_class=typed())
+text_router = APIRouter(route_class=JsonRoute)
 
 
-@text_router.post("/tokenize", response_model=None, responses=described(Tokenized))
+@text_router.post("/tokenize", response_model=None, responses=response_docs(Tokenized))
 async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
-    """The tokens of a text or of a conversation."""
+    """Tokenizes a text or a conversation."""
     context.check_model(asked.model)
     return as_json(await asyncio.to_thread(_tokenized, asked, context.model))
 
 
-@text_router.post("/apply-template", response_model=None, responses=described(Applied))
+@text_router.post("/apply-template", response_model=None, responses=response_docs(Applied))
 async def apply(asked: TemplateRequest, context: TheServer) -> Response:
-    """The text that a conversation becomes."""
+    """Applies the chat template to a conversation."""
     context.check_model(asked.model)
     prompt = await context.prompt(_talk(asked, asked.messages, context.model))
     return as_json(Applied(prompt=await asyncio.to_thread(context.model.codec.decode, prompt.tokens)))
 
 
-@text_router.post("/detokenize", response_model=None, responses=described(Detokenized))
+@text_router.post("/detokenize", response_model=None, responses=response_docs(Detokenized))
 async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
-    """The text of tokens, special ones spelled out."""
+    """Decodes tokens; special tokens are spelled out."""
     context.check_model(asked.model)
     size = context.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
     wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
@@ -135,15 +187,15 @@ def _tokens(asked: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     return model.tokens(str(given[0]), special)
 
 
-def _talk(asked: TokenizeRequest | TemplateRequest, said: list[ChatMessage], model: ServedModel) -> TemplateInput:
+def _talk(asked: TokenizeRequest | TemplateRequest, messages: list[ChatMessage], model: ServedModel) -> TemplateInput:
     if asked.continue_final_message:
-        chat.check_own_turn(said)
+        chat.check_own_turn(messages)
     return TemplateInput(
-        chat.messages(said),
+        chat.messages(messages),
         toolbox(model, chat.tools(asked.tools), ToolSelection()).tools,
         asked.chat_template_kwargs or {},
         answer=asked.add_generation_prompt,
-        go_on=asked.continue_final_message,
+        continue_final=asked.continue_final_message,
     )
 
 
@@ -157,23 +209,23 @@ def _piece(token: int, spelled: bytes) -> Piece:
 models_router = APIRouter()
 
 
-@models_router.get("/models", responses=problems())
+@models_router.get("/models", responses=error_docs())
 async def models(context: TheServer) -> Models:
-    """The model that is served, by each of its names."""
+    """Lists the served model under each of its names."""
     names = context.model.names
     return Models(data=[_model(context, name) for name in names], first_id=names[0], last_id=names[-1])
 
 
-@models_router.get("/models/{name:path}", responses=problems())
+@models_router.get("/models/{name:path}", responses=error_docs())
 async def model(name: str, context: TheServer) -> Model:
-    """One name's."""
+    """Returns one model."""
     context.check_model(name)
     return _model(context, name)
 
 
 @models_router.post("/embeddings", include_in_schema=False)
 async def embeddings(context: TheServer) -> Response:
-    """Frameworks ask for them beside a chat model."""
+    """Rejects embeddings, which frameworks request beside a chat model."""
     raise Refused(
         f"embeddings are not served here: {context.model.id} is a model that writes text, and Outrider has none that"
         " makes embeddings; point the embeddings' base URL at a server that does",

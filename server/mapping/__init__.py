@@ -1,1 +1,1 @@
-"""Requests of every API as one and the same: a conversation or a prompt, and how its answer is sampled."""
+"""Converts requests of every API to the model's terms: messages, tools, output format, sampling parameters."""

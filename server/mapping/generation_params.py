@@ -1,8 +1,6 @@
-"""How an answer is sampled and drafted: every API's fields as one record.
+"""Sampling and speculation parameters of every API as one record.
 
-What a request leaves out is what the model's authors recommend (generation_config.json), else Outrider's own default.
-
-What OpenAI's two older APIs ask for beside the text: how many choices, and whether a stream tells its usage.
+Omitted values come from the model's generation_config.json, or else are Outrider's defaults.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ _SAME_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`, `drafter`: as `Client.generate` takes them.
+    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`, `drafter`: as in `Client.generate`.
 
-    `timeout`: seconds after which the answer is given up. `origins`, `rounds`, `ids` (of tokens): tell them.
+    `timeout` is in seconds. `origins`, `rounds` and `ids` (of tokens) request these in the response.
     """
 
     sampling: SamplingParams
@@ -52,14 +50,14 @@ class GenerationParams:
     ids: bool = False
 
     def another(self, index: int) -> GenerationParams:
-        """The same with the seed of choice `index`; that of choice 0 is the request's own."""
+        """Returns the parameters of choice `index`, which differ in the seed. Choice 0 has the request's seed."""
         if index == 0:
             return self
         return replace(self, sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, index)))
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of one of several choices: a function of the request's seed and the choice's index alone."""
+    """Derives a choice's seed from the request's seed and the choice's index."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -69,7 +67,7 @@ def seed_of(seed: int, index: int) -> int:
 def generation_params(
     model: ServedModel, speculation: Speculation | None = None, timeout: float | None = None, **given: Any
 ) -> GenerationParams:
-    """`given` are keywords of SamplingParams; those that are None were not asked for.
+    """`given` are keywords of SamplingParams; None means omitted.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -78,16 +76,16 @@ def generation_params(
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
     fields.setdefault("seed", secrets.randbelow(SEEDS))
-    asked = speculation or Speculation()
+    wanted = speculation or Speculation()
     return GenerationParams(
-        SamplingParams(**fields), asked.mode, asked.num_draft_tokens, asked.branches, timeout, drafter=asked.drafter
+        SamplingParams(**fields), wanted.mode, wanted.num_draft_tokens, wanted.branches, timeout, drafter=wanted.drafter
     )
 
 
 def generation_params_of(
     model: ServedModel, asked: Sampling, max_tokens: int, grammar: Grammar | None, logprobs: int | None
 ) -> GenerationParams:
-    """That of a request in one of OpenAI's two older APIs.
+    """Returns the parameters of a chat or text completion.
 
     Raises:
         InvalidRequest: a value is out of range.
@@ -115,7 +113,7 @@ def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
-    """How long an answer may be: as asked, else as long as the context has room for."""
+    """Returns the maximum length of an answer: as requested, or what the context has room for."""
     if asked is not None:
         return asked
     if model.context_length is None:
@@ -134,7 +132,7 @@ def choices(asked: Sampling) -> int:
     return asked.n if asked.n is not None else 1
 
 
-def usage_wanted(asked: Sampling) -> bool:
+def include_usage_of(asked: Sampling) -> bool:
     """Raises Refused for stream_options without a stream."""
     if asked.stream_options is None:
         return False

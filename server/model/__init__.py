@@ -1,1 +1,1 @@
-"""What the served model understands: its names, its template, how it marks thoughts and calls of tools."""
+"""The served model's text side: names, chat template, thinking tags and tool call formats."""

@@ -1,16 +1,9 @@
-"""Calls of tools as Lark rules: in the model's own format, with arguments that satisfy each tool's schema.
+"""Grammars (Lark) of tool calls in each model's format, with arguments that satisfy the tool's schema.
 
-What mlx-lm's parser then reads is such a call. Knows formats and schemas; nothing of requests.
-
-`Arguments`: how each of mlx-lm's formats writes calls between its marks: what a grammar needs to hold a model to them.
-In a style @name is a function's or an argument's name, @n which call it is, @nl a line break or none.
-
-`as_json`: how formats that write a call's arguments one by one write a value, so that mlx-lm's parser reads what was
-meant. Each way gives a Lark expression for the values that a schema allows and the mark behind them; None where the
-format has no words for them, or where its parser would take them for something else.
-
-`Rules`: a grammar in Lark's notation that grows rule by rule, and the few things that ours are made of. Text is
-spelled by the model's own marks where it has them as special tokens, which bytes in a grammar do not match.
+A text that matches is parsed correctly by mlx-lm's parser of the format. `Rules` builds a grammar rule by rule; text
+that the model has as a special token is written as that token. Functions such as `as_json` and `glm` return the
+expression of one argument's value and the tag after it, or None where the format can't express the schema. `Style`
+describes one format: @name is a function's or an argument's name, @n the call's number, @nl an optional line break.
 """
 
 from __future__ import annotations
@@ -32,46 +25,46 @@ ANY = "/(?s:.*)/"
 
 
 class Rules:
-    """Each rule has a name of its own. What a method returns is an expression for others to use."""
+    """Builds a grammar. Methods return expressions, and add the rules they need."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._marks = sorted(vocabulary.marks, key=lambda mark: len(mark[1]), reverse=True)
         self._lines: list[str] = []
 
     def text(self, start: str) -> str:
-        """The whole grammar, which begins with the expression `start`."""
+        """Returns the grammar, which starts with `start`."""
         return "\n".join(["%llguidance {}", f"start: {start}", *self._lines])
 
     def literal(self, text: str) -> str:
-        """Just this text."""
+        """Matches this text."""
         return " ".join(self._pieces(text))
 
     def rule(self, expression: str) -> str:
         return self._named(f"r{len(self._lines)}", expression)
 
     def terminal(self, expression: str) -> str:
-        """A lexeme: it is as long as it can be, and holds no special token."""
+        """Adds a lexeme, which is matched greedily and contains no special tokens."""
         return self._named(f"T{len(self._lines)}", expression)
 
     def json(self, schema: dict[str, Any]) -> str:
-        """JSON by a schema. References begin at its own root."""
+        """Matches JSON of a schema. References are relative to its root."""
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def free(self, *without: str) -> str:
-        """Any text that none of these stands in."""
+        """Matches any text that contains none of these."""
         return self.terminal(" & ".join([ANY, *(f"~({ANY} {quoted(one)} {ANY})" for one in without)]))
 
     def before(self, text: str, mark: str) -> str:
-        """The terminal `text`, in which `mark` does not stand, and then the mark.
+        """Matches the terminal `text`, which must not contain `mark`, followed by the mark.
 
-        As bytes it belongs to the lexeme, which would not know else where it ends.
+        If the mark is not a special token it is part of the lexeme, which otherwise would not end.
         """
         first, *rest = self._pieces(mark)
         joined = [self.terminal(f"{text} {first}")] if first.startswith('"') else [text, first]
         return " ".join([*joined, *rest])
 
     def marks_but(self, text: str, ends: Collection[int]) -> str:
-        """Any special token, but for those that `text` has, and `ends`; empty when there is none."""
+        """Matches any special token except those in `text` and `ends`; empty if there is none."""
         found = [token for token, mark in self._marks if mark not in text and token not in ends]
         return f"<[{','.join(_ranges(found))}]>" if found else ""
 
@@ -88,7 +81,7 @@ class Rules:
 
 
 def _ranges(tokens: Collection[int]) -> list[str]:
-    """Tokens in a row are one range; some models have thousands."""
+    """Joins consecutive tokens into ranges; some models have thousands."""
     runs = groupby(enumerate(sorted(tokens)), lambda pair: pair[1] - pair[0])
     rows = [[token for _, token in run] for _, run in runs]
     return [f"{row[0]}-{row[-1]}" for row in rows]
@@ -103,7 +96,7 @@ def quoted(text: str) -> str:
 
 
 Schema = dict[str, Any]
-Way = Callable[[Rules, Schema, str], str | None]
+ValueWriter = Callable[[Rules, Schema, str], str | None]
 
 _SILENT = {"title", "description", "default", "examples", "deprecated", "format", "x-guidance"}
 _STRING = {"type", "enum", "const", "minLength", "maxLength", "pattern"}
@@ -115,19 +108,20 @@ _SPACED = r"/[\s\x1c-\x1f](?s:.*)/", r"/(?s:.*)[\s\x1c-\x1f]/"
 
 
 def as_json(rules: Rules, schema: Schema, after: str) -> str | None:
-    """Anything, strings in quotes."""
+    """Any value as JSON."""
     return f"{rules.json(schema)} {rules.literal(after)}"
 
 
 def glm(rules: Rules, schema: Schema, after: str) -> str | None:
-    """What is declared a string, and that alone, without quotes; it is trimmed."""
+    """Declared strings without quotes, trimmed; anything else as JSON."""
     if schema.get("type") == "string":
         return _string(rules, schema, after, _SPACED)
     return as_json(rules, schema, after)
 
 
 def qwen(rules: Rules, schema: Schema, after: str) -> str | None:
-    """By the type that is declared: of several what Python writes as JSON does; undeclared only strings, and null."""
+    """By declared type: strings without quotes, several types only where JSON and Python agree. Undeclared: strings and
+    null."""
     kind = schema.get("type")
     if kind is None or kind == "string":
         return _string_or_null(rules, schema, after, [] if kind else [_CONTAINER])
@@ -137,7 +131,7 @@ def qwen(rules: Rules, schema: Schema, after: str) -> str | None:
 
 
 def minimax(rules: Rules, schema: Schema, after: str) -> str | None:
-    """By all types that the schema names, strings last, which are trimmed."""
+    """By all types that the schema names. Strings are tried last, and trimmed."""
     kinds = types_of(schema)
     if kinds and "string" not in kinds:
         return as_json(rules, schema, after)
@@ -145,28 +139,28 @@ def minimax(rules: Rules, schema: Schema, after: str) -> str | None:
 
 
 def minicpm(rules: Rules, schema: Schema, after: str) -> str | None:
-    """The same, but that a string with a tag in it would have to be CDATA."""
+    """As `minimax`, except that strings with tags, which would need CDATA, are excluded."""
     kinds = types_of(schema)
     if kinds and "string" not in kinds:
         return as_json(rules, schema, after)
     return _string_or_null(rules, schema, after, [*_SPACED, _with("<")], _NOTHING)
 
 
-def between(quote: str, never: str) -> Way:
-    """Strings between two of `quote`, in which `never` does not stand, and what has no parts as JSON."""
+def between(quote: str, never: str) -> ValueWriter:
+    """Strings between two `quote`, without `never` in them; scalars as JSON."""
 
-    def way(rules: Rules, schema: Schema, after: str) -> str | None:
+    def write(rules: Rules, schema: Schema, after: str) -> str | None:
         kinds = types_of(schema)
         if kinds and kinds <= {"integer", "number", "boolean", "null"}:
             return as_json(rules, schema, after)
         text = _string(rules, schema, quote, [_with(never)]) if kinds == {"string"} else None
         return text and f"{rules.literal(quote)} {text} {rules.literal(after)}"
 
-    return way
+    return write
 
 
 def types_of(schema: Schema) -> set[str]:
-    """All types that a schema names; empty where it names none, or refers to another."""
+    """Returns all types that a schema names; empty if it names none, or has a reference."""
     kind, found = schema.get("type"), set[str]()
     if "$ref" in schema or "allOf" in schema:
         return found
@@ -186,7 +180,7 @@ def _choices(schema: Schema) -> list[Any]:
 
 
 def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[str], *nothing: str) -> str | None:
-    """A string without quotes, or null where the schema allows it beside: then `nothing` are words for it, too."""
+    """A string without quotes, or null if the schema allows it; `nothing` are other words for null."""
     kinds = types_of(schema)
     if kinds == {"string"}:
         return _string(rules, schema, after, [_NULL, *never])
@@ -198,7 +192,7 @@ def _string_or_null(rules: Rules, schema: Schema, after: str, never: Sequence[st
 
 
 def _string(rules: Rules, schema: Schema, after: str, never: Sequence[str]) -> str | None:
-    """A string without quotes, which is none of `never` and has no `after` in it."""
+    """A string without quotes that matches none of `never` and does not contain `after`."""
     if set(schema) - _SILENT - _STRING:
         return None
     parts = [ANY]
@@ -221,7 +215,7 @@ def _with(text: str) -> str:
 
 
 def _found(pattern: str) -> str | None:
-    """Texts in which `pattern` is found; anchors are known at its ends only."""
+    """Matches texts in which `pattern` is found. Supports anchors only at its ends."""
     inner = pattern.removeprefix("^").removesuffix("$")
     anchored = "|" in inner and inner != pattern
     if anchored or inner.endswith("\\") or "^" in inner.replace("[^", "") or "$" in inner:
@@ -237,21 +231,21 @@ _IDENTIFIER = rf"(?!(?:{'|'.join(kwlist)})$)[^\W\d]\w*"
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Arguments one by one: each between `before` and `after`, and `comma` between two."""
+    """Arguments written one by one: each between `before` and `after`, separated by `comma`."""
 
     before: str
     after: str
-    way: Way
+    write: ValueWriter
     comma: str = ""
     names: str = _WORD
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """A call is `before`, its arguments, and `after`; without arguments it is `empty`, where that is another.
+    """A call is `before`, its arguments and `after`; without arguments it is `empty`, if that differs.
 
-    `arguments`: None where they are one JSON object. `block`: what begins, parts and ends the calls between one pair of
-    marks; None: each call has a pair of its own. `names`: functions that can be written so.
+    `arguments`: None if they are one JSON object. `block`: what begins, separates and ends several calls between one
+    pair of tags; None: each call has its own pair. `names`: function names that can be written.
     """
 
     before: str
@@ -263,7 +257,7 @@ class Style:
 
 
 def style_of(parser: str, template: str) -> Style | None:
-    """That of one of mlx-lm's parsers; None for one that is not known here."""
+    """Returns the style of one of mlx-lm's parsers; None if unknown."""
     return _HEADED if parser == "mistral" and "[ARGS]" in template else _STYLES.get(parser)
 
 
@@ -320,12 +314,12 @@ _ONE_BY_ONE = _PLAIN | {"additionalProperties", "x-guidance"}
 
 
 def calls(rules: Rules, style: Style, tools: Sequence[dict[str, Any]], strict: Iterable[str], one: bool) -> str | None:
-    """What stands between a pair of marks: one call, or more where the style has them there and more than `one` may be.
+    """Returns what stands between a pair of tags: one call, or several if the style and `one` allow that.
 
-    Of tools that are not in `strict` what the library has no words for in a schema is left out.
+    For tools not in `strict`, unsupported parts of the schema are ignored.
 
     Returns:
-        None where a tool can't be written in this style.
+        None if a tool can't be written in this style.
     """
     found = [_call(rules, style, tool["function"], tool["function"]["name"] in strict) for tool in tools]
     written = [call for call in found if call is not None]
@@ -340,11 +334,11 @@ def calls(rules: Rules, style: Style, tools: Sequence[dict[str, Any]], strict: I
 
 
 def arguments_of(function: dict[str, Any], strict: bool) -> Schema:
-    """The schema of a call's arguments, without what is meant for readers. Where it does not say whether there may be
-    others than it lists, there may not.
+    """Returns the schema of a call's arguments, without annotations. Additional properties are excluded unless the
+    schema says otherwise.
 
     Raises:
-        InvalidRequest: it says that they are no object.
+        InvalidRequest: the schema is not of an object.
     """
     schema = _bare(function["parameters"])
     if "object" not in (kind := schema.get("type", "object")):
@@ -371,7 +365,7 @@ def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) ->
 
 
 def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str, bool]] | None:
-    """Each argument as a rule, and whether it has to be there; None where one can't be written."""
+    """Returns each argument's rule and whether it is required; None if one can't be written."""
     if set(schema) - _ONE_BY_ONE:
         return None
     needed = schema.get("required", [])
@@ -389,18 +383,18 @@ def _argument(rules: Rules, style: Arguments, name: str, schema: Schema) -> str 
     if re.fullmatch(style.names, name, re.ASCII) is None:
         return None
     after, line_break, _ = style.after.partition("@nl")
-    value = style.way(rules, schema, after)
+    value = style.write(rules, schema, after)
     return value and rules.rule(f"{_literal(rules, style.before, name)} {value} {_literal(rules, line_break)}")
 
 
 def _alone(schema: Schema, root: Schema) -> Schema:
-    """A part of `root` that is compiled by itself, with what it refers to."""
+    """Returns a part of `root` with the definitions it refers to."""
     shared = {"$defs", "definitions"} if "$ref" in json.dumps(schema) else set[str]()
     return {**schema, **{key: root[key] for key in ({"x-guidance"} | shared) & set(root)}}
 
 
 def _in_order(rules: Rules, comma: str, parts: list[tuple[str, bool]]) -> tuple[list[str], bool]:
-    """Some of `parts`, in order, by which comes first, and whether there may be none at all."""
+    """Matches a subset of `parts` in order. Returns the alternatives by first part, and whether it may be empty."""
     rest, firsts, may_be_none = '""', list[str](), True
     for part, needed in reversed(parts):
         firsts = [f"{part} {rest}", *(() if needed else firsts)]
@@ -410,7 +404,7 @@ def _in_order(rules: Rules, comma: str, parts: list[tuple[str, bool]]) -> tuple[
 
 
 def _literal(rules: Rules, text: str, name: str = "") -> str:
-    """A piece of a style, with `name` in its place."""
+    """Returns a piece of a style with `name` filled in."""
     found = []
     for piece in re.split("(@nl|@n(?!ame))", text):
         match piece:
@@ -424,7 +418,7 @@ def _literal(rules: Rules, text: str, name: str = "") -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """A schema without what says nothing about values."""
+    """Removes annotations from a schema."""
     if isinstance(schema, list):
         return [_bare(one) for one in schema]
     if not isinstance(schema, dict):

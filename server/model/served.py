@@ -1,6 +1,6 @@
-"""The model that is served: its names, its text side, and conversations as the tokens that it answers.
+"""The served model: its names, tokenizer and chat template, and conversations as tokens.
 
-Reads the model's folder as the orchestrator does, so that both mean the same tokens. Knows no request's shape.
+The model's folder is read as in the orchestrator, so tokens mean the same in both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from outrider.orchestrator.pairing.tokenizer import (
     without_end,
 )
 from outrider.protocol.errors import InvalidRequest, ModelError
-from outrider.server.model.tool_format import FORMAT, NOTE, SpanTags, ToolFormat, in_words, thinking_tags, tool_format
+from outrider.server.model.tool_format import (
+    FORMAT,
+    NOTE,
+    SpanTags,
+    ToolFormat,
+    thinking_tags,
+    tool_format,
+    tools_as_text,
+)
 
 EMBEDDED = "outrider-embedded"
 _DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
@@ -32,30 +40,29 @@ _DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p":
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What is said so far, as templates take it, and how the answer begins.
+    """The input of a chat template. `tools` are in OpenAI's format.
 
-    `tools` are functions in OpenAI's shape. `answer`: begin the assistant's turn; `go_on`: continue the last message
-    instead.
+    `answer`: start the assistant's turn. `continue_final`: continue the last message instead.
     """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     answer: bool = True
-    go_on: bool = False
+    continue_final: bool = False
 
 
 class Thoughts(Enum):
-    """Whether an answer has thoughts: none, as the model likes, or it begins inside one."""
+    """Whether an answer has thinking: never, optionally, or it begins inside thinking."""
 
     NONE = 1
-    FREE = 2
+    OPTIONAL = 2
     BEGUN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """What the model reads."""
+    """A prompt's tokens."""
 
     tokens: tuple[int, ...]
     thoughts: Thoughts = Thoughts.NONE
@@ -63,9 +70,9 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`names`: what requests may call it, its id first. `defaults`: sampling that the model's authors recommend.
+    """`names`: accepted model names, the id first. `defaults`: sampling values of generation_config.json.
 
-    `longest_token`: no token stands for more characters. `tools_in_words`: the template has none for `tools`.
+    `longest_token`: the most characters of one token. `tools_as_text`: the template does not support tools.
     """
 
     names: tuple[str, ...]
@@ -77,7 +84,7 @@ class ServedModel:
     defaults: Mapping[str, float]
     longest_token: int
     loaded_at: int
-    tools_in_words: bool = False
+    tools_as_text: bool = False
 
     @property
     def id(self) -> str:
@@ -85,25 +92,25 @@ class ServedModel:
 
     @property
     def note(self) -> str:
-        """What a user of the model should know."""
-        return NOTE if self.tools_in_words else ""
+        """A remark for the model's users."""
+        return NOTE if self.tools_as_text else ""
 
     @property
     def context_length(self) -> int | None:
         return self.codec.model.context_length
 
     def plain(self, text: str) -> TokenizedPrompt:
-        """A text that is to be completed.
+        """Tokenizes a text to complete.
 
         Raises:
-            InvalidRequest: it is empty or no Unicode.
+            InvalidRequest: it is empty or not Unicode.
         """
         if not text:
             raise InvalidRequest("the prompt is empty; expected text, or at least one token")
         return TokenizedPrompt(self._fitting(text, special=True))
 
     def tokens(self, text: str, special: bool) -> tuple[int, ...]:
-        """The tokens of `text`; `special` adds what the tokenizer puts around one. Raises InvalidRequest."""
+        """Tokenizes `text`; `special` adds the tokenizer's special tokens. Raises InvalidRequest."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -111,16 +118,16 @@ class ServedModel:
         return self.codec.encode(text, special)
 
     def prompt(self, talk: TemplateInput) -> TokenizedPrompt:
-        """A conversation that is to be answered. Without a template it is the text alone (`as_text`).
+        """Applies the chat template and tokenizes. Without a template the text is used as it is (`as_text`).
 
         Raises:
-            InvalidRequest: something is asked of the template that it can't do, or there is none.
-            ModelError: the template refuses these messages.
+            InvalidRequest: the template does not support the input, or there is none.
+            ModelError: the template rejects these messages.
         """
         if self.template is None:
             return self._without_template(talk)
-        text = self._in_words(self.template, talk) if self.tools_in_words else self._rendered(self.template, talk)
-        if talk.go_on:
+        text = self._tools_as_text(self.template, talk) if self.tools_as_text else self._rendered(self.template, talk)
+        if talk.continue_final:
             text = without_end(text, str(talk.messages[-1].get("content") or ""))
         thoughts = self._thoughts(text, talk)
         if thoughts is Thoughts.BEGUN and self.thinking is not None and talk.keywords.get("enable_thinking") is False:
@@ -133,22 +140,22 @@ class ServedModel:
             talk.messages,
             self.codec.special,
             tools=list(talk.tools) or None,
-            answer=talk.answer and not talk.go_on,
+            answer=talk.answer and not talk.continue_final,
             keywords=talk.keywords,
         )
 
-    def _in_words(self, template: str, talk: TemplateInput) -> str:
-        plain = replace(talk, messages=in_words(talk.messages, talk.tools), tools=())
+    def _tools_as_text(self, template: str, talk: TemplateInput) -> str:
+        plain = replace(talk, messages=tools_as_text(talk.messages, talk.tools), tools=())
         try:
             return self._rendered(template, plain)
         except ModelError:
             if not talk.tools or talk.messages[0]["role"] == "system":
                 raise
-        told = in_words(talk.messages, talk.tools, in_system=False)  # some templates refuse system messages
-        return self._rendered(template, replace(plain, messages=told))
+        messages = tools_as_text(talk.messages, talk.tools, in_system=False)  # some templates refuse system messages
+        return self._rendered(template, replace(plain, messages=messages))
 
     def _fitting(self, text: str, special: bool) -> tuple[int, ...]:
-        """The tokens of `text`, which is not tokenized at all where it would surely be too long: that takes seconds."""
+        """Tokenizes `text`, unless it is certainly too long: that would take seconds."""
         room = self.context_length
         if room is not None and len(text) >= room * self.longest_token:
             raise InvalidRequest(
@@ -169,14 +176,14 @@ class ServedModel:
             return Thoughts.NONE
         if text.rfind(self.thinking.start) > text.rfind(self.thinking.end):
             return Thoughts.BEGUN
-        begins = talk.answer and not talk.go_on and not text.rstrip().endswith(self.thinking.end)
-        return Thoughts.FREE if begins and talk.keywords.get("enable_thinking") is not False else Thoughts.NONE
+        begins = talk.answer and not talk.continue_final and not text.rstrip().endswith(self.thinking.end)
+        return Thoughts.OPTIONAL if begins and talk.keywords.get("enable_thinking") is not False else Thoughts.NONE
 
 
 def load_served(name: str, folder: Path, names: tuple[str, ...], tool_fallback: bool = True) -> ServedModel:
-    """The model in `folder`, which the orchestrator calls `name`; `names`: what else it is to be called.
+    """Loads the model in `folder`, which the orchestrator calls `name`. `names`: other names for it.
 
-    `tool_fallback`: a model whose template has no tools is told of them in words.
+    `tool_fallback`: describe tools in the system prompt if the template does not support them.
 
     Raises:
         ModelError: its files can't be read.
@@ -188,28 +195,28 @@ def load_served(name: str, folder: Path, names: tuple[str, ...], tool_fallback: 
     tools = tool_format(template, vocabulary, named) if template is not None else None
     worded = template is not None and tools is None and tool_fallback
     return ServedModel(
-        names=names or own_names(name, folder),
+        names=names or default_names(name, folder),
         codec=codec,
         vocabulary=vocabulary_of(codec.tokenizer),
         template=template,
         thinking=thinking_tags(vocabulary) if template is not None else None,
         tools=tool_format(template, vocabulary, FORMAT) if worded else tools,
-        defaults=_recommended(folder),
+        defaults=_default_sampling(folder),
         longest_token=max(map(len, vocabulary)),
         loaded_at=int(time.time()),
-        tools_in_words=worded,
+        tools_as_text=worded,
     )
 
 
-def own_names(name: str, folder: Path) -> tuple[str, ...]:
-    """A Hugging Face id as it is; a folder's last word, and the whole of it."""
+def default_names(name: str, folder: Path) -> tuple[str, ...]:
+    """Returns a Hugging Face id as it is; for a folder its last component and the whole path."""
     if folder == EMBEDDED_TARGET:
         return (EMBEDDED, name)
     path = Path(name).expanduser()
     return (path.resolve().name, name) if path.exists() else (name,)
 
 
-def _recommended(folder: Path) -> dict[str, float]:
+def _default_sampling(folder: Path) -> dict[str, float]:
     config = read_json(folder / "generation_config.json")
     if not config.get("do_sample", True):
         return {}

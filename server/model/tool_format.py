@@ -1,15 +1,8 @@
-"""How a model marks its thoughts and writes that it calls a tool.
+"""How a model marks thinking and writes tool calls.
 
-`ToolFormat`: how a model writes that it calls a tool, by mlx-lm's parsers: which of them, its marks, the calls in a
-text. mlx-lm's package imports MLX, and this process has no use for it; so the parsers, which need none, are loaded
-past it.
-
-`SpanTags`: how a model marks its thoughts. The marks are found as mlx-lm finds them: by the tokens that the vocabulary
-has.
-
-`in_words`: tools in words, for a model whose template has none: they stand in the system prompt, in the manner of
-Hermes. Calls and results become text of the conversation's own turns. What the model then writes is read as
-`json_tools` is.
+Calls are parsed by mlx-lm's tool parsers, which are loaded without importing mlx-lm, because that imports MLX. Tags are
+found as in mlx-lm: by the vocabulary's tokens and the template. `tools_as_text` describes tools in the system prompt,
+in Hermes' style, for models whose template does not support tools.
 """
 
 from __future__ import annotations
@@ -39,31 +32,31 @@ _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 @dataclass(frozen=True, slots=True)
 class SpanTags:
-    """What begins and what ends a stretch of text; an empty `end`: the text's own end."""
+    """The tags that begin and end a span. An empty `end` means the end of the text."""
 
     start: str
     end: str
 
 
 def thinking_tags(vocabulary: Collection[str]) -> SpanTags | None:
-    """None when nothing says that the model thinks aloud."""
+    """Returns the thinking tags, or None if the model has none."""
     for start, end in _PAIRS:
         if start in vocabulary and end in vocabulary:
             return SpanTags(start, end)
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
         return SpanTags("<|channel>thought", "<channel|>")
-    if is_xtml(vocabulary):
+    if is_kimi_k3(vocabulary):
         return SpanTags("<|open|>think<|sep|>", "<|close|>think<|sep|>")
     return None
 
 
-def is_xtml(vocabulary: Collection[str]) -> bool:
-    """Whether this is a vocabulary of Kimi's third format."""
+def is_kimi_k3(vocabulary: Collection[str]) -> bool:
+    """Whether the vocabulary is of Kimi K3's format."""
     return all(token in vocabulary for token in _XTML)
 
 
 PACKAGE = "_outrider_tool_parsers"
-# What a template must have in it, any of a row's alternatives in full, for the parser: in mlx-lm's own order.
+# By parser: substrings of the template, any of the alternatives in full; in mlx-lm's order.
 _BY_TEMPLATE: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minimax_m2", (("<minimax:tool_call>",),)),
     ("gemma4", (("<|tool_call>", "<tool_call|>"),)),
@@ -80,13 +73,13 @@ _BY_TEMPLATE: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 )
 
 
-class NoCall(Exception):
-    """A text between a call's marks is none; it was cut off, as a rule."""
+class InvalidToolCall(Exception):
+    """The text between a call's tags can't be parsed, usually because it was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function and its arguments, a JSON object as text. `id` is the model's own where its format has one."""
+    """A function and its arguments as JSON text. `id` is the model's own, if its format has one."""
 
     name: str
     arguments: str
@@ -95,7 +88,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One of mlx-lm's parsers. `style`: how its calls are written; None: nobody knows here."""
+    """One of mlx-lm's parsers. `style`: how to write its calls in a grammar; None if unknown."""
 
     name: str
     tags: SpanTags
@@ -103,24 +96,25 @@ class ToolFormat:
     style: Style | None = None
 
     def calls(self, text: str, tools: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
-        """The calls that `text`, what stood between the marks, writes.
+        """Parses the text between the tags.
 
         Raises:
-            NoCall: none that can be read.
+            InvalidToolCall: it can't be parsed.
         """
         try:
             parsed = self.module.parse_tool_call(text, list(tools))
             many = parsed if isinstance(parsed, list) else [parsed]
             return tuple(_call(one) for one in many)
-        except Exception as error:  # a parser raises whatever a model's words lead it to
-            raise NoCall(str(error)) from None
+        except Exception as error:  # parsers raise anything on malformed text
+            raise InvalidToolCall(str(error)) from None
 
 
 def tool_format(template: str | None, vocabulary: Collection[str], named: str | None) -> ToolFormat | None:
-    """The format that the tokenizer's settings name, or that template and vocabulary tell; None when nothing does.
+    """Returns the format named in the tokenizer's settings, or inferred from template and vocabulary; None if there is
+    none.
 
     Raises:
-        ModelError: the named one is unknown to the mlx-lm that is installed.
+        ModelError: the installed mlx-lm does not have the named parser.
     """
     name = named or infer(template, vocabulary)
     if name is None:
@@ -134,12 +128,12 @@ def tool_format(template: str | None, vocabulary: Collection[str], named: str | 
 
 
 def infer(template: str | None, vocabulary: Collection[str]) -> str | None:
-    """The parser's name by what mlx-lm goes by, in the same order."""
+    """Returns the parser's name by mlx-lm's rules, in the same order."""
     if template is not None:
         for name, alternatives in _BY_TEMPLATE:
             if any(all(mark in template for mark in marks) for marks in alternatives):
                 return name
-    if is_xtml(vocabulary):
+    if is_kimi_k3(vocabulary):
         return "kimi_k3"
     if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
         return "pythonic"
@@ -149,14 +143,14 @@ def infer(template: str | None, vocabulary: Collection[str]) -> str | None:
 def _call(parsed: dict[str, Any]) -> ToolCall:
     name, arguments, own = parsed["name"], parsed.get("arguments", {}), parsed.get("id")
     if not isinstance(name, str) or not name:
-        raise NoCall("it names no function")
+        raise InvalidToolCall("it names no function")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return ToolCall(name, text, own if isinstance(own, str) else None)
 
 
 @cache
 def _parsers() -> str:
-    """The name below which the parsers can be imported; `find_spec` finds mlx-lm without running it."""
+    """Returns the package name of the parsers; `find_spec` locates mlx-lm without running it."""
     package = find_spec("mlx_lm")
     folders = list(package.submodule_search_locations or ()) if package is not None else []
     folder = next((Path(one) / "tool_parsers" for one in folders), None)
@@ -188,42 +182,46 @@ What the function returned follows between <tool_response> and </tool_response>.
 needed; otherwise answer in words."""
 
 
-def in_words(messages: Iterable[Message], tools: Sequence[dict[str, Any]], in_system: bool = True) -> list[Message]:
-    """The conversation without anything that only a template with tools could write.
+def tools_as_text(
+    messages: Iterable[Message], tools: Sequence[dict[str, Any]], in_system: bool = True
+) -> list[Message]:
+    """Rewrites a conversation for a template without tools.
 
-    `in_system`: the instruction stands in a system message; otherwise before the user's first words.
+    `in_system`: the instruction goes into the system message, otherwise before the first user message.
     """
-    said: list[Message] = []
+    converted: list[Message] = []
     for message in messages:
-        one = _worded(message)
-        last = said[-1] if said else None
+        one = _as_text(message)
+        last = converted[-1] if converted else None
         if last is not None and one["role"] == last["role"] == "user" and _is_result(last):
-            said[-1] = {**last, "content": f"{last['content']}\n{one['content']}"}
+            converted[-1] = {**last, "content": f"{last['content']}\n{one['content']}"}
         else:
-            said.append(one)
+            converted.append(one)
     if not tools:
-        return said
-    told = _INSTRUCTION.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+        return converted
+    instruction = _INSTRUCTION.format(
+        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    )
     role = "system" if in_system else "user"
-    if said and said[0]["role"] == role:
-        words = said[0]["content"] or ""
-        joined = f"{words}\n\n{told}" if in_system else f"{told}\n\n{words}"
-        return [{**said[0], "content": joined}, *said[1:]]
-    return [{"role": role, "content": told}, *said]
+    if converted and converted[0]["role"] == role:
+        words = converted[0]["content"] or ""
+        joined = f"{words}\n\n{instruction}" if in_system else f"{instruction}\n\n{words}"
+        return [{**converted[0], "content": joined}, *converted[1:]]
+    return [{"role": role, "content": instruction}, *converted]
 
 
-def _worded(message: Message) -> Message:
+def _as_text(message: Message) -> Message:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
-    calls = [_worded_call(call["function"]) for call in message["tool_calls"]]
+    calls = [_call_as_text(call["function"]) for call in message["tool_calls"]]
     words = [message["content"]] if message.get("content") else []
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join([*words, *calls])}
 
 
-def _worded_call(function: dict[str, Any]) -> str:
+def _call_as_text(function: dict[str, Any]) -> str:
     arguments = function["arguments"]
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     name = json.dumps(function["name"], ensure_ascii=False)

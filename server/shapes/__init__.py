@@ -1,1 +1,1 @@
-"""What goes over the wire, as each API writes it; checked by pydantic, described by it in /openapi.json."""
+"""Requests and responses of each API, as pydantic models."""

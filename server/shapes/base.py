@@ -1,12 +1,7 @@
-"""What all shapes have in common: numbers are no words, and what of a request is not known here is kept apart.
+"""What the requests and responses of all APIs share: bounds of numbers, sampling fields, speculation, usage, errors.
 
-Fields whose absence changes nothing in the answer are listed, accepted and ignored; what becomes of a field that is
-not listed is `mapping.unknown`'s to say.
-
-Numbers that requests give, with the bounds that hold where they are used, so that the description tells them too.
-
-`Speculated`: what speculation did for an answer, token by token and round by round: Outrider's own, for who asked for
-it.
+Numbers have the bounds of `SamplingParams`, so that the OpenAPI document has them too. Fields without effect on the
+answer are listed, accepted and ignored; `endpoints/json_route.py` handles unknown ones.
 """
 
 from __future__ import annotations
@@ -39,104 +34,103 @@ ContextSize = Annotated[int, _within("repetition_context_size")]
 TokenBias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
 DraftTokens = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 Branches = Annotated[int, Field(ge=1, le=MAX_BRANCHES_ASKED)]
-Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds after which the answer is given up")]
+Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds until the request is cancelled")]
 
 
-MOST_CHOICES = 128
-MOST_STOPS = 32
-MOST_MESSAGES = 10_000
-MOST_TOOLS = 1024
-MOST_TOKENS = 2**20
-MOST_BIASES = 10_000
-MOST_FIELDS = 1000
+MAX_CHOICES = 128
+MAX_STOPS = 32
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1024
+MAX_TOKENS = 2**20
+MAX_BIASES = 10_000
+MAX_FIELDS = 1000
 
 
-def many(most: int = MOST_MESSAGES, least: int = 0) -> Any:
-    """How long a list may be. The first item that is wrong ends its reading: a large body has room for a million."""
+def bounded(most: int = MAX_MESSAGES, least: int = 0) -> Any:
+    """Limits a list's length. Validation stops at the first invalid item, because a large body has room for a
+    million."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 class StrictShape(BaseModel):
-    """A request, or a part of one in which an unknown field might change what is meant."""
+    """A request, or a part of one, in which an unknown field might change the meaning."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _not_a_crowd(cls, given: Any) -> Any:
-        """Each unknown field is looked at; who sends a million of them is told of none."""
-        return not_a_crowd(given, MOST_FIELDS)
+    def _check_field_count(cls, given: Any) -> Any:
+        """Each unknown field is reported, so their number is limited first."""
+        return check_field_count(given, MAX_FIELDS)
 
 
-def not_a_crowd(given: Any, most: int) -> Any:
-    """`given`, which if it is an object has no more than so many fields, before any of them is looked at."""
+def check_field_count(given: Any, most: int) -> Any:
+    """Rejects an object with more than `most` fields before any is validated."""
     if isinstance(given, dict) and len(given) > most:
-        told = {"count": len(given), "most": most}
-        raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", told)
+        limits = {"count": len(given), "most": most}
+        raise PydanticCustomError("too_many_fields", "there are {count} fields; expected at most {most}", limits)
     return given
 
 
 class ApiRequest(StrictShape):
-    """A whole request. Fields that no shape here has are in `model_extra`."""
+    """A whole request. Unknown fields are in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class LooseShape(BaseModel):
-    """A part of a request in which further fields change nothing, such as a message's."""
+    """A part of a request in which unknown fields have no effect, such as a message."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class ApiResponse(BaseModel):
-    """An answer, or a part of one."""
+    """A response, or a part of one."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 def absent() -> Any:
-    """The default of a field that is left out of an answer when there is nothing to say."""
+    """The default of a response field that is omitted if empty."""
     return Field(default=None, exclude_if=lambda value: value is None)
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Annotated[list[Stop], many(MOST_STOPS)]
+Stops = Annotated[list[Stop], bounded(MAX_STOPS)]
 LogitBias = Annotated[
     dict[str, TokenBias],
-    Field(max_length=MOST_BIASES),
-    BeforeValidator(lambda given: not_a_crowd(given, MOST_BIASES)),
+    Field(max_length=MAX_BIASES),
+    BeforeValidator(lambda given: check_field_count(given, MAX_BIASES)),
 ]
 Object = dict[str, Any]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], many(1000, least=1)]
-"""Texts, one of which is to be said."""
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], bounded(1000, least=1)]
+"""Texts of which the answer is one."""
 
 
 class Speculation(StrictShape):
-    """Outrider's own: how drafts are used, and whose. The text is the same in every mode."""
+    """Outrider's extension: how to speculate. The text is the same in every mode."""
 
     mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
     num_draft_tokens: DraftTokens | None = None
     branches: Branches | None = None
-    drafter: str = Field(
-        default="", max_length=64, description="draft, ngram, or a head's name; empty: whoever is there"
-    )
+    drafter: str = Field(default="", max_length=64, description="draft, ngram, or a head's name; empty: any")
 
 
 class Watched(Speculation):
-    """`origins`: tell of each token where it came from; `rounds`: of each round who worked when."""
+    """`origins`: return where each token came from. `rounds`: return each round's timing."""
 
     origins: bool = False
     rounds: bool = False
 
 
 class StreamOptions(LooseShape):
-    """`include_usage`: a last event with the usage of all choices."""
+    """`include_usage`: add a last event with the usage of all choices."""
 
     include_usage: bool | None = None
 
 
 class StructuredOutputs(StrictShape):
-    """vLLM's: what the text is to be; one of them."""
+    """vLLM's structured outputs; one field at most."""
 
     json_: Annotated[Object | str | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -146,7 +140,7 @@ class StructuredOutputs(StrictShape):
 
 
 class Generation(ApiRequest):
-    """What requests of all of OpenAI's APIs have in common, and the fields that llama.cpp, vLLM and mlx-lm added."""
+    """Common fields of OpenAI's APIs, and fields that llama.cpp, vLLM and mlx-lm added."""
 
     model: str | None = None
     temperature: Temperature | None = None
@@ -164,9 +158,9 @@ class Generation(ApiRequest):
 
 
 class Sampling(Generation):
-    """What those of the two older ones have beside it."""
+    """Common fields of chat and text completions."""
 
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: MinTokens | None = None
     logit_bias: LogitBias | None = None
@@ -183,7 +177,7 @@ class Sampling(Generation):
     guided_choice: Choices | None = None
     json_schema: Object | str | None = Field(None, description="llama.cpp's name for a schema")
     structured_outputs: StructuredOutputs | None = None
-    # Ignored: nothing of the answer depends on them.
+    # Ignored: they have no effect on the answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -204,7 +198,7 @@ class ReasoningTokens(ApiResponse):
 
 
 class Usage(ApiResponse):
-    """Tokens; `cached_tokens` of the prompt did not have to be read again, `reasoning_tokens` were thoughts."""
+    """Token counts. `cached_tokens` of the prompt came from the cache; `reasoning_tokens` were thinking."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -214,7 +208,7 @@ class Usage(ApiResponse):
 
 
 class Outrider(ApiResponse):
-    """What gives this text again, and what was worth telling: `mode` is what ran, `notes` why something was not."""
+    """What reproduces this text: `seed` and the `mode` that ran. `notes` explain what did not."""
 
     seed: int
     mode: str
@@ -222,25 +216,27 @@ class Outrider(ApiResponse):
 
 
 Timings = dict[str, Any]
-"""A request in numbers, in llama.cpp's names; docs/server.md has each."""
+"""Statistics of a request, with llama.cpp's names; docs/server.md explains each."""
 
 
 class TokenOrigin(ApiResponse):
-    """The text that a token completes, and who said it first."""
+    """The text that a token adds, and where the token came from."""
 
     text: str
-    origin: str = Field(description="target, prepared, drafted (just in time), head (just in time, by one) or copied")
+    origin: str = Field(
+        description="target, prepared, drafted (on request), head (drafted by one, on request) or copied"
+    )
 
 
 class Work(ApiResponse):
-    """When it began, and how long it took; milliseconds on one clock, which begins with the request."""
+    """When work began and how long it took, in milliseconds since the request's start."""
 
     start_ms: float
     ms: float
 
 
 class Drafting(Work):
-    """What a drafter did for `round`: so many `branches` are `depth` tokens deep now; 0: a chain that was asked for."""
+    """A drafter's work for `round`: `branches` became `depth` tokens deep; 0 branches: a chain on request."""
 
     drafter: str
     round: int
@@ -249,21 +245,55 @@ class Drafting(Work):
 
 
 class Round(ApiResponse):
-    """One verify that has ended: a chain of `drafted` tokens, of which `accepted` held; it made `tokens` final."""
+    """A verify: a chain of `drafted` tokens, of which `accepted` held, and `tokens` that became final."""
 
     round: int
-    lookup: str = Field(description="what was prepared for the outcome before: hit, grown, late, miss; none: not asked")
+    lookup: str = Field(description="lookup of the outcome before: hit, grown, late, miss; none: no lookup")
     source: str = Field(description="where the chain came from: cache, drafter, ngram (the text), none")
     drafted: int
     accepted: int
     tokens: int
     verify: Work
-    decided: Work | None = Field(description="from the outcome before until the orchestrator knew how to go on")
+    decided: Work | None = Field(description="the decision: from the outcome before to the next proposal")
     drafting: list[Drafting]
 
 
 class Speculated(ApiResponse):
-    """`origins`: a token each; `rounds`: those that ended meanwhile."""
+    """`origins`: one for each token. `rounds`: those that ended since the last event."""
 
     origins: list[TokenOrigin] | None = absent()
     rounds: list[Round] | None = absent()
+
+
+class OpenAIError(ApiResponse):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIProblem(ApiResponse):
+    """An error in OpenAI's format."""
+
+    error: OpenAIError
+    request_id: str | None = absent()
+
+
+class ErrorDetails(ApiResponse):
+    """`error_code` is a machine-readable kind."""
+
+    error_code: str
+
+
+class AnthropicError(ApiResponse):
+    type: str
+    message: str
+    details: ErrorDetails | None = absent()
+
+
+class AnthropicProblem(ApiResponse):
+    """An error in Anthropic's format."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str

@@ -1,9 +1,4 @@
-"""OpenAI's chat completions and text completions: POST /v1/chat/completions and /v1/completions.
-
-`Part`: OpenAI's chat completions: POST /v1/chat/completions.
-
-`CompletionRequest`: OpenAI's text completions: POST /v1/completions.
-"""
+"""OpenAI's chat and text completions, and the bodies of /tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
@@ -13,10 +8,11 @@ from pydantic import Field
 
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
-    MOST_CHOICES,
-    MOST_STOPS,
-    MOST_TOKENS,
-    MOST_TOOLS,
+    MAX_CHOICES,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    ApiRequest,
     ApiResponse,
     LooseShape,
     MaxTokens,
@@ -28,14 +24,14 @@ from outrider.server.shapes.base import (
     Timings,
     Usage,
     absent,
-    many,
+    bounded,
 )
 
 Finish = Literal["stop", "length", "tool_calls"]
 
 
 class Part(LooseShape):
-    """A part of a message. Only text is read; images, sounds and files are refused."""
+    """A part of a message. Only text is supported; images, audio and files are rejected."""
 
     type: str
     text: str | None = None
@@ -53,19 +49,19 @@ class ToolCalled(LooseShape):
 
 
 class ChatMessage(LooseShape):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], many()] | None = None
+    content: str | Annotated[list[Part], bounded()] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCalled], many(MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCalled], bounded(MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="the same, as vLLM calls it now")
+    reasoning: str | None = Field(None, description="vLLM's name of reasoning_content")
 
 
 class Function(LooseShape):
-    """What a model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
@@ -83,7 +79,7 @@ class Named(StrictShape):
 
 
 class ToolChosen(LooseShape):
-    """The one function that is to be called."""
+    """Requires a call of one function."""
 
     type: Literal["function"]
     function: Named
@@ -96,22 +92,22 @@ class ToolAllowed(LooseShape):
 
 class Allowed(StrictShape):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolAllowed], many(MOST_TOOLS, least=1)]
+    tools: Annotated[list[ToolAllowed], bounded(MAX_TOOLS, least=1)]
 
 
 class ToolsAllowed(LooseShape):
-    """Some of the functions; `mode`: whether one of them is to be called."""
+    """Limits calls to some functions; `mode` required: one of them must be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
 
 
 class ChatRequest(Sampling):
-    """A conversation that is to be answered."""
+    """A chat completion."""
 
-    messages: Annotated[list[ChatMessage], many(least=1)]
+    messages: Annotated[list[ChatMessage], bounded(least=1)]
     max_completion_tokens: MaxTokens | None = None
-    tools: Annotated[list[Tool], many(MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
@@ -120,7 +116,7 @@ class ChatRequest(Sampling):
     reasoning_effort: str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    modalities: Annotated[list[str], many(MOST_STOPS)] | None = None
+    modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
     audio: Any = None
     functions: Any = None
     function_call: Any = None
@@ -152,7 +148,7 @@ class AnswerMessage(ApiResponse):
 
 
 class LikelyToken(ApiResponse):
-    """A token's text, its bytes, and the natural logarithm of its probability."""
+    """A token's text and bytes, and the natural logarithm of its probability."""
 
     token: str
     logprob: float
@@ -160,7 +156,7 @@ class LikelyToken(ApiResponse):
 
 
 class SpelledToken(LikelyToken):
-    """One that was generated, and the likeliest of its place."""
+    """A generated token, and the likeliest at its position."""
 
     top_logprobs: list[LikelyToken]
 
@@ -179,7 +175,7 @@ class ChatChoice(ApiResponse):
 
 
 class ChatCompletion(ApiResponse):
-    """The whole answer."""
+    """The full response."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -193,7 +189,7 @@ class ChatCompletion(ApiResponse):
 
 
 class Delta(ApiResponse):
-    """What is new; only what there is of it is sent."""
+    """New content; empty fields are omitted."""
 
     role: Literal["assistant"] | None = absent()
     content: str | None = absent()
@@ -210,7 +206,7 @@ class ChunkChoice(ApiResponse):
 
 
 class ChatChunk(ApiResponse):
-    """An event of a stream. Timings come with a choice's end; usage, if wanted, in a last event without choices."""
+    """An event of a stream. A choice's last event has timings; usage, if requested, has an event without choices."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -223,23 +219,22 @@ class ChatChunk(ApiResponse):
     outrider: Outrider | None = absent()
 
 
-Tokens = Annotated[list[int], many(MOST_TOKENS, least=1)]
+Tokens = Annotated[list[int], bounded(MAX_TOKENS, least=1)]
 
 
 class CompletionRequest(Sampling):
-    """Texts, or token ids, that are to be completed; no chat template is applied."""
+    """A completion of texts or token ids. No chat template is applied."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], many(MOST_CHOICES, least=1)]
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    return_token_ids: bool | None = Field(None, description="vLLM's: tell what the text is of, too")
+    return_token_ids: bool | None = Field(None, description="vLLM's: return token ids")
 
 
 class CompletionLogprobs(ApiResponse):
-    """Of each token: its text, the natural logarithm of its probability, the likeliest of its place by their texts, and
-    where its text begins."""
+    """For each token: text, log-probability, the likeliest at its position by text, and its text's offset."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -257,7 +252,7 @@ class CompletionChoice(ApiResponse):
 
 
 class Completion(ApiResponse):
-    """The whole answer, and in the same shape each event of a stream."""
+    """The full response, and each event of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -268,3 +263,36 @@ class Completion(ApiResponse):
     usage: Usage | None = absent()
     timings: Timings | None = absent()
     outrider: Outrider | None = absent()
+
+
+class TokenizeRequest(ApiRequest):
+    """`content` (llama.cpp) or `prompt` (vLLM) is a text; `messages` is a conversation."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], bounded()] | None = None
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = Field(False, description="vLLM's: return each token's text")
+    with_pieces: bool = Field(False, description="llama.cpp's: return tokens as objects with id and piece")
+    add_special: bool = Field(True, description="add the tokenizer's special tokens")
+    add_special_tokens: bool | None = None
+
+
+class TemplateRequest(ApiRequest):
+    """A conversation, as in /v1/chat/completions."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], bounded(least=1)]
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class DetokenizeRequest(ApiRequest):
+    model: str | None = None
+    tokens: Annotated[list[int], bounded(MAX_TOKENS)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from outrider.server.shapes.base import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     ApiRequest,
     ApiResponse,
     LooseShape,
@@ -23,12 +23,12 @@ from outrider.server.shapes.base import (
     TopK,
     TopP,
     absent,
-    many,
+    bounded,
 )
 
 
 class Block(LooseShape):
-    """A part of a message: text, thinking, tool_use or tool_result. Images and documents are refused."""
+    """A content block: text, thinking, tool_use or tool_result. Images and documents are rejected."""
 
     type: str
     text: str | None = None
@@ -37,17 +37,17 @@ class Block(LooseShape):
     name: str | None = None
     input: Object | None = None
     tool_use_id: str | None = None
-    content: str | Annotated[list[Block], many()] | None = None
+    content: str | Annotated[list[Block], bounded()] | None = None
     is_error: bool | None = None
 
 
 class Turn(LooseShape):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], many()]
+    content: str | Annotated[list[Block], bounded()]
 
 
 class ClientTool(LooseShape):
-    """A tool that the caller runs; `input_schema` is a JSON schema. Anthropic's own tools are refused."""
+    """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
 
     type: str | None = None
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -66,13 +66,13 @@ class Thinking(LooseShape):
     type: str
 
 
-class Counted(ApiRequest):
-    """What is counted: all that becomes a prompt."""
+class CountTokensRequest(ApiRequest):
+    """The fields that become the prompt."""
 
     model: str | None = None
-    messages: Annotated[list[Turn], many(least=1)]
-    system: str | Annotated[list[Block], many()] | None = None
-    tools: Annotated[list[ClientTool], many(MOST_TOOLS)] | None = None
+    messages: Annotated[list[Turn], bounded(least=1)]
+    system: str | Annotated[list[Block], bounded()] | None = None
+    tools: Annotated[list[ClientTool], bounded(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: Object | None = None
@@ -81,15 +81,15 @@ class Counted(ApiRequest):
     output_format: Object | None = None
     thread: Any = None
     compaction: Any = None
-    # Ignored: nothing of the answer depends on them.
+    # Ignored: they have no effect on the answer.
     cache_control: Any = None
     context_management: Any = None
     speed: Any = None
     fallbacks: Any = None
 
 
-class MessagesRequest(Counted):
-    """A conversation that is to be answered with at most `max_tokens`."""
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer in at most `max_tokens`."""
 
     max_tokens: MaxTokens
     stop_sequences: Stops | None = None
@@ -100,7 +100,7 @@ class MessagesRequest(Counted):
     seed: Seed | None = None
     speculation: Speculation | None = None
     timeout: Timeout | None = None
-    # Ignored, too.
+    # Ignored as well.
     metadata: Any = None
     service_tier: Any = None
     container: Any = None
@@ -130,7 +130,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesUsage(ApiResponse):
-    """Tokens; what was read from the cache is not in `input_tokens`."""
+    """Token counts. `input_tokens` excludes tokens from the cache."""
 
     input_tokens: int
     output_tokens: int
@@ -139,7 +139,7 @@ class MessagesUsage(ApiResponse):
 
 
 class MessageAnswer(ApiResponse):
-    """The whole answer."""
+    """The full response."""
 
     id: str
     type: Literal["message"] = "message"

@@ -1,4 +1,4 @@
-"""OpenAI's responses, text and tools: POST /v1/responses. Nothing is stored, so each request has it all."""
+"""OpenAI's responses: POST /v1/responses. Nothing is stored, so each request has the whole conversation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.shapes.base import (
-    MOST_TOOLS,
+    MAX_TOOLS,
     ApiResponse,
     CachedTokens,
     Generation,
@@ -20,28 +20,28 @@ from outrider.server.shapes.base import (
     Speculation,
     Timings,
     absent,
-    many,
+    bounded,
 )
 from outrider.server.shapes.chat import SpelledToken
 
 
 class Content(LooseShape):
-    """A part of a message: input_text and output_text are read."""
+    """A part of a message: input_text or output_text."""
 
     type: str
     text: str | None = None
 
 
 class Item(LooseShape):
-    """A message, a call of a function, its output, or earlier reasoning."""
+    """A message, a function call, its output, or earlier reasoning."""
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[Content], many()] | None = None
+    content: str | Annotated[list[Content], bounded()] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | Annotated[list[Content], many()] | None = None
+    output: str | Annotated[list[Content], bounded()] | None = None
 
 
 class FunctionTool(LooseShape):
@@ -58,11 +58,11 @@ class FunctionChosen(LooseShape):
 
 
 class FunctionsAllowed(LooseShape):
-    """Some of the functions; `mode`: whether one of them is to be called."""
+    """Limits calls to some functions; `mode` required: one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChosen], many(MOST_TOOLS, least=1)]
+    tools: Annotated[list[FunctionChosen], bounded(MAX_TOOLS, least=1)]
 
 
 class Reasoning(LooseShape):
@@ -70,11 +70,11 @@ class Reasoning(LooseShape):
 
 
 class ResponsesRequest(Generation):
-    """An input that is to be answered."""
+    """An input to respond to."""
 
-    input: str | Annotated[list[Item], many(least=1)]
+    input: str | Annotated[list[Item], bounded(least=1)]
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], many(MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool], bounded(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChosen | FunctionsAllowed | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: MaxTokens | None = None
@@ -82,8 +82,8 @@ class ResponsesRequest(Generation):
     reasoning: Reasoning | None = None
     chat_template_kwargs: Object | None = None
     speculation: Speculation | None = None
-    include: Annotated[list[str], many(MOST_TOOLS)] | None = Field(
-        None, description="message.output_text.logprobs; others change nothing"
+    include: Annotated[list[str], bounded(MAX_TOOLS)] | None = Field(
+        None, description="message.output_text.logprobs; other values are ignored"
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     previous_response_id: str | None = None
@@ -91,10 +91,10 @@ class ResponsesRequest(Generation):
     background: bool | None = None
     prompt: Any = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="no input is shortened: one that is too long is refused with auto, too"
+        None, description="inputs are never truncated: one that is too long is rejected, with auto too"
     )
     max_tool_calls: int | None = None
-    # Ignored: nothing of the answer depends on them.
+    # Ignored: they have no effect on the answer.
     metadata: Any = None
     store: Any = None
     user: Any = None
@@ -152,7 +152,7 @@ Output = OutputMessage | OutputCall | OutputReasoning
 
 
 class WrittenTokens(CachedTokens):
-    """`cache_write_tokens`: those that were read and are remembered for the next request."""
+    """`cache_write_tokens`: tokens that were added to the prompt cache."""
 
     cache_write_tokens: int = 0
 
@@ -166,7 +166,7 @@ class ResponsesUsage(ApiResponse):
 
 
 class ResponseObject(ApiResponse):
-    """The answer, and how far it is."""
+    """The response and its status."""
 
     id: str
     object: Literal["response"] = "response"

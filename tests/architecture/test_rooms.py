@@ -58,9 +58,8 @@ WITHIN = {
     },
     "bench": {
         "timing": set(),
-        "contest": {"timing"},
-        "crowd": {"contest"},
-        "commands": {"timing", "contest", "crowd"},
+        "comparison": {"timing"},
+        "commands": {"timing", "comparison"},
     },
 }
 FROM_BESIDE = {"orchestrator/core/policy": {"ngram"}}

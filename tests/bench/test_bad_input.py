@@ -25,7 +25,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def started(*_: Any, **__: Any) -> None:
         pytest.fail("processes were started")
 
-    monkeypatch.setattr("outrider.bench.contest.field.LocalCluster", started)
+    monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", started)
     monkeypatch.setattr(tune, "LocalCluster", started)
     monkeypatch.setattr(tune, "_probe", started)
     monkeypatch.chdir(tmp_path)
@@ -74,18 +74,18 @@ def test_results_that_cannot_be_written_are_refused_before_the_work(capsys: Capt
 
 
 def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: None)
     code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
     assert (code, said) == (
         InvalidRequest.exit_code,
-        f"outrider bench: mlx-lm takes no part: mlx_lm is not installed; expected {install('bench')}",
+        f"outrider bench: mlx-lm is left out: mlx_lm is not installed; expected {install('bench')}",
     )
 
 
 @pytest.mark.parametrize(
     ("peers", "words"),
     [
-        ("llama.cpp", "llama.cpp takes no part: it reads GGUF files; expected --model FILE.gguf"),
+        ("llama.cpp", "llama.cpp is left out: it reads GGUF files; expected --model FILE.gguf"),
         ("vllm", "peers is 'vllm'; expected none, or of mlx-lm, llama.cpp with commas between"),
         ("", "peers is ''; expected none, or of mlx-lm, llama.cpp"),
     ],
@@ -93,7 +93,7 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
 def test_a_peer_that_cannot_compete_is_refused(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, peers: str, words: str
 ) -> None:
-    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: True)
+    monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: True)
     code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", peers)
     assert code == InvalidRequest.exit_code
     assert words in said
@@ -101,7 +101,7 @@ def test_a_peer_that_cannot_compete_is_refused(
 
 @pytest.mark.parametrize("wanted", [(), ("--peers", "none")])
 def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch, wanted: tuple[str, ...]) -> None:
-    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: None)
+    monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: None)
     with pytest.raises(pytest.fail.Exception, match="processes were started"):
         main(["bench", "--prompts", "1", *wanted])
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.contest.contention import Contention
-from outrider.bench.contest.field import keep_on
+from outrider.bench.comparison.contention import Contention
+from outrider.bench.comparison.runners import pin_process
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.settings import ServeSettings
@@ -47,7 +47,7 @@ def test_it_ends_when_the_bench_fails() -> None:
 def test_it_ends_when_whoever_started_it_is_killed() -> None:
     """Its stdin is a pipe that ends then."""
     process = subprocess.Popen(
-        python("-m", "outrider.bench.contest.contention", "cpu"),
+        python("-m", "outrider.bench.comparison.contention", "cpu"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(),
@@ -71,7 +71,7 @@ def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_it
             pytest.fail("no pipe")
         process.stdout.readline()
         core = max(os.sched_getaffinity(0))
-        keep_on(process.pid, core)
+        pin_process(process.pid, core)
         threads = [int(thread.name) for thread in Path(f"/proc/{process.pid}/task").iterdir()]
         assert len(threads) == 2
         assert all(os.sched_getaffinity(thread) == {core} for thread in threads)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.crowd import report
-from outrider.bench.crowd.ask import Arrival, Question, Reply, ask_all, timed
-from outrider.bench.crowd.report import section, table
+from outrider.bench.comparison import report
+from outrider.bench.comparison.report import concurrent_section, concurrent_table
+from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send_all, timed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest
@@ -40,26 +40,26 @@ def test_all_tokens_count_from_the_first_sending_to_the_last_end() -> None:
 
 
 def test_a_section_holds_ways_against_the_peer_and_auto_against_the_best() -> None:
-    found = section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
+    found = concurrent_section(2, 0.8, {"ar": crowd(10), "ssd": crowd(20), "auto": crowd(15), "mlx-lm": crowd(40)})
     rates = {row.name: row.rate.value for row in found.rows}
     assert rates == pytest.approx({"ar": 20, "ssd": 40, "auto": 30, "mlx-lm": 80})
     assert found.row("ar").against_peer and found.row("ar").against_peer.value == pytest.approx(0.25)
     assert found.row("mlx-lm").against_peer is None
     assert found.best == "ssd" and found.auto_over_best and found.auto_over_best.value == pytest.approx(0.75)
     assert found.row("ar").token_ms.p50.value == pytest.approx(100)
-    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in table(found)
+    assert "| ssd | 40 [40, 40] | 0.50 [0.50, 0.50] | 50 / 50 | 50.0 / 50.0 |" in concurrent_table(found)
 
 
 def test_an_interval_of_latency_is_over_rounds_and_requests() -> None:
     rounds = [[reply(0, (0.1, 1), (0.2, 1)), reply(0, (0.3, 1), (0.6, 1))], [reply(0, (0.5, 1), (0.7, 1))] * 2]
-    first = section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
+    first = concurrent_section(2, 0.0, {"ar": rounds}).rows[0].first_ms.p50
     assert (first.low, first.value, first.high) == pytest.approx((100, 400, 500))
 
 
 def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> None:
-    found = [section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
+    found = [concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
-    report.draw(found, tmp_path / "picture.png", "two ways")
+    report.draw_concurrent(found, tmp_path / "picture.png", "two ways")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
@@ -77,7 +77,9 @@ class OneByOne:
 
 
 def test_a_client_keeps_what_came_when_and_leaves_when_it_wants() -> None:
-    whole, left = ask_all(OneByOne(), [Question((1,), SAMPLING, "ar"), Question((1,), SAMPLING, "ar", until=2)])  # type: ignore[arg-type]
+    whole, left = send_all(
+        OneByOne(), [TimedRequest((1,), SAMPLING, "ar"), TimedRequest((1,), SAMPLING, "ar", until=2)]
+    )  # type: ignore[arg-type]
     assert (len(whole.arrivals), whole.reason, whole.cancelled) == (6, "length", False)
     assert (left.token_ids, left.text, left.cancelled) == ((7, 7), "xx", True)
     assert whole.sent < whole.arrivals[0].at <= whole.ended

@@ -18,7 +18,7 @@ from outrider.bench.timing.forecast import (
     slowdown,
 )
 from outrider.bench.timing.loops import Curve
-from outrider.bench.timing.probe import Probe, Rehearsal, Rehearsed, agreeing
+from outrider.bench.timing.probe import Probe, Rehearsal, RehearsalRound, agreeing
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.settings import ServeSettings
 
@@ -27,7 +27,7 @@ FLAT = Curve(((1, 10.0), (4, 12.5)))
 
 def probe_of(verify: Curve, accepted: int, beside: float = 1.0, plain_ms: float = 10.0) -> Probe:
     """K = 3, B = 8, nine hits in ten rounds; a verify beside the drafter takes `beside` times as long as alone."""
-    rounds = tuple(Rehearsed(4, accepted, accepted, number > 0, beside * verify(4)) for number in range(10))
+    rounds = tuple(RehearsalRound(4, accepted, accepted, number > 0, beside * verify(4)) for number in range(10))
     turn = Curve(((3, verify(4) + 6.0),))
     return Probe(
         10.0,
@@ -127,7 +127,7 @@ def test_a_curve_goes_through_its_points_and_straight_on() -> None:
 
 
 def test_acceptance_is_of_the_rounds_that_came_so_far() -> None:
-    rounds = tuple(Rehearsed(4, held, held, held != 1, 10.0) for held in (0, 1, 3, 3))
+    rounds = tuple(RehearsalRound(4, held, held, held != 1, 10.0) for held in (0, 1, 3, 3))
     rehearsal = Rehearsal(3, 8, rounds)
     assert [rehearsal.acceptance(i) for i in range(3)] == [0.75, pytest.approx(2 / 3), 1.0]
     assert rehearsal.hit_rate == 0.75

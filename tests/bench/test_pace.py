@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.bench.contest.contest import require_pace
+from outrider.bench.comparison.runs import require_pace
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Timings

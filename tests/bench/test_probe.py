@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from outrider.bench.timing.forecast import forecasts, recommendation
-from outrider.bench.timing.probe import SECONDS, Hourglass, Probe, probe
-from outrider.bench.timing.workbench import Together
+from outrider.bench.timing.probe import SECONDS, Probe, TimeBudget, probe
+from outrider.bench.timing.workbench import ParallelRound
 from outrider.protocol import clock
 from outrider.protocol.messages import Branch, Branches, Drafted, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
@@ -58,7 +58,7 @@ class Machine:
 
     def both(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> Together:
+    ) -> ParallelRound:
         self.after = new[-1] if new else 0
         work = self._work(self.verify_ms * (1 + 0.05 * len(chain)))
         accepted = len(chain) if self.right else 0
@@ -66,7 +66,7 @@ class Machine:
         bonus = self.after
         entry = Branch((*chain[:accepted], bonus if self.right else 999), self._drafted(depth))
         piece = Branches("bench", 0, number, base_len, depth, (entry,), Span(work.started_ns, work.ended_ns), True)
-        return Together(Outcome("bench", 0, number, base_len, accepted, bonus, work), (piece,))
+        return ParallelRound(Outcome("bench", 0, number, base_len, accepted, bonus, work), (piece,))
 
     def _drafted(self, depth: int) -> tuple[int, ...]:
         return tuple(self.after + 1 + i if self.right else 998 for i in range(depth))
@@ -99,7 +99,7 @@ def test_a_draft_that_knows_all_is_tried_with_every_k_and_b(verify_ms: float, mo
 def test_turns_end_with_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(100))
     monkeypatch.setattr(clock, "now", lambda: next(seconds) * 1_000_000_000)
-    glass = Hourglass(10.0)
+    glass = TimeBudget(10.0)
 
     def count(turns: Iterator[int]) -> int:
         return sum(1 for _ in turns)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.contest import report
-from outrider.bench.contest.contest import Run, Timed
-from outrider.bench.contest.field import BOTH_CORES, of_main_table, of_second_table
-from outrider.bench.contest.summary import Judged
+from outrider.bench.comparison import report
+from outrider.bench.comparison.runners import BOTH_CORES, main_table_runs, second_table_runs
+from outrider.bench.comparison.runs import Run, Timed
+from outrider.bench.comparison.summary import FormulaComparison
 from outrider.protocol.errors import InvalidRequest
 
 NAMES = ("ar", "sd model K=3", "ssd K=3", "auto", "mlx-lm", "ar, both cores", "mlx-lm sd K=3, both cores")
@@ -17,8 +17,8 @@ RUNS = {name: [Run(tuple(range(65)), Timed(64, 1.0 / (1 + at)))] * 3 for at, nam
 
 
 def made(kind: str = "code") -> report.Section:
-    judged = {"ssd K=3": Judged(190.0, 200.0, 13.0, 12.5, 0.4, 0.4)}
-    return report.section(kind, 0.8, "1 BLAS thread per worker", of_main_table(RUNS), "ar", judged, ["- a line"])
+    judged = {"ssd K=3": FormulaComparison(190.0, 200.0, 13.0, 12.5, 0.4, 0.4)}
+    return report.section(kind, 0.8, "1 BLAS thread per worker", main_table_runs(RUNS), "ar", judged, ["- a line"])
 
 
 def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
@@ -31,14 +31,14 @@ def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
 
 
 def test_a_table_of_which_the_formula_says_nothing_has_no_such_column() -> None:
-    second = report.section("code", 0.0, "both cores", of_second_table(RUNS), "ar, both cores", {})
+    second = report.section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores", {})
     assert "of the formula" not in report.table(second)
     assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
 
 
 def test_each_contestant_stands_in_the_table_of_its_cores() -> None:
     assert [row.name for row in made().rows] == ["mlx-lm", "auto", "ssd K=3", "sd model K=3", "ar"]
-    assert set(of_second_table(RUNS)) == {"ssd K=3", "auto", *(name for name in NAMES if name.endswith(BOTH_CORES))}
+    assert set(second_table_runs(RUNS)) == {"ssd K=3", "auto", *(name for name in NAMES if name.endswith(BOTH_CORES))}
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.bench.commands import files
 from outrider.bench.commands.overlap import Overlap, _table
-from outrider.bench.contest.contest import Timed, bootstrap, ratio, repeated_share
+from outrider.bench.comparison.runs import Timed, bootstrap, ratio, repeated_share
 from outrider.bench.trace import Bar, draw, drawn, read
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.metrics import TARGET, TARGETS_DRAFTER, Trace
@@ -210,7 +210,7 @@ def test_without_matplotlib_bench_starts_and_leaves_its_results(
     files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
     told = capsys.readouterr()
     assert told.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "the picture was left out" in told.err
-    monkeypatch.setattr("outrider.bench.contest.field.LocalCluster", lambda **_: pytest.fail("started"))
+    monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", lambda **_: pytest.fail("started"))
     with pytest.raises(pytest.fail.Exception, match="started"):
         main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
 

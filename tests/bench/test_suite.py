@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.commands import files
-from outrider.bench.contest import field as fields
-from outrider.bench.contest import report
-from outrider.bench.contest.contest import Run, Timed
-from outrider.bench.contest.field import llama_name
-from outrider.bench.contest.peers import SPECULATIONS, WITH_DRAFT, Chosen, choose
-from outrider.bench.crowd import footprint
+from outrider.bench.commands import files, suite
+from outrider.bench.comparison import report
+from outrider.bench.comparison import runners as runners_module
+from outrider.bench.comparison.peers import SPECULATIONS, WITH_DRAFT, ChosenPeers, choose
+from outrider.bench.comparison.runners import llama_name
+from outrider.bench.comparison.runs import Run, Timed
 from outrider.bench.prompts import SUITE
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.settings import ServeSettings
@@ -99,11 +98,13 @@ class ClusterOfSettings:
 )
 def test_only_what_the_pair_has_is_compared(backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model has no draft of its own."""
-    monkeypatch.setattr(fields, "LocalCluster", ClusterOfSettings)
-    monkeypatch.setattr(fields, "keep_on", lambda pid, core: None)
+    monkeypatch.setattr(runners_module, "LocalCluster", ClusterOfSettings)
+    monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
     drafts = {"draft_model": "draft"} if backend == "mlx" else {}
     given = {"model": "target", "draft_backend": backend, **drafts}
-    with fields.field(given, ServeSettings(**given), [2], False, Chosen(), lambda said: None) as found:
+    with runners_module.start_runners(
+        given, ServeSettings(**given), [2], False, ChosenPeers(), lambda said: None
+    ) as found:
         names = [contestant.name for family in found.families for contestant in family]
     assert [name for name in names if "both" not in name and "colocated" not in name] == modes
 
@@ -125,22 +126,22 @@ def test_a_suites_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: True)
+    monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: True)
     (tmp_path / "model").write_bytes(b"GGUF\x03")
     (tmp_path / "text").write_bytes(b"hello")
     found = choose(None, ServeSettings(), str(tmp_path / "model"), str(tmp_path / "text"))
     assert (found.mlx_lm, found.gguf, found.draft, found.left_out) == (True, tmp_path / "model", None, ())
     with pytest.raises(InvalidRequest, match="it reads GGUF files"):
         choose("llama.cpp", ServeSettings(), str(tmp_path / "text"), None)
-    monkeypatch.setattr("outrider.bench.contest.peers.pull", lambda model: tmp_path / "model")
+    monkeypatch.setattr("outrider.bench.comparison.peers.pull", lambda model: tmp_path / "model")
     assert choose(None, ServeSettings(), "smollm2", None).gguf == tmp_path / "model"
 
 
 def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.bench.contest.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
+    monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
     found = choose(None, ServeSettings(), "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
-    assert found.left_out == (f"llama.cpp takes no part: xllamacpp is not installed; expected {install('bench')}",)
+    assert found.left_out == (f"llama.cpp is left out: xllamacpp is not installed; expected {install('bench')}",)
 
 
 class Parameters(SimpleNamespace):
@@ -176,11 +177,11 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     kinds = SimpleNamespace(**{f"COMMON_SPECULATIVE_TYPE_{n.upper().replace('-', '_')}": n for n in names})
     fake = SimpleNamespace(Server=FakeServer, CommonParams=Parameters, common_speculative_type=kinds)
     monkeypatch.setitem(sys.modules, "xllamacpp", fake)
-    monkeypatch.delitem(sys.modules, "outrider.bench.contest.llama_cpp_peer", raising=False)
-    import outrider.bench.contest.llama_cpp_peer as program
+    monkeypatch.delitem(sys.modules, "outrider.bench.comparison.llama_cpp_peer", raising=False)
+    import outrider.bench.comparison.llama_cpp_peer as program
 
     yield program
-    sys.modules.pop("outrider.bench.contest.llama_cpp_peer")
+    sys.modules.pop("outrider.bench.comparison.llama_cpp_peer")
 
 
 def started(program: Any, **more: Any) -> Any:
@@ -227,13 +228,13 @@ def test_memory_is_that_of_a_process_and_all_below_it() -> None:
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
     with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        found = footprint.peak(process.pid, lambda: None)
+        found = suite.peak(process.pid, lambda: None)
         process.communicate()
     assert 40 << 20 < found < 40 << 22
-    assert footprint.total_memory(process.pid) == 0 or os.name != "posix"
+    assert suite.total_memory(process.pid) == 0 or os.name != "posix"
 
 
 def test_pieces_of_a_text_begin_differently() -> None:
-    pieces = footprint._pieces(range(1000), 4, 1500)
+    pieces = suite._pieces(range(1000), 4, 1500)
     assert [len(piece) for piece in pieces] == [1500] * 4
     assert len({piece[0] for piece in pieces}) == 4

@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.contest.summary import Judged, Subject, judge, judge_plain, kinds_of, lines, summary
-from outrider.bench.timing.alone import Alone
-from outrider.bench.timing.loops import Curve
+from outrider.bench.comparison.summary import (
+    FormulaComparison,
+    RunnerSummary,
+    compare_plain,
+    compare_speculative,
+    kinds_of,
+    lines,
+    summary,
+)
+from outrider.bench.timing.loops import Curve, IsolatedTimes
 from outrider.protocol.messages import Timings
 
 VERIFY = Curve(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))
-ALONE = Alone(10.0, VERIFY, Curve(((1, 3.0), (3, 5.0))), Curve(((1, 4.0), (3, 8.0))), 0.5)
+ALONE = IsolatedTimes(10.0, VERIFY, Curve(((1, 3.0), (3, 5.0))), Curve(((1, 4.0), (3, 8.0))), 0.5)
 # Twenty rounds and the prompt's: 2 of no chain, 8 of two tokens, 10 of three; 5 were asked for. 18 lookups.
 SSD = Timings(
     predicted_n=51,
@@ -47,30 +54,35 @@ def test_shares_of_rounds_are_all_of_them() -> None:
 
 def test_a_run_that_takes_the_times_measured_alone_is_all_of_the_formula() -> None:
     flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
-    assert judge(summary([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
+    assert compare_speculative(summary([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
 def test_slower_verifies_are_what_is_missing_and_are_told() -> None:
     slow = replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
-    found = judge(summary([slow]), ALONE, 3, works_ahead=True)
+    found = compare_speculative(summary([slow]), ALONE, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
-    assert found.share < judge(summary([SSD]), ALONE, 3, works_ahead=True).share
+    assert found.share < compare_speculative(summary([SSD]), ALONE, 3, works_ahead=True).share
 
 
 def test_a_drafter_that_does_not_fit_behind_the_verify_is_in_the_formula() -> None:
     tall = replace(ALONE, ahead_ms=Curve(((1, 20.0), (3, 40.0))))
     found = summary([SSD])
-    assert judge(found, tall, 3, works_ahead=True).predicted < judge(found, ALONE, 3, works_ahead=True).predicted
-    assert judge(found, tall, 3, works_ahead=False) == judge(found, ALONE, 3, works_ahead=False)
+    assert (
+        compare_speculative(found, tall, 3, works_ahead=True).predicted
+        < compare_speculative(found, ALONE, 3, works_ahead=True).predicted
+    )
+    assert compare_speculative(found, tall, 3, works_ahead=False) == compare_speculative(
+        found, ALONE, 3, works_ahead=False
+    )
 
 
 def test_plain_decoding_is_its_step() -> None:
     plain = summary([Timings(predicted_n=11, rounds=11, predicted_ms=125.0, verify_ms=90.0)])
-    assert judge_plain(plain, ALONE).share == pytest.approx(0.8)
+    assert compare_plain(plain, ALONE).share == pytest.approx(0.8)
 
 
 def test_the_lines_tell_costs_ceiling_and_where_a_round_went() -> None:
-    found = "\n".join(lines(ALONE, [Subject("ssd K=3", "ssd", 3, summary([SSD]))], 8, 80_000_000))
+    found = "\n".join(lines(ALONE, [RunnerSummary("ssd K=3", "ssd", 3, summary([SSD]))], 8, 80_000_000))
     for words in (
         "10.00 ms times 1: 1.00, 2: 1.10, 3: 1.20, 4: 1.30",
         "T_p = 0.62",
@@ -84,4 +96,4 @@ def test_the_lines_tell_costs_ceiling_and_where_a_round_went() -> None:
 
 
 def test_a_share_is_measured_over_predicted() -> None:
-    assert Judged(95.0, 100.0, 1.0, 1.0, 0.0, 0.0).share == 0.95
+    assert FormulaComparison(95.0, 100.0, 1.0, 1.0, 0.0, 0.0).share == 0.95

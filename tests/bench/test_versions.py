@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.contest.contest import Run, Timed
+from outrider.bench.comparison.runs import Run, Timed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tools.versions import Side, require_checkout, told

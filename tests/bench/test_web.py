@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.contest.contest import Interval
+from outrider.bench.comparison.runs import Interval
 from outrider.protocol.errors import WorkerError
 from tools import http_cost
 from tools.load import blocks

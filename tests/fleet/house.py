@@ -23,7 +23,7 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 
 if TYPE_CHECKING:
-    from outrider.fleet.engine_address import EngineAddress
+    from outrider.fleet.engine import EngineAddress
 
 KEY = "a-key-of-the-tests"
 PROMPT = "def find_all(pattern, text):\n"
@@ -144,7 +144,7 @@ def running(plan: FleetPlan, name: str, engines: int) -> Iterator[Fleet]:
     """The plan as an application of the Ray that this process is connected to, whole."""
     from ray import serve
 
-    from outrider.fleet.application import run
+    from outrider.fleet.deployment import run
 
     run(plan, name)
     try:

@@ -23,10 +23,10 @@ from outrider.fleet.host import (
     FleetHost,
     HostProcess,
     Resources,
-    checked_token,
+    create_token,
     end,
     is_loopback,
-    made_token,
+    read_token,
     require_free,
 )
 from outrider.orchestrator.cli import main
@@ -149,16 +149,16 @@ def test_systemd_takes_no_word_for_its_own() -> None:
 
 
 def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
-    file = made_token(tmp_path / "fleet")
+    file = create_token(tmp_path / "fleet")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(file.read_text()) == 64
-    assert made_token(tmp_path / "fleet").read_text() == file.read_text(), "it is made once"
+    assert create_token(tmp_path / "fleet").read_text() == file.read_text(), "it is made once"
     file.chmod(0o644)
     with pytest.raises(KeyFault, match="can be read by other users"):
-        checked_token(tmp_path / "fleet")
+        read_token(tmp_path / "fleet")
     file.chmod(0o600)
     file.write_text("\n")
     with pytest.raises(KeyFault, match="is empty"):
-        checked_token(tmp_path / "fleet")
+        read_token(tmp_path / "fleet")
 
 
 def test_only_what_was_started_here_is_ended(family: HostProcess) -> None:

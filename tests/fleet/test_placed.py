@@ -109,10 +109,10 @@ def test_a_lease_holds_as_long_as_its_gate_lives(fleet: Fleet) -> None:
     import ray
     from ray import serve
 
-    from outrider.fleet.application import HEALTH_SECONDS
+    from outrider.fleet.deployment import HEALTH_SECONDS
 
     gate, engines = (serve.get_deployment_handle(name, fleet.name) for name in ("gate", "placed"))
-    lease = engines.options(stream=True).lease.remote(gate.visitor.remote().result())
+    lease = engines.options(stream=True).lease.remote(gate.ingress_key.remote().result())
     assert next(lease) in fleet.places()
     names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     actors = [ray.get_actor(name, namespace="serve") for name in names if "#placed#" in name]

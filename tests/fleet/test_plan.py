@@ -6,9 +6,8 @@ import pickle
 
 import pytest
 
-from outrider.fleet.host import Resources, to_declare
-from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale
-from outrider.fleet.plan_file import plan_of, read_plan
+from outrider.fleet.host import Resources, undetected_resources
+from outrider.fleet.plan import DrafterPlan, FleetPlan, IngressPlan, Placed, Scale, plan_of, read_plan
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -73,7 +72,7 @@ def test_a_plan_travels_whole():
 
 def test_resources_in_rays_words():
     assert Resources(0.5, 0, 0, 2, "1KiB").as_ray() == {"metal": 0.5, "CPU": 2, "memory": 1024}
-    assert to_declare(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
+    assert undetected_resources(Resources(1, 1, 0, 8, 10**9)) == {"metal": 1, "ane": 1}
     assert str(Resources(metal=0.5, memory=2**31)) == "metal 0.5, memory 2.0 GiB"
     assert Placed(needs=Resources(cpu=1), drafter=DrafterPlan("same-host", Resources(cpu=2))).bundle() == Resources(
         cpu=3
@@ -149,6 +148,6 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_what_ray_serves_command_line_asks_for_is_there() -> None:
     """`serve run outrider.fleet:app`: `app` is a function, and no module of the name is in its way."""
     import outrider.fleet
-    from outrider.fleet.application import app
+    from outrider.fleet.deployment import app
 
     assert outrider.fleet.app is app

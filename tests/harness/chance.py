@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.bench.crowd.ask import Question
+from outrider.bench.comparison.requests import TimedRequest
 from outrider.protocol.sampling import MAX_SEED, SamplingParams
 
 MODES = ("ar", "sd", "ssd", "auto")
@@ -37,12 +37,12 @@ def subject(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tupl
     return tuple(source[start : start + length]), _sampling(rng, sizes.text, source)
 
 
-def question(number: int, seed: int, about: tuple[tuple[int, ...], SamplingParams]) -> Question:
+def question(number: int, seed: int, about: tuple[tuple[int, ...], SamplingParams]) -> TimedRequest:
     """Request `number` asks this subject in one of the modes, after a pause; some leave before the end."""
     rng = random.Random(f"question {seed} {number}")
     tokens, sampling = about
     own = rng.random() < 0.5
-    return Question(
+    return TimedRequest(
         tokens,
         sampling,
         MODES[number % len(MODES)],

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.bench.crowd.ask import Arrival, Question, Reply, ask, ask_all
+from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -137,7 +137,7 @@ class Course:
         self._client = client
         self._codec = embedded_codec()
         self._questions = list(_questions(count, seed))
-        self._alone = list(ask_all(client, self._questions, 1))
+        self._alone = list(send_all(client, self._questions, 1))
         self._over = threading.Event()
         self.found: list[Judged] = []
         self.waits_ms: list[float] = []
@@ -162,16 +162,16 @@ class Course:
         number = place
         while not self._over.is_set():
             at = number % len(self._questions)
-            reply = ask(self._client, self._questions[at], growth.heard)
+            reply = send(self._client, self._questions[at], growth.heard)
             self.waits_ms.append(max(reply.gaps_ms, default=0.0))
             self.found.append(self._judged(number, self._questions[at], reply, self._alone[at]))
             number += AT_ONCE
 
-    def _judged(self, number: int, asked: Question, reply: Reply, alone: Reply) -> Judged:
+    def _judged(self, number: int, asked: TimedRequest, reply: Reply, alone: Reply) -> Judged:
         return judged(number, AT_ONCE, asked, reply, alone, self._codec)
 
 
-def _questions(count: int, seed: int) -> Iterator[Question]:
+def _questions(count: int, seed: int) -> Iterator[TimedRequest]:
     source = words()
     for number in range(count):
         one = question(number, seed, subject(number // len(MODES), seed, source, SIZES))

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from outrider.bench.contest.peers import mlx_lm
-from outrider.bench.crowd.ask import Question, ask_all
+from outrider.bench.comparison.peers import mlx_lm
+from outrider.bench.comparison.requests import TimedRequest, send_all
 from outrider.bench.prompts import Prompt, mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -50,8 +50,8 @@ class Way:
     depth: int | None = None
     branches: int | None = None
 
-    def asked(self, case: Case) -> Question:
-        return Question(case.tokens, case.params, self.mode, num_draft_tokens=self.depth, branches=self.branches)
+    def asked(self, case: Case) -> TimedRequest:
+        return TimedRequest(case.tokens, case.params, self.mode, num_draft_tokens=self.depth, branches=self.branches)
 
     def __str__(self) -> str:
         marks = [f"K={self.depth}"] * (self.depth is not None) + [f"B={self.branches}"] * (self.branches is not None)
@@ -162,7 +162,7 @@ def judge_all(
                     tell(f"{house}, {way}, {sampling}")
                     alone = house == houses[0] and number == 0
                     asked = cases(prompts, sampling, length)
-                    replies = ask_all(client, [way.asked(case) for case in asked], 1 if alone else at_once)
+                    replies = send_all(client, [way.asked(case) for case in asked], 1 if alone else at_once)
                     for case, reply in zip(asked, replies, strict=True):
                         judge.compare(f"{house}: {way}", sampling, case, reply.token_ids)
     if "T=0" in samplings:

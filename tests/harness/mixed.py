@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import psutil
 
-from outrider.bench.crowd.ask import Question, Reply, ask, ask_all
+from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -52,7 +52,7 @@ class Load:
         self._client, self._codec, source = client, embedded_codec(), words()
         subjects = [subject(number // len(MODES), seed, source, SIZES) for number in range(count)]
         self._questions = [replace(question(n, seed, one), after=0.0) for n, one in enumerate(subjects)]
-        self._alone = list(ask_all(client, [replace(one, until=None) for one in self._questions], 1))
+        self._alone = list(send_all(client, [replace(one, until=None) for one in self._questions], 1))
         self._over = threading.Event()
         self.found: list[Judged] = []
         self.failed: list[str] = []
@@ -73,8 +73,8 @@ class Load:
                 self.failed.append(f"request {number}: {type(error).__name__}: {error}")
             number += AT_ONCE
 
-    def _judged(self, number: int, asked: Question, alone: Reply) -> Judged:
-        return judged(number, AT_ONCE, asked, ask(self._client, asked), alone, self._codec)
+    def _judged(self, number: int, asked: TimedRequest, alone: Reply) -> Judged:
+        return judged(number, AT_ONCE, asked, send(self._client, asked), alone, self._codec)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

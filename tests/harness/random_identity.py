@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.commands.files import numbers
-from outrider.bench.crowd.ask import Question, Reply, ask, ask_all
+from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import Output, certify, faults
@@ -44,7 +44,7 @@ class Judged:
 
     number: int
     at_once: int
-    question: Question
+    question: TimedRequest
     verdict: str
     why: str = ""
 
@@ -54,7 +54,7 @@ class Judged:
         return f"{self.verdict}: request {self.number}, {how}: {self.why}"
 
 
-def compared(question: Question, reply: Reply, alone: Reply) -> str:
+def compared(question: TimedRequest, reply: Reply, alone: Reply) -> str:
     """How a reply differs from the one alone; empty where it does not."""
     count = len(reply.token_ids)
     if reply.token_ids != (alone.token_ids[:count] if reply.cancelled else alone.token_ids):
@@ -66,7 +66,7 @@ def compared(question: Question, reply: Reply, alone: Reply) -> str:
     return "" if reply.cancelled or reply.reason == alone.reason else f"ended by {reply.reason}, not {alone.reason}"
 
 
-def judged(number: int, at_once: int, question: Question, reply: Reply, alone: Reply, codec: TextCodec) -> Judged:
+def judged(number: int, at_once: int, question: TimedRequest, reply: Reply, alone: Reply, codec: TextCodec) -> Judged:
     """Compares, and has the target replay what differs."""
     why = compared(question, reply, alone)
     if not why:
@@ -101,13 +101,13 @@ class Course:
         alone = {}
         for place, (number, (tokens, sampling)) in enumerate(subjects.items()):
             self.tell(f"alone: {place} of {len(subjects)}")
-            alone[number] = ask(self.plain, Question(tokens, sampling, "ar"))
+            alone[number] = send(self.plain, TimedRequest(tokens, sampling, "ar"))
         order = random.Random(first).sample(wanted, count)
         found = []
         for place, width in enumerate(widths):
             chosen = order[place * count // len(widths) : (place + 1) * count // len(widths)]
             asked = [question(n, self.seed, subjects[n // len(MODES)]) for n in chosen]
-            replies = ask_all(self.client, asked, width)
+            replies = send_all(self.client, asked, width)
             for done, (number, one, reply) in enumerate(zip(chosen, asked, replies, strict=True)):
                 self.tell(f"{width} at once: {done} of {len(chosen)}")
                 found.append(judged(number, width, one, reply, alone[number // len(MODES)], self.codec))

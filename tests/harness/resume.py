@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import zmq
 
-from outrider.bench.crowd.ask import Arrival, Question, Reply, ask, ask_all
+from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client, Patience, Resumed
@@ -105,11 +105,11 @@ def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts
         alone = []
         for number, (tokens, sampling) in subjects.items():
             screen.show(f"alone: {number} of {len(subjects)}")
-            alone.append(ask(plain.client(), Question(tokens, sampling, "ar")))
+            alone.append(send(plain.client(), TimedRequest(tokens, sampling, "ar")))
     with LocalCluster(progress=screen.show) as one, LocalCluster(progress=screen.show) as other:
         both = Resumed([Cutting(cluster.client().endpoint, cuts) for cluster in (one, other)])
         found = []
-        for number, reply in enumerate(ask_all(both, asked, AT_ONCE)):
+        for number, reply in enumerate(send_all(both, asked, AT_ONCE)):
             screen.show(f"broken off: {number} of {requests}")
             found.append(judged(number, AT_ONCE, asked[number], reply, alone[number // len(MODES)], codec))
     return found, cuts
@@ -139,13 +139,13 @@ def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
     rng, waits, others = random.Random(f"kills {seed}"), list[float](), 0
     prompt, sampling = tuple(words()[:64]), replace(KILLED, seed=seed)
     with LocalCluster(progress=screen.show) as steady:
-        text = ask(steady.client(), Question(prompt, sampling, "ar")).token_ids
+        text = send(steady.client(), TimedRequest(prompt, sampling, "ar")).token_ids
         for number in range(count):
             with LocalCluster(progress=screen.show, endpoint="tcp://127.0.0.1:0") as doomed:
                 screen.show(f"kills: {number} of {count}")
                 assassin = Assassin(doomed.pid, rng.randint(1, KILLED.max_tokens - 8))
                 both = Resumed([Client(doomed.endpoint, timeout=SECOND), steady.client(SECOND)])
-                reply = ask(both, Question(prompt, sampling, MODES[number % len(MODES)]), assassin.heard)
+                reply = send(both, TimedRequest(prompt, sampling, MODES[number % len(MODES)]), assassin.heard)
             others += reply.token_ids != text
             waits.append(assassin.wait(reply))
     return waits, others

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from outrider.bench.crowd.ask import Question, ask
+from outrider.bench.comparison.requests import TimedRequest, send
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -39,10 +39,10 @@ def resident(pids: dict[str, int]) -> dict[str, int]:
     return {name: int(said.stdout or 0) for name, said in told.items()}
 
 
-def end_of(client: Client, asked: Question) -> str:
+def end_of(client: Client, asked: TimedRequest) -> str:
     """How one request ended: eos, stop, length, cancelled, or the error."""
     try:
-        return ask(client, asked).reason
+        return send(client, asked).reason
     except OutriderError as error:
         return f"{type(error).__name__}: {error}"
 

@@ -18,13 +18,12 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest, UnknownDrafter, as_error, kind_of
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
-from outrider.server.auth_middleware import Callers
-from outrider.server.mapping.unknown import IgnoredFields
+from outrider.server.auth_middleware import CallerClients
+from outrider.server.endpoints.json_route import IgnoredFields
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.problems import problem_of
-from outrider.server.shapes.chat import ChatRequest, CompletionRequest
+from outrider.server.shapes.chat import ChatRequest, CompletionRequest, DetokenizeRequest
 from outrider.server.shapes.messages import MessagesRequest
-from outrider.server.shapes.plain import DetokenizeRequest
 from outrider.server.shapes.responses import ResponsesRequest
 from tests.server.scripted import write_scripted
 
@@ -50,7 +49,7 @@ def ask(chatty: ServedModel) -> Ask:
 
 def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: Any) -> Ask:
     """`ask(path, method="POST", **httpx arguments)` of an application in this process."""
-    app = application(model, Callers(NOBODY), HttpSettings(**settings))
+    app = application(model, CallerClients(NOBODY), HttpSettings(**settings))
 
     def ask(path: str, method: str = "POST", **arguments: Any) -> httpx.Response:
         async def call() -> httpx.Response:

@@ -16,9 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.server.__main__ import config
-from outrider.server.answers.part_stream import PartStream, PartUpdate, Words
-from outrider.server.answers.parts import Splitter
-from outrider.server.answers.run import AtOnce, ChoiceText, News
+from outrider.server.answers.parts import PartStream, PartUpdate, Splitter, StreamItem
+from outrider.server.answers.run import ChoiceText, News, WriteNow
 from outrider.server.answers.sse import EventStream
 from outrider.server.connection import Server, chunk_writer, offer
 from outrider.server.problems import Problem
@@ -38,7 +37,7 @@ class Speech:
         self._left: list[News] = [ChoiceText(0, piece.decode(), (1,)) for piece in PIECES]
         self.taken: list[bool] = []
 
-    async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
+    async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
         while self._left:
             one = self._left.pop(0)
             self.taken.append(at_once is not None and at_once(one))
@@ -56,7 +55,7 @@ class Plain:
     def begin(self) -> bytes:
         return BEGIN
 
-    def of(self, one: Words) -> bytes:
+    def of(self, one: StreamItem) -> bytes:
         assert isinstance(one, PartUpdate)
         return one.part.text.encode()  # type: ignore[union-attr]
 
@@ -151,7 +150,7 @@ def framed(data: bytes) -> bytes:
 
 def test_text_is_written_in_the_turn_that_brings_it_unless_its_reader_is_late() -> None:
     class Late(Speech):
-        async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
+        async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
             connection.flow.write_paused = not self.taken
             return await super().news(patience, at_once)
 

@@ -23,7 +23,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.server import connection
 from outrider.server.__main__ import config
 from outrider.server.app import application
-from outrider.server.auth_middleware import Callers
+from outrider.server.auth_middleware import CallerClients
 from outrider.server.model.served import load_served
 
 TEXT, CLAUDE = "/v1/completions", "/v1/messages"
@@ -32,7 +32,9 @@ TEXT, CLAUDE = "/v1/completions", "/v1/messages"
 @contextmanager
 def listening(settings: HttpSettings) -> Iterator[tuple[str, int]]:
     """The server's own settings around an application without an orchestrator."""
-    app = application(load_served("m", EMBEDDED_TARGET, ("m",)), Callers("ipc:///tmp/outrider-test-nobody"), settings)
+    app = application(
+        load_served("m", EMBEDDED_TARGET, ("m",)), CallerClients("ipc:///tmp/outrider-test-nobody"), settings
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(config(app, settings))
     thread = threading.Thread(target=server.run, args=([listener],))

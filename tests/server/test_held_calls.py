@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart, splitter
-from outrider.server.mapping.form import Form, held
-from outrider.server.mapping.speech import Toolbox, function
+from outrider.server.mapping.conversation import Toolbox, function
+from outrider.server.mapping.output_format import OutputFormat, answer_grammar
 from outrider.server.model.served import Thoughts, TokenizedPrompt
 from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
 from outrider.server.problems import Refused
@@ -143,7 +143,7 @@ def tools_of(name: str) -> tuple[dict[str, Any], ...]:
 def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) -> None:
     model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
     box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
-    grammar = held(model.served, TokenizedPrompt(()), box, None)
+    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     found = []
     every = {tool["function"]["name"] for tool in tools}
@@ -162,7 +162,7 @@ def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) ->
 @pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
 def test_no_more_than_one_call_may_be_asked_for(tmp_path: Path, name: str) -> None:
     model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
-    grammar = held(model.served, TokenizedPrompt(()), box, None)
+    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for seed in range(10):
         assert len(read(model.parts(model.text(grammar, seed), box, TokenizedPrompt(())), TOOLS)) == 1
@@ -179,7 +179,7 @@ def test_strict_tools_leave_words_and_thoughts_free(
     marks = (*SPECIAL[name], "<think>", "</think>") if special else ()
     model, tools, prompt = Model(tmp_path, name, marks), tools_of(name), TokenizedPrompt((), thoughts)
     box, seen = Toolbox(tools, strict=frozenset(["flat"])), set[type]()
-    grammar = held(model.served, prompt, box, None)
+    grammar = answer_grammar(model.served, prompt, box, None)
     assert grammar is not None
     said = "<think>a <tool_call> b</think>\n\nI look." if thoughts is not Thoughts.NONE else "I look."
     said = said.removeprefix("<think>") if thoughts is Thoughts.BEGUN else said
@@ -194,9 +194,11 @@ def test_strict_tools_leave_words_and_thoughts_free(
 
 
 FORMS = {
-    "json_schema": Form(Grammar.json_schema({"type": "object", "maxProperties": 1, **COMPACT}), "response_format"),
-    "regex": Form(Grammar("regex", "[a-z <]{4}/"), "guided_regex"),
-    "grammar": Form(Grammar("grammar", 'root ::= "<tool" [0-9]+ "</think>"'), "grammar"),
+    "json_schema": OutputFormat(
+        Grammar.json_schema({"type": "object", "maxProperties": 1, **COMPACT}), "response_format"
+    ),
+    "regex": OutputFormat(Grammar("regex", "[a-z <]{4}/"), "guided_regex"),
+    "grammar": OutputFormat(Grammar("grammar", 'root ::= "<tool" [0-9]+ "</think>"'), "grammar"),
 }
 
 
@@ -208,7 +210,7 @@ def test_a_form_beside_tools_is_that_or_calls(tmp_path: Path, kind: str, thought
         TokenizedPrompt((), thoughts),
     )
     box, form = Toolbox(TOOLS), FORMS[kind]
-    both, alone = held(model.served, prompt, box, form), held(model.served, prompt, Toolbox(), form)
+    both, alone = answer_grammar(model.served, prompt, box, form), answer_grammar(model.served, prompt, Toolbox(), form)
     assert both is not None and alone is not None and (alone == form.grammar) == (thoughts is Thoughts.NONE)
     seen = set[type]()
     for seed in range(12):
@@ -240,7 +242,7 @@ def test_a_schema_that_cant_be_met_is_refused_by_the_tools_name(
 ) -> None:
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     with pytest.raises(Refused, match=words) as refused:
-        held(model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None)
+        answer_grammar(model.served, TokenizedPrompt(()), Toolbox((function("f", None, parameters),), must=True), None)
     assert refused.value.problem.param == "tools"
 
 
@@ -248,18 +250,18 @@ def test_what_is_strict_is_held_to_every_word_of_its_schema(tmp_path: Path) -> N
     """Of others what the library does not know is left out."""
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
-    assert held(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
+    assert answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
     with pytest.raises(Refused, match=r"of f .*odd"):
-        held(model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
+        answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
 
 
 def test_what_a_format_has_no_words_for_is_begun_as_a_call(tmp_path: Path) -> None:
     model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
     assert name in WITHOUT_DEEP
-    grammar = held(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
+    grammar = answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
     assert grammar is not None
     assert accepts(model, grammar, "<tool_call>whatever <tool_call>") and not accepts(model, grammar, "no")
-    assert held(model.served, TokenizedPrompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None) is None
+    assert answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, strict=frozenset(["deep"])), None) is None
 
 
 def accepts(model: Model, grammar: Grammar, text: str) -> bool:
@@ -301,7 +303,7 @@ def test_a_string_may_be_written_as_far_as_it_is_read_again(
     """What is allowed is read as just that; what is not is read as something else."""
     model = Model(tmp_path, name, SPECIAL[name])
     box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), must=True)
-    grammar = held(model.served, TokenizedPrompt(()), box, None)
+    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     for value in known + unknown:
         whole = text.format(value)
@@ -314,7 +316,7 @@ def test_a_mark_in_a_value_does_not_end_a_call_that_is_held(tmp_path: Path) -> N
     """Where the format's marks are bytes, a string may have them."""
     model = Model(tmp_path, "json_tools", ())
     box = Toolbox((function("f", None, {"properties": {"x": TEXT}}),), must=True)
-    grammar = held(model.served, TokenizedPrompt(()), box, None)
+    grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
     text = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>'
     assert accepts(model, grammar, text)

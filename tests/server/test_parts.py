@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
 from outrider.server.answers.parts import Splitter, SplitterState, TextPart, ThinkingPart
-from outrider.server.mapping.speech import Toolbox
+from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
 THINK = SpanTags("<think>", "</think>")
@@ -65,11 +65,11 @@ def test_parts_are_the_same_however_a_text_is_cut() -> None:
     [
         ("it</think> yes", SplitterState.THINKING, [("T", "it"), ("S", "yes")]),
         ("it never ends", SplitterState.THINKING, [("T", "it never ends")]),
-        ('{"name": "f", "arguments": {}}</tool_call>', SplitterState.CALLING, [("C", "{}")]),
-        ('<tool_call>{"name": "f", "argu', SplitterState.SAYING, [("S", '<tool_call>{"name": "f", "argu')]),
-        ("<tool_call>nonsense</tool_call> so", SplitterState.SAYING, [("S", "<tool_call>nonsense</tool_call>so")]),
-        ("a <tool_", SplitterState.SAYING, [("S", "a <tool_")]),
-        ("</think> alone", SplitterState.SAYING, [("S", "</think> alone")]),
+        ('{"name": "f", "arguments": {}}</tool_call>', SplitterState.TOOL_CALL, [("C", "{}")]),
+        ('<tool_call>{"name": "f", "argu', SplitterState.TEXT, [("S", '<tool_call>{"name": "f", "argu')]),
+        ("<tool_call>nonsense</tool_call> so", SplitterState.TEXT, [("S", "<tool_call>nonsense</tool_call>so")]),
+        ("a <tool_", SplitterState.TEXT, [("S", "a <tool_")]),
+        ("</think> alone", SplitterState.TEXT, [("S", "</think> alone")]),
     ],
 )
 def test_what_is_cut_off_or_cannot_be_read_is_not_lost(text: str, state: SplitterState, expected: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.protocol.messages import Timings
 from outrider.protocol.stats import Tally
-from outrider.server.answers.part_stream import timings
+from outrider.server.answers.parts import timings
 
 
 def test_every_number_is_told_as_json() -> None:

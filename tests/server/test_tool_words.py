@@ -13,9 +13,9 @@ import jsonschema
 import pytest
 
 from outrider.protocol.errors import ModelError
-from outrider.server.mapping.speech import ToolSelection, toolbox
+from outrider.server.mapping.conversation import ToolSelection, toolbox
 from outrider.server.model.served import ServedModel, TemplateInput, load_served
-from outrider.server.model.tool_format import in_words
+from outrider.server.model.tool_format import tools_as_text
 from outrider.server.problems import Refused
 from tests.server.house import House, serving
 from tests.server.scripted import ANSWER, PLAIN, text_of
@@ -72,16 +72,16 @@ def house(chat: House, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_calls_and_results_are_words_of_the_turns() -> None:
-    said = in_words(TALK, (TOOL,))
+    said = tools_as_text(TALK, (TOOL,))
     assert [one["role"] for one in said] == ["system", "user", "assistant", "user"]
     assert json.dumps(TOOL["function"]) in said[0]["content"] and "<tools>" in said[0]["content"]
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     assert said[2]["content"] == f"I look.\n{call}" and "tool_calls" not in said[2]
     results = "".join(f"<tool_response>\n{one}\n</tool_response>\n" for one in ("22 C", "sunny"))
     assert said[3]["content"] == f"{results}And?"
-    own = in_words([{"role": "system", "content": "Be brief."}, *HELLO], (TOOL,))
+    own = tools_as_text([{"role": "system", "content": "Be brief."}, *HELLO], (TOOL,))
     assert [one["role"] for one in own] == ["system", "user"] and own[0]["content"].startswith("Be brief.\n\n")
-    assert in_words(HELLO, ()) == HELLO
+    assert tools_as_text(HELLO, ()) == HELLO
 
 
 def test_a_template_that_refuses_system_messages_has_them_before_the_first_words(

@@ -20,7 +20,7 @@ from outrider.orchestrator.http_settings import HttpSettings, tracing_wanted
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.errors import InvalidRequest
 from outrider.server.app import application
-from outrider.server.auth_middleware import Callers
+from outrider.server.auth_middleware import CallerClients
 from outrider.server.model.served import load_served
 from outrider.server.tracing import Tracing
 from tests.server.collector import Collector
@@ -38,7 +38,7 @@ class App:
         self.exporter = InMemorySpanExporter()
         tracing = Tracing("fib", SimpleSpanProcessor(self.exporter))
         model = load_served("fib", EMBEDDED_TARGET, ("fib",))
-        self._app = application(model, Callers(endpoint), HttpSettings(), tracing)
+        self._app = application(model, CallerClients(endpoint), HttpSettings(), tracing)
 
     def post(
         self, path: str, body: dict[str, Any], headers: dict[str, str]

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
-from outrider.server.answers import part_stream
+from outrider.server.answers import parts as part_stream
 from outrider.server.answers.parts import Splitter
-from outrider.server.answers.run import AtOnce, ChoicePrefill, News
+from outrider.server.answers.run import ChoicePrefill, News, WriteNow
 from outrider.server.answers.sse import EventWriter
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
@@ -23,7 +23,7 @@ class Prompt:
     def __init__(self) -> None:
         self._news: list[list[News]] = [[ChoicePrefill(0, 512, 4096)], [], [ChoicePrefill(0, 4096, 4096)]]
 
-    async def news(self, patience: float, at_once: AtOnce | None = None) -> list[News]:
+    async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
         assert patience == part_stream.SILENCE_SECONDS
         self.over = len(self._news) == 1
         return self._news.pop(0)

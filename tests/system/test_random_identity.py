@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.crowd.ask import Arrival, Question, Reply
+from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest
 from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
@@ -17,7 +17,7 @@ from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.random_identity import Course, compared, judged
 
 SOURCE = range(2, 2000)
-ASKED = Question((1, 2), SamplingParams(max_tokens=3), "ssd")
+ASKED = TimedRequest((1, 2), SamplingParams(max_tokens=3), "ssd")
 ALONE = Reply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
 
 

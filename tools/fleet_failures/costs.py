@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from outrider.bench.contest.contest import Interval, Timed, bootstrap, ratio
+from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio
 from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import AsyncClient
@@ -67,7 +67,7 @@ def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
     """Of chunks: from their sending by a server to its reader."""
     from ray import serve
 
-    from outrider.fleet.application import run
+    from outrider.fleet.deployment import run
 
     screen.show("a gate before a clockwork")
     wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)

@@ -140,7 +140,7 @@ def running() -> Iterator[Fleet]:
     """The fleet, whole, on the hosts that this process is connected to."""
     from ray import serve
 
-    from outrider.fleet.application import run
+    from outrider.fleet.deployment import run
 
     attached = Attached()
     try:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outrider.bench import picture
-from outrider.bench.contest.contest import Interval, Timed, bootstrap, nested_bootstrap, total_rate
-from outrider.bench.crowd.report import COLOURS, Percentiles
+from outrider.bench.comparison.report import COLOURS, Percentiles
+from outrider.bench.comparison.runs import Interval, Timed, bootstrap, nested_bootstrap, total_rate
 from tools.web.generator import TimedAnswer
 from tools.web.reading import Heard
 

@@ -16,7 +16,7 @@ LLAMA, VLLM, MLX, OPENAI = (
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """A whole answer has an id, the object's name, a fingerprint, the model, usage and a reason to end."""
+    """A full response has an id, object, fingerprint, model, usage and finish reason."""
     answer = at.chat.whole(CHAT, model=at.chat.model, messages=HELLO)
     hold(answer["id"].startswith("chatcmpl-"), f"the id is {answer['id']}")
     equal(answer["object"], "chat.completion", "the object")
@@ -28,7 +28,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """Usage counts the prompt, the tokens made, and both together."""
+    """Usage has prompt, completion and total tokens."""
     usage = at.chat.whole(CHAT, messages=HELLO, max_tokens=3)["usage"]
     equal(usage["completion_tokens"], 3, "the count")
     counted = at.chat.whole("/tokenize", messages=HELLO)["count"]
@@ -37,26 +37,26 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """An answer that max_tokens cuts off ends with 'length'."""
+    """An answer cut off by max_tokens has finish reason 'length'."""
     choice = at.chat.whole(CHAT, messages=HELLO, max_tokens=2)["choices"][0]
     equal((choice["message"]["content"], choice["finish_reason"]), ("Hello there", "length"), "text and reason")
 
 
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
-    """max_completion_tokens is max_tokens by its newer name."""
+    """max_completion_tokens is the newer name of max_tokens."""
     equal(said(at.chat.whole(CHAT, messages=HELLO, max_completion_tokens=2)), "Hello there", "the text")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """A request without a model is answered by the one that is served."""
+    """A request without a model uses the served one."""
     equal(said(at.chat.whole(CHAT, messages=HELLO)), GREETING, "the text")
 
 
 @cases.add(f"{LLAMA}; {MLX}")
 def _(at: Servers) -> None:
-    """Parts of text are one text, in a user's turn and in a system's."""
+    """Text parts are concatenated, in user and system messages."""
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     system = {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
     whole = at.chat.whole(CHAT, messages=[{"role": "system", "content": "Be kind."}, *HELLO])
@@ -66,7 +66,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """A conversation of several turns is read in full."""
+    """A conversation of several turns is read completely."""
     talk = [*HELLO, {"role": "assistant", "content": GREETING}, {"role": "user", "content": "again"}]
     answer = at.chat.whole(CHAT, messages=talk)
     hold(answer["usage"]["prompt_tokens"] > at.chat.whole(CHAT, messages=HELLO)["usage"]["prompt_tokens"], "it is not")
@@ -75,7 +75,7 @@ def _(at: Servers) -> None:
 
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
-    """'developer' is read as the system's role."""
+    """The role 'developer' is treated as 'system'."""
     counts = [
         at.chat.whole(CHAT, messages=[{"role": role, "content": "Be kind."}, *HELLO])["usage"]["prompt_tokens"]
         for role in ("developer", "system")
@@ -85,31 +85,31 @@ def _(at: Servers) -> None:
 
 @cases.add(MLX)
 def _(at: Servers) -> None:
-    """A call without content, and its tool's result, are read."""
+    """A tool call without content and its result are accepted."""
     equal(said(at.chat.whole(CHAT, messages=[*HELLO, called(), result("5")])), "Sunny in Paris.", "the text")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """A message may have fields of its own that nobody knows."""
+    """Unknown fields of a message are ignored."""
     at.chat.whole(CHAT, messages=[{"role": "user", "content": "hi", "extra_field": "0"}])
 
 
-@cases.add(VLLM, why="which roles there are is part of the API; a template would make of another what it likes")
+@cases.add(VLLM, why="the API defines the roles; what a template does with another is undefined")
 def _(at: Servers) -> None:
-    """A role of the caller's own goes to the template."""
+    """A custom role is passed to the template."""
     at.chat.whole(CHAT, messages=[{"role": "my-custom-role", "content": "hi"}])
 
 
 @cases.add("vLLM test_chat_echo", why="the prompt of a chat is the template's; completions have `echo`")
 def _(at: Servers) -> None:
-    """`echo` puts the last message before the answer."""
+    """`echo` repeats the last message before the answer."""
     at.chat.whole(CHAT, messages=HELLO, echo=True)
 
 
 @cases.add(f"{LLAMA}; vLLM test_chat_template")
 def _(at: Servers) -> None:
-    """An assistant's turn at the end is continued where that is asked for."""
+    """A final assistant message is continued if requested."""
     talk = [*HELLO, {"role": "assistant", "content": "<|plain|>Hello there"}]
     answer = at.chat.whole(CHAT, messages=talk, continue_final_message=True, add_generation_prompt=False)
     equal(said(answer), ", dear friend!", "the text")
@@ -117,21 +117,21 @@ def _(at: Servers) -> None:
 
 @cases.add("llama.cpp test_template; vLLM test_chat_template")
 def _(at: Servers) -> None:
-    """Keywords reach the model's own template."""
+    """chat_template_kwargs reach the template."""
     answer = at.chat.whole(CHAT, messages=HELLO, chat_template_kwargs=ENDLESS, max_tokens=4)
     equal(said(answer), "tick tock tack tick ", "the text")
 
 
 @cases.add("llama.cpp test_template; vLLM test_include_reasoning")
 def _(at: Servers) -> None:
-    """What a model thinks aloud is reasoning_content, and no part of the content."""
+    """Thinking is in reasoning_content, not in content."""
     message = at.chat.whole(CHAT, messages=HELLO, chat_template_kwargs=THINKS)["choices"][0]["message"]
     equal((message["reasoning_content"].strip(), message["content"]), ("Hmm, let me see.", "It is four."), "the parts")
 
 
 @cases.add("vLLM test_chat_with_tool_reasoning")
 def _(at: Servers) -> None:
-    """A turn with the model's earlier thought is read, by either of the field's names."""
+    """A message with earlier thinking is accepted, under both field names."""
     for name in ("reasoning_content", "reasoning"):
         turn = {"role": "assistant", "content": "Four.", name: "Hmm."}
         equal(said(at.chat.whole(CHAT, messages=[*HELLO, turn, *HELLO])), GREETING, "the text")
@@ -139,14 +139,14 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_vision", why="only text is read here")
 def _(at: Servers) -> None:
-    """An image in a message is read."""
+    """An image in a message is accepted."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
     at.chat.whole(CHAT, messages=[{"role": "user", "content": [image]}])
 
 
 @cases.add("llama.cpp test_chat_completion")
 def _(at: Servers) -> None:
-    """An answer tells its timings, prompt and generation apart."""
+    """A response has timings of prompt and generation."""
     times = at.chat.whole(CHAT, messages=HELLO)["timings"]
     for name in ("prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms", "predicted_per_second"):
         hold(isinstance(times[name], int | float), f"{name} is {times.get(name)!r}")
@@ -154,7 +154,7 @@ def _(at: Servers) -> None:
 
 @cases.add("mlx-lm test_server; vLLM test_cache_accounting")
 def _(at: Servers) -> None:
-    """The second request with the same prompt tells how much of it did not have to be read."""
+    """The second request with the same prompt reports cached tokens."""
     at.chat.whole(CHAT, messages=HELLO)
     usage = at.chat.whole(CHAT, messages=HELLO)["usage"]
     hold(usage["prompt_tokens_details"]["cached_tokens"] > 0, "cached_tokens is 0")

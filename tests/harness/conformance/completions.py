@@ -13,7 +13,7 @@ VLLM, LLAMA = "vLLM test_completion", "llama.cpp test_completion"
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """A whole answer has an id, its text, usage with the cached tokens, and a reason to end."""
+    """A full response has an id, text, usage with cached tokens, and a finish reason."""
     answer = at.pair.whole(TEXT, prompt=PROMPT, max_tokens=5, temperature=0)
     hold(answer["id"].startswith("cmpl-") and answer["object"] == "text_completion", "id or object is otherwise")
     choice, usage = answer["choices"][0], answer["usage"]
@@ -24,7 +24,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
-    """A prompt of token ids is the text that they are."""
+    """A prompt of token ids equals its text."""
     tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
     texts = [at.pair.whole(TEXT, prompt=p, max_tokens=8)["choices"][0]["text"] for p in (PROMPT, tokens)]
     equal(texts[1], texts[0], "the text")
@@ -58,9 +58,9 @@ def _(at: Servers) -> None:
     equal(texts[0], PROMPT + texts[1], "the text")
 
 
-@cases.add("vLLM test_chat_echo", why="there is no round that makes nothing; /tokenize counts a prompt")
+@cases.add("vLLM test_chat_echo", why="a round generates at least one token; /tokenize counts a prompt")
 def _(at: Servers) -> None:
-    """max_tokens of 0 with echo gives the prompt alone."""
+    """max_tokens of 0 with echo returns only the prompt."""
     at.pair.whole(TEXT, prompt=PROMPT, max_tokens=0, echo=True)
 
 
@@ -96,13 +96,13 @@ def _(at: Servers) -> None:
         equal(reply.ok().json["choices"][0]["finish_reason"], "length", "the reason")
 
 
-@cases.add("llama.cpp test_ctx_shift", why="a text that lost its beginning would be another; ask with less")
+@cases.add("llama.cpp test_ctx_shift", why="a truncated prompt would change the answer; send a shorter one")
 def _(at: Servers) -> None:
-    """A prompt that is too long is shortened (context_shift, truncate_prompt_tokens)."""
+    """A prompt that is too long is truncated (context_shift, truncate_prompt_tokens)."""
     at.pair.whole(TEXT, prompt=[5] * 2000, truncate_prompt_tokens=4)
 
 
-@cases.add("OpenAI's reference", why="the models that are served go on with a text, and know no other side of a gap")
+@cases.add("OpenAI's reference", why="the models served continue a text and don't support fill-in-the-middle")
 def _(at: Servers) -> None:
     """suffix: the text before another one."""
     at.pair.whole(TEXT, prompt="def f(", suffix="return 1", max_tokens=5)
@@ -110,7 +110,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_return_token_ids")
 def _(at: Servers) -> None:
-    """return_token_ids tells the tokens' ids beside the text, whole and in a stream; who has them can ask on."""
+    """return_token_ids adds token ids to the text, streamed or not; a client can continue from them."""
     asked: dict[str, Any] = {"max_tokens": 8, "seed": 3, "temperature": 0.8, "return_token_ids": True}
     tokens = at.pair.whole("/tokenize", content=PROMPT)["tokens"]
     whole = at.pair.whole(TEXT, prompt=tokens, **asked)["choices"][0]["token_ids"]
@@ -129,6 +129,6 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_chat")
 def _(at: Servers) -> None:
-    """Text of any script comes whole, whatever bytes its tokens are."""
+    """Text of any script arrives intact, whatever bytes its tokens are."""
     told = at.chat.stream(TEXT, prompt="x", grammar='root ::= "媽🤗é"', max_tokens=40)
     equal("".join(event["choices"][0]["text"] for event in told), "媽🤗é", "the text")

@@ -37,7 +37,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_non_object_body_validation")
 def _(at: Servers) -> None:
-    """A body that is no object, or no JSON, is a 400 that says so."""
+    """A body that is not a JSON object is a 400."""
     for path in (CHAT, TEXT, RESPOND, CLAUDE):
         for body in (b"[]", b"null", b'"x"', b"{", b"", b"\xff"):
             reply = at.chat.send("POST", path, body)
@@ -71,19 +71,19 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM's and llama.cpp's practice")
 def _(at: Servers) -> None:
-    """Fields that nobody knows are ignored."""
+    """Unknown fields are ignored."""
     at.chat.whole(CHAT, messages=HELLO, brand_new={"of": 2027})
 
 
-@cases.add("llama.cpp's practice", why="the answer would not be what was asked for")
+@cases.add("llama.cpp's practice", why="the answer would differ from the request")
 def _(at: Servers) -> None:
-    """Fields of other samplers, such as mirostat, are ignored where there is no such sampler."""
+    """Fields of unsupported samplers, such as mirostat, are ignored."""
     at.chat.whole(CHAT, messages=HELLO, mirostat=2)
 
 
 @cases.add("the practice of Anthropic's runners of tools")
 def _(at: Servers) -> None:
-    """A thread is refused in the word by which clients go on without one."""
+    """`thread` is rejected with the error code on which clients retry without it."""
     reply = at.chat.post(CLAUDE, messages=HELLO, max_tokens=5, thread={"type": "create"})
     refused(reply, "thread")
     equal(reply.json["error"]["details"]["error_code"], "thread_unsupported_request", "the word")
@@ -91,13 +91,13 @@ def _(at: Servers) -> None:
 
 @cases.add("LangChain's and LlamaIndex's practice")
 def _(at: Servers) -> None:
-    """Embeddings, which a model of text does not make, are a 404 that names why."""
+    """Embeddings are a 404 with the reason."""
     refused(at.chat.post("/v1/embeddings", input="x"), "embeddings are not served here", status=404)
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """Fields that change no answer are taken: user, metadata, store, service_tier, prediction and the like."""
+    """Fields without effect are accepted: user, metadata, store, service_tier, prediction and the like."""
     names = ("user", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity")
     more = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "modalities": ["text"]}
     hold(said(at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names, "x"), **more)), "there is no text")
@@ -105,7 +105,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """null stands for what was left out."""
+    """null means omitted."""
     names = "temperature top_p max_tokens n stop seed stream tools response_format logprobs logit_bias presence_penalty"
     at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names.split()), frequency_penalty=None, stream_options=None)
 
@@ -135,7 +135,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """A path that there is not is a 404, another method a 405, both in the API's shape."""
+    """An unknown path is a 404 and a wrong method a 405, in the API's format."""
     refused(at.chat.get("/v1/nothing"), "", status=404)
     wrong = at.chat.get(CHAT)
     hold(wrong.status == 405 and wrong.words and wrong.headers.get("allow") == "POST", f"it is {wrong}")
@@ -143,7 +143,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference; Anthropic's reference")
 def _(at: Servers) -> None:
-    """Every answer, a refusal too, has a request id; one that is given comes back."""
+    """Every response, errors too, has a request id; a given one is returned."""
     reply = at.chat.send("GET", "/v1/models", headers={"x-request-id": "mine-1"})
     equal(reply.headers["x-request-id"], "mine-1", "the id")
     hold(at.chat.post(CHAT).headers["x-request-id"].startswith("req_"), "there is none")
@@ -159,6 +159,6 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_shutdown; llama.cpp test_completion")
 def _(at: Servers) -> None:
-    """A text that was refused, or failed, leaves the server as it was."""
+    """The server keeps working after rejected and failed requests."""
     at.pair.post(TEXT, prompt="x " * 5000)
     at.pair.whole(TEXT, prompt=PROMPT)

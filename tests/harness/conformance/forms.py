@@ -44,7 +44,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """It is so in a stream, at any temperature, with drafts."""
+    """The same holds in a stream, at any temperature, with drafts."""
     asked = {"messages": [{"role": "user", "content": PROMPT}], "response_format": in_form(FORM), "temperature": 1.0}
     form("".join(c["delta"].get("content") or "" for c in choices(at.pair.stream(CHAT, **asked))))
 
@@ -58,7 +58,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """json_object with llama.cpp's 'schema' beside it is held to that."""
+    """json_object with llama.cpp's 'schema' follows the schema."""
     answer = at.chat.whole(CHAT, messages=HELLO, response_format={"type": "json_object", "schema": {"const": "42"}})
     equal(said(answer), '"42"', "the text")
 
@@ -87,26 +87,26 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """json_schema at the top of the request is llama.cpp's own name for it."""
+    """A top-level json_schema, llama.cpp's name, is followed."""
     equal(said(at.chat.whole(CHAT, messages=HELLO, json_schema={"const": "42"})), '"42"', "the text")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """A grammar in GBNF is held to."""
+    """A GBNF grammar is followed."""
     equal(said(at.chat.whole(CHAT, messages=HELLO, grammar='root ::= "a"{5,5}')), "aaaaa", "the text")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """structured_outputs.json, and guided_json as it was called before."""
+    """structured_outputs.json, and guided_json its older name."""
     form(said(at.chat.whole(CHAT, messages=HELLO, structured_outputs={"json": FORM})))
     form(said(at.chat.whole(CHAT, messages=HELLO, guided_json=json.dumps(FORM))))
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """structured_outputs.regex is held to."""
+    """structured_outputs.regex is followed."""
     address = r"((25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(25[0-5]|2[0-4]\d|1?\d?\d)"
     text = at.pair.whole(TEXT, prompt=PROMPT, structured_outputs={"regex": address}, max_tokens=20, temperature=1.0)
     found = text["choices"][0]["text"]
@@ -115,7 +115,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """structured_outputs.choice: one of the texts, and guided_choice as it was called before."""
+    """structured_outputs.choice: one of the texts, and guided_choice its older name."""
     ways = ["Python", "C++ (17)", "Rust"]
     for asked in ({"structured_outputs": {"choice": ways}}, {"guided_choice": ways}):
         text = said(at.chat.whole(CHAT, messages=HELLO, **asked, temperature=0.7, max_tokens=20))
@@ -146,7 +146,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_structured_output")
 def _(at: Servers) -> None:
-    """text.format of a response is held to."""
+    """text.format of a response is followed."""
     answer = at.chat.whole(RESPOND, input="hi", text={"format": {"type": "json_schema", "name": "f", "schema": FORM}})
     form(answer["output"][-1]["content"][0]["text"])
 
@@ -160,14 +160,14 @@ def _(at: Servers) -> None:
 
 @cases.add("Anthropic's reference")
 def _(at: Servers) -> None:
-    """output_config.format of a message is held to."""
+    """output_config.format of a message is followed."""
     asked = {"messages": HELLO, "max_tokens": 64, "output_config": {"format": {"type": "json_schema", "schema": FORM}}}
     form(at.chat.whole(CLAUDE, **asked)["content"][-1]["text"])
 
 
 @cases.add("vLLM test_completion_with_function_calling")
 def _(at: Servers) -> None:
-    """Tools beside a schema: the model calls one, or says what is by the schema."""
+    """Tools with a schema: the model calls one, or answers by the schema."""
     at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], response_format=in_form(FORM))
 
 

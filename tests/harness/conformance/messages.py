@@ -42,9 +42,9 @@ def _(at: Servers) -> None:
     hold(all(isinstance(usage[f"{n}_tokens"], int) for n in ("input", "output", "cache_read_input")), f"it is {usage}")
 
 
-@cases.add(LLAMA, why="`timings` and `outrider` stand beside Anthropic's fields; its clients skip what they don't know")
+@cases.add(LLAMA, why="`timings` and `outrider` are added to Anthropic's fields; clients ignore unknown fields")
 def _(at: Servers) -> None:
-    """There are no other fields than Anthropic's."""
+    """Responses have no other fields than Anthropic's."""
     answer = ask(at)
     hold("timings" not in answer, "there are timings")
 
@@ -61,7 +61,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """The line with which Claude Code labels each request is no part of the prompt, so that it can be reused."""
+    """Claude Code's label of each request is not part of the prompt, so that the prompt cache works."""
     label = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.37.abc; cc_entrypoint=cli;"}
     kind = {"type": "text", "text": "Be kind."}
     counts = [at.chat.whole(COUNT, messages=HELLO, system=s)["input_tokens"] for s in ([kind], [label, kind])]
@@ -78,7 +78,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """A stream begins, tells blocks in deltas, says why it ends, and ends."""
+    """A stream has message_start, content block deltas, a stop reason and message_stop."""
     told = stream(at)
     kinds = [event["type"] for event in told if event["type"] not in ("ping", "content_block_delta")]
     expected = ["message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop"]
@@ -101,7 +101,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """Tokens are counted, with system and tools, without max_tokens; nothing else is told."""
+    """count_tokens includes system and tools, needs no max_tokens, and returns nothing else."""
     plain = at.chat.whole(COUNT, messages=HELLO)
     equal(set(plain), {"input_tokens"}, "the fields")
     more = at.chat.whole(COUNT, messages=HELLO, system="Be kind.", tools=[TOOL])["input_tokens"]
@@ -110,7 +110,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """A tool is used: a block with id, name and input, and the reason is tool_use."""
+    """A tool call is a block with id, name and input, and the stop reason is tool_use."""
     answer = ask(at, tools=[TOOL])
     use = answer["content"][-1]
     equal((use["type"], use["name"], use["input"]), ("tool_use", "get_weather", PARIS), "the block")
@@ -119,7 +119,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """In a stream its input comes as JSON in parts, and the blocks' indices follow one another."""
+    """In a stream the input arrives as JSON deltas, and block indices are consecutive."""
     told = stream(at, tools=[TOOL])
     parts = [e["delta"]["partial_json"] for e in told if e.get("delta", {}).get("type") == "input_json_delta"]
     equal(json.loads("".join(parts)), PARIS, "the input")
@@ -137,7 +137,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """A turn may have results and text beside them."""
+    """A turn may have tool results and text."""
     ask(at, messages=talk({"type": "text", "text": "Here:"}, tool_result()))
 
 
@@ -158,7 +158,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {ANTHROPIC}")
 def _(at: Servers) -> None:
-    """A stop sequence ends the message, and is named."""
+    """A stop sequence ends the message and is reported."""
     answer = ask(at, stop_sequences=["END", ", dear"])
     found = (answer["stop_reason"], answer["stop_sequence"], answer["content"][0]["text"])
     equal(found, ("stop_sequence", ", dear", "Hello there"), "the end")
@@ -172,14 +172,14 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
-    """A message that max_tokens cuts off says so."""
+    """A message cut off by max_tokens has stop reason max_tokens."""
     answer = ask(at, chat_template_kwargs=ENDLESS, max_tokens=4)
     equal((answer["stop_reason"], answer["usage"]["output_tokens"]), ("max_tokens", 4), "the end")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """thinking: the thought is a block with a signature before the text, and comes back without harm."""
+    """thinking is a block with a signature before the text, and may be sent back."""
     answer = ask(at, thinking={"type": "enabled", "budget_tokens": 1024})
     equal([block["type"] for block in answer["content"]], ["thinking", "text"], "the blocks")
     hold("signature" in answer["content"][0], "there is no signature")
@@ -194,7 +194,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """In a stream a thought ends with its signature."""
+    """In a stream thinking ends with its signature."""
     told = stream(at, chat_template_kwargs=THINKS)
     kinds = [e["delta"]["type"] for e in told if e["type"] == "content_block_delta" and e["index"] == 0]
     equal(kinds[-1], "signature_delta", "the last delta")
@@ -202,14 +202,14 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
-    """An assistant's turn at the end is continued."""
+    """A final assistant turn is continued."""
     turns = [*HELLO, {"role": "assistant", "content": "<|plain|>Hello there"}]
     equal(ask(at, messages=turns)["content"][0]["text"], ", dear friend!", "the text")
 
 
 @cases.add(f"{LLAMA}; {ANTHROPIC}")
 def _(at: Servers) -> None:
-    """Missing messages and missing max_tokens are refused, in Anthropic's shape."""
+    """Missing messages and max_tokens are rejected, in Anthropic's format."""
     for asked in ({"max_tokens": 5}, {"messages": HELLO}):
         told = at.chat.post(CLAUDE, **asked)
         equal(
@@ -217,7 +217,7 @@ def _(at: Servers) -> None:
         )
 
 
-@cases.add(LLAMA, why="there is nothing to answer; Anthropic refuses it, too")
+@cases.add(LLAMA, why="there is nothing to answer; Anthropic's API rejects it too")
 def _(at: Servers) -> None:
     """An empty list of messages is answered."""
     ask(at, messages=[])
@@ -225,7 +225,7 @@ def _(at: Servers) -> None:
 
 @cases.add(ANTHROPIC)
 def _(at: Servers) -> None:
-    """Query parameters such as ?beta=true, and the version's and the beta's headers, change nothing."""
+    """Query parameters such as ?beta=true and version and beta headers are ignored."""
     headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "x-2025"}
     body = json.dumps({"messages": HELLO, "max_tokens": 5}).encode()
     at.chat.send("POST", f"{CLAUDE}?beta=true", body, headers).ok()

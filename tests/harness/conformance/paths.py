@@ -36,7 +36,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_basic")
 def _(at: Servers) -> None:
-    """A model's context is told as max_model_len."""
+    """/v1/models has the context length as max_model_len."""
     hold(at.chat.get("/v1/models").ok().json["data"][0]["max_model_len"] > 0, "it is not")
 
 
@@ -49,7 +49,7 @@ def _(at: Servers) -> None:
 
 @cases.add("llama.cpp test_basic; vLLM test_basic")
 def _(at: Servers) -> None:
-    """/health says that the server lives."""
+    """/health reports that the server is alive."""
     at.chat.get("/health").ok()
 
 
@@ -62,7 +62,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """Tokens of a text, put together, are the text."""
+    """The tokens of a text concatenate to the text."""
     words = "What is the capital of France? 媽 🤗"
     tokens = at.pair.whole("/tokenize", content=words, add_special=False)["tokens"]
     answer = at.pair.whole("/detokenize", tokens=tokens)
@@ -71,7 +71,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """`prompt` is `content` by vLLM's name; count and max_model_len are told."""
+    """`prompt` is vLLM's name of `content`; the response has count and max_model_len."""
     answer = at.pair.whole("/tokenize", prompt=PROMPT, add_special_tokens=False)
     equal(answer["tokens"], at.pair.whole("/tokenize", content=PROMPT, add_special=False)["tokens"], "the tokens")
     equal((answer["count"], answer["max_model_len"] > 0), (len(answer["tokens"]), True), "count and context")
@@ -99,14 +99,14 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """return_token_strs tells each token's text."""
+    """return_token_strs returns each token's text."""
     answer = at.pair.whole("/tokenize", prompt=PROMPT, add_special_tokens=False, return_token_strs=True)
     equal("".join(answer["token_strs"]), PROMPT, "the texts")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """with_pieces tells id and piece of each token, a piece that is no text as bytes."""
+    """with_pieces returns id and piece of each token, as bytes if the piece is not text."""
     words = "a test with unicode 媽 and emoji 🤗"
     pieces = at.pair.whole("/tokenize", content=words, with_pieces=True, add_special=False)["tokens"]
     spelled = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces)
@@ -115,18 +115,18 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_tokenization")
 def _(at: Servers) -> None:
-    """Tokens that are none are refused."""
+    """Invalid tokens are rejected."""
     refused(at.pair.post("/detokenize", tokens=[999999]), "999999")
 
 
 @cases.add("llama.cpp test_chat_completion")
 def _(at: Servers) -> None:
-    """/apply-template tells the prompt that a conversation becomes."""
+    """/apply-template returns the prompt of a conversation."""
     prompt = at.chat.whole("/apply-template", messages=HELLO)["prompt"]
     hold("hi" in prompt and prompt.endswith("<|plain|>"), f"it is {prompt!r}")
 
 
-@cases.add("llama.cpp test_basic", why="workers and rounds are told at /metrics and /ready")
+@cases.add("llama.cpp test_basic", why="/metrics and /ready show workers and rounds")
 def _(at: Servers) -> None:
     """llama.cpp's own /props, /slots, /completion, /infill."""
     for path in ("/props", "/slots"):

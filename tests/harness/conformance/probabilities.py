@@ -38,7 +38,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """In a stream every token has its own, in order."""
+    """In a stream every token has its log-probability, in order."""
     asked = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
     told = [row for c in choices(at.pair.stream(CHAT, **asked)) if c["logprobs"] for row in c["logprobs"]["content"]]
     whole = at.pair.whole(CHAT, **asked)["choices"][0]["logprobs"]["content"]
@@ -62,15 +62,15 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """In a form, too, none is below -9999."""
+    """With an output format too, none is below -9999."""
     asked = {"messages": HELLO, "response_format": in_form(FORM), "logprobs": True, "top_logprobs": 5}
     rows = at.chat.whole(CHAT, **asked)["choices"][0]["logprobs"]["content"]
     hold(all(top["logprob"] >= -9999.0 for row in rows for top in row["top_logprobs"]), "one is")
 
 
-@cases.add(VLLM, why="a prompt's tokens are read without looking at what they might have been")
+@cases.add(VLLM, why="the prompt is read without computing log-probabilities")
 def _(at: Servers) -> None:
-    """prompt_logprobs tells the prompt's own."""
+    """prompt_logprobs returns the prompt's log-probabilities."""
     at.chat.whole(CHAT, messages=HELLO, prompt_logprobs=1)
 
 
@@ -102,7 +102,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_completion_text_offset")
 def _(at: Servers) -> None:
-    """text_offset says where each token's text begins."""
+    """text_offset is the start of each token's text."""
     choice = at.pair.whole(TEXT, prompt=PROMPT, max_tokens=6, logprobs=1)["choices"][0]
     found = choice["logprobs"]
     begins = [len("".join(found["tokens"][:count])) for count in range(len(found["tokens"]))]
@@ -115,7 +115,7 @@ def _(at: Servers) -> None:
     refused(at.pair.post(TEXT, prompt=TOKENS, logprobs=21), "logprobs")
 
 
-@cases.add(TEXTS, why="a prompt's tokens are read without looking at what they might have been")
+@cases.add(TEXTS, why="the prompt is read without computing log-probabilities")
 def _(at: Servers) -> None:
-    """echo with logprobs tells the prompt's tokens, too."""
+    """echo with logprobs includes the prompt's tokens."""
     at.pair.whole(TEXT, prompt=PROMPT, echo=True, logprobs=1, max_tokens=2)

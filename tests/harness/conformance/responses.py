@@ -34,7 +34,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
-    """Messages in, with instructions, with parts and without their type."""
+    """Messages are accepted with instructions, with parts and without a type."""
     for given in ([{"role": "user", "content": "hi"}], [message("system", "Be kind."), message("user", "hi")]):
         equal(text(at.chat.whole(RESPOND, input=given, instructions="Be kind.")), GREETING, "the text")
 
@@ -57,7 +57,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
-    """A stream's deltas together are the text of the response that its last event has."""
+    """A stream's deltas concatenate to the text of its last event's response."""
     told = at.chat.stream(RESPOND, input="hi")
     deltas = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
     equal((told[-1]["type"], deltas), ("response.completed", text(told[-1]["response"])), "end and deltas")
@@ -65,7 +65,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
-    """A stream's events are numbered, and what begins ends, in order and under its id."""
+    """A stream's events are numbered, and every item that starts ends, with the same id."""
     told = at.chat.stream(RESPOND, input="hi")
     equal([event["sequence_number"] for event in told], list(range(len(told))), "the numbers")
     kinds = [event["type"] for event in told if not event["type"].endswith("delta")]
@@ -90,7 +90,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
-    """A stream tells a call's arguments in deltas, and whole in the end."""
+    """A stream sends a call's arguments as deltas, and completely at the end."""
     told = at.chat.stream(RESPOND, input="hi", tools=[TOOL])
     deltas = "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta")
     whole = [e["arguments"] for e in told if e["type"] == "response.function_call_arguments.done"]
@@ -99,7 +99,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_function_call")
 def _(at: Servers) -> None:
-    """tool_choice is told again, none calls nothing, and required calls one."""
+    """tool_choice is repeated in the response; none calls nothing, required calls one."""
     answer = at.chat.whole(RESPOND, input="hi", tools=[TOOL], tool_choice="none")
     equal((text(answer), answer["tool_choice"]), (GREETING, "none"), "text and choice")
     called = at.chat.whole(RESPOND, input="hi", tools=[TOOL], tool_choice="required")["output"][-1]
@@ -115,7 +115,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """Usage tells how many of the tokens were thoughts, whole and streamed."""
+    """Usage has the number of thinking tokens, streamed or not."""
     whole = at.chat.whole(RESPOND, input="hi", chat_template_kwargs=THINKS)
     last = at.chat.stream(RESPOND, input="hi", chat_template_kwargs=THINKS)[-1]["response"]
     for answer in (whole, last):
@@ -125,7 +125,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_sampling_params")
 def _(at: Servers) -> None:
-    """temperature, top_p, top_k, seed are heeded."""
+    """temperature, top_p, top_k and seed are applied."""
     asked = {"input": "hi", "temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 42, "max_output_tokens": 12}
     first, second = (at.pair.whole(RESPOND, **asked) for _ in range(2))
     equal((text(second), first["temperature"], first["top_p"]), (text(first), 0.8, 0.95), "text and fields")
@@ -133,7 +133,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_sampling_params")
 def _(at: Servers) -> None:
-    """repetition_penalty, stop and ignore_eos are heeded, as in chats."""
+    """repetition_penalty, stop and ignore_eos work as in chats."""
     equal(text(at.chat.whole(RESPOND, input="hi", stop=[", dear"])), "Hello there", "the text")
     answer = at.chat.whole(RESPOND, input="hi", ignore_eos=True, repetition_penalty=1.2, max_output_tokens=9)
     equal(answer["usage"]["output_tokens"], 9, "the number")
@@ -141,7 +141,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_sampling_params")
 def _(at: Servers) -> None:
-    """A response's seed that no 64 bits hold is refused."""
+    """A seed of a response beyond 64 bits is rejected."""
     refused(at.chat.post(RESPOND, input="hi", seed=2**63), "seed")
 
 
@@ -169,13 +169,13 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_stateful", why=NO_STORE)
 def _(at: Servers) -> None:
-    """GET /v1/responses/{id} tells an earlier response."""
+    """GET /v1/responses/{id} returns an earlier response."""
     at.chat.get(f"/v1/responses/{at.chat.whole(RESPOND, input='hi')['id']}").ok()
 
 
-@cases.add("vLLM test_stateful", why="answers are given at once; cancel by leaving")
+@cases.add("vLLM test_stateful", why="responses are generated while the client waits; disconnect to cancel")
 def _(at: Servers) -> None:
-    """background: the response is made while nobody waits."""
+    """background: the response is generated without a connection."""
     at.chat.whole(RESPOND, input="hi", background=True)
 
 

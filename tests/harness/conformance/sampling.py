@@ -38,7 +38,7 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """What was read before changes nothing in the text."""
+    """The prompt cache does not change the text."""
     first = texts(at, seed=42, temperature=1.0, prompt="class Cache:")
     equal(texts(at, seed=42, temperature=1.0, prompt="class Cache:"), first, "the second text")
 
@@ -52,20 +52,20 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """A seed that no 64 bits hold is refused."""
+    """A seed beyond 64 bits is rejected."""
     for seed in (-(2**63) - 1, 2**63):
         refused(at.chat.post(CHAT, messages=HELLO, seed=seed), "seed")
 
 
 @cases.add("llama.cpp's README", why="a seed is a whole number from 0 up; leave it out for one at random")
 def _(at: Servers) -> None:
-    """A seed of -1 is one at random."""
+    """A seed of -1 is random."""
     at.chat.whole(CHAT, messages=HELLO, seed=-1)
 
 
 @cases.add(f"{VLLM}; llama.cpp test_chat_completion")
 def _(at: Servers) -> None:
-    """n choices have their indices and texts of their own."""
+    """n choices have their own indices and texts."""
     answer = at.pair.whole(CHAT, messages=[{"role": "user", "content": PROMPT}], n=3, temperature=1.0, max_tokens=8)
     equal([choice["index"] for choice in answer["choices"]], [0, 1, 2], "the indices")
     hold(len({choice["message"]["content"] for choice in answer["choices"]}) > 1, "they are all the same")
@@ -90,15 +90,15 @@ def _(at: Servers) -> None:
     hold(found[:2] == found[2:] and found[0] != found[1], f"the texts are {found}")
 
 
-@cases.add(TEXTS, why="one text is followed at a time; `best_of` chooses among whole ones")
+@cases.add(TEXTS, why="beam search is not supported; `best_of` selects among complete texts")
 def _(at: Servers) -> None:
-    """use_beam_search follows several texts at once."""
+    """use_beam_search searches several texts at once."""
     texts(at, use_beam_search=True, n=2)
 
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """best_of makes several texts and tells the likeliest; usage counts all of them."""
+    """best_of generates several texts and returns the likeliest; usage counts all of them."""
     answer = at.pair.whole(TEXT, prompt=PROMPT, best_of=3, n=1, temperature=1.0, max_tokens=4)
     equal((len(answer["choices"]), answer["usage"]["completion_tokens"]), (1, 12), "choices and tokens")
 
@@ -118,7 +118,7 @@ def _(at: Servers) -> None:
 
 @cases.add("llama.cpp test_completion; vLLM test_stop_string_while_stop_model_terminates")
 def _(at: Servers) -> None:
-    """A stop string that spans tokens is never told in part."""
+    """A stop string that spans tokens is never sent in part."""
     told = at.chat.stream(CHAT, messages=HELLO, stop=["there, de"])
     text = "".join(c["delta"].get("content") or "" for event in told for c in event["choices"])
     equal(text, "Hello ", "the text")
@@ -144,14 +144,14 @@ def _(at: Servers) -> None:
 
 @cases.add("llama.cpp test_ignore_eos; vLLM's reference")
 def _(at: Servers) -> None:
-    """ignore_eos goes on to max_tokens."""
+    """ignore_eos continues to max_tokens."""
     answer = at.chat.whole(CHAT, messages=HELLO, ignore_eos=True, max_tokens=9)
     equal((answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]), (9, "length"), "the end")
 
 
 @cases.add("OpenAI's reference; llama.cpp test_completion")
 def _(at: Servers) -> None:
-    """A bias of -100 keeps a token out."""
+    """A logit bias of -100 excludes a token."""
     (token,) = at.chat.whole("/tokenize", content=", dear", add_special=False)["tokens"]
     hold(
         ", dear" not in said(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): -100}, max_tokens=8)),
@@ -161,7 +161,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """A bias of 100 brings a token."""
+    """A logit bias of 100 selects a token."""
     (token,) = at.chat.whole("/tokenize", content="tick ", add_special=False)["tokens"]
     equal(
         said(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): 100}, max_tokens=2)), "tick tick ", "the text"
@@ -170,25 +170,25 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_chat_logit_bias_validation")
 def _(at: Servers) -> None:
-    """A bias for a token that the vocabulary does not have is refused, and the token named."""
+    """A logit bias of an unknown token is rejected, and the token named."""
     refused(at.chat.post(CHAT, messages=HELLO, logit_bias={"999999": 1.0}), "999999", "logit_bias")
 
 
 @cases.add("vLLM test_chat_logit_bias_validation")
 def _(at: Servers) -> None:
-    """A bias whose key is no number is refused, and the key named."""
+    """A logit bias with a non-numeric key is rejected, and the key named."""
     refused(at.chat.post(CHAT, messages=HELLO, logit_bias={"not_a_token_id": 50}), "not_a_token_id", "logit_bias")
 
 
 @cases.add("vLLM test_chat_logit_bias_validation")
 def _(at: Servers) -> None:
-    """A bias whose value is no number is refused."""
+    """A logit bias with a non-numeric value is rejected."""
     refused(at.chat.post(CHAT, messages=HELLO, logit_bias={"1": "much"}), "logit_bias")
 
 
-@cases.add(LLAMA, why="OpenAI's form is an object by token id; /tokenize tells the ids")
+@cases.add(LLAMA, why="OpenAI's format is an object by token id; /tokenize returns ids")
 def _(at: Servers) -> None:
-    """A bias by text, or as a list of pairs."""
+    """A logit bias by text, or as a list of pairs."""
     at.chat.whole(CHAT, messages=HELLO, logit_bias=[[" dear ", -100]])
 
 
@@ -202,7 +202,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
-    """A presence penalty does so too."""
+    """A presence penalty does the same."""
     asked = {"messages": HELLO, "chat_template_kwargs": ENDLESS, "max_tokens": 12}
     plain, less = (said(at.chat.whole(CHAT, **asked, presence_penalty=p)) for p in (0.0, 30.0))
     hold(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
@@ -210,7 +210,7 @@ def _(at: Servers) -> None:
 
 @cases.add("OpenAI's reference; llama.cpp's README")
 def _(at: Servers) -> None:
-    """Temperatures of 0 and 2 are both taken."""
+    """Temperatures of 0 and 2 are accepted."""
     for temperature in (0, 2):
         texts(at, temperature=temperature)
 

@@ -13,21 +13,21 @@ USAGE = {"include_usage": True}
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """The parts together are the whole answer's text."""
+    """The chunks concatenate to the full text."""
     told = at.chat.stream(CHAT, messages=HELLO)
     equal("".join(choice["delta"].get("content") or "" for choice in choices(told)), GREETING, "the text")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """The first event has the role, and no other has."""
+    """Only the first event has the role."""
     deltas = [choice["delta"] for choice in choices(at.chat.stream(CHAT, messages=HELLO))]
     equal([delta.get("role") for delta in deltas], ["assistant"] + [None] * (len(deltas) - 1), "the roles")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """All events have the same id, model and time, and are chat.completion.chunk."""
+    """All events are chat.completion.chunk with the same id, model and time."""
     told = at.chat.stream(CHAT, messages=HELLO)
     equal(len({(event["id"], event["model"], event["created"], event["object"]) for event in told}), 1, "their number")
     equal(told[0]["object"], "chat.completion.chunk", "the object")
@@ -35,7 +35,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """Only the last event of a choice has a reason to end, and it has no content."""
+    """Only a choice's last event has a finish reason, and it has no content."""
     told = list(choices(at.chat.stream(CHAT, messages=HELLO)))
     equal([choice["finish_reason"] for choice in told if choice["finish_reason"]], ["stop"], "the reasons")
     hold(told[-1]["finish_reason"] and not told[-1]["delta"].get("content"), "the last one has content")
@@ -51,7 +51,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """include_usage: one more event, without choices, has the usage."""
+    """include_usage adds an event with usage and without choices."""
     *told, last = at.chat.stream(CHAT, messages=HELLO, stream_options=USAGE)
     equal(last["choices"], [], "the choices of the last")
     usage = last["usage"]
@@ -68,9 +68,9 @@ def _(at: Servers) -> None:
         hold(all(event.get("usage") is None and event["choices"] for event in told), "one has it")
 
 
-@cases.add(VLLM, why="usage is told once, in the end")
+@cases.add(VLLM, why="usage is sent once, at the end")
 def _(at: Servers) -> None:
-    """continuous_usage_stats: every event has the usage so far."""
+    """continuous_usage_stats: every event has the current usage."""
     options = {**USAGE, "continuous_usage_stats": True}
     told = at.chat.stream(CHAT, messages=HELLO, stream_options=options)
     hold(all(event.get("usage") for event in told), "only the last event has it")
@@ -78,27 +78,27 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{VLLM}; vLLM test_completion")
 def _(at: Servers) -> None:
-    """stream_options without a stream is refused."""
+    """stream_options without stream is rejected."""
     refused(at.chat.post(CHAT, messages=HELLO, stream_options=USAGE), "stream_options")
     refused(at.pair.post(TEXT, prompt=PROMPT, stream_options={"include_usage": None}), "stream_options")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """The last event with usage has the timings, the first has none."""
+    """The last event has timings, the first has none."""
     told = at.chat.stream(CHAT, messages=HELLO, stream_options=USAGE)
     hold("timings" not in told[0] and told[-1]["timings"]["predicted_n"] == 5, "it is otherwise")
 
 
 @cases.add(LLAMA, why="progress comes as comments, which every client skips; the fields are llama.cpp's own")
 def _(at: Servers) -> None:
-    """timings_per_token and return_progress: numbers in every event."""
+    """timings_per_token and return_progress are accepted."""
     at.chat.stream(CHAT, messages=HELLO, timings_per_token=True, return_progress=True)
 
 
 @cases.add("mlx-lm TestKeepalive")
 def _(at: Servers) -> None:
-    """While a prompt is read, comments keep the connection."""
+    """Comments keep the connection alive while the prompt is read."""
     reply = at.chat.post(CHAT, messages=[{"role": "user", "content": "x" * 3000}], stream=True).ok()
     comments = [line for line in reply.body.decode().splitlines() if line.startswith(":")]
     hold(any("prompt" in line for line in comments), f"the comments are {comments[:3]}")
@@ -106,7 +106,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_completion; llama.cpp test_completion")
 def _(at: Servers) -> None:
-    """A completion's parts together are its whole text, and the last has the reason."""
+    """A completion's chunks concatenate to its text, and the last has the finish reason."""
     asked = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     told = list(choices(at.pair.stream(TEXT, **asked)))
     equal("".join(c["text"] for c in told), at.pair.whole(TEXT, **asked)["choices"][0]["text"], "the text")
@@ -115,7 +115,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_completion")
 def _(at: Servers) -> None:
-    """Choices of one stream are told apart by their index, and each has its end."""
+    """Choices in a stream have an index, and each has a finish reason."""
     told = list(choices(at.pair.stream(TEXT, prompt=PROMPT, n=3, temperature=1.0, seed=42, max_tokens=6)))
     equal({choice["index"] for choice in told}, {0, 1, 2}, "the indices")
     equal(sum(choice["finish_reason"] is not None for choice in told), 3, "the number of ends")
@@ -123,7 +123,7 @@ def _(at: Servers) -> None:
 
 @cases.add("vLLM test_completion")
 def _(at: Servers) -> None:
-    """Prompts of one stream are told apart by the choices' index."""
+    """Several prompts in a stream are distinguished by the choices' index."""
     told = list(choices(at.pair.stream(TEXT, prompt=[PROMPT, PROMPT], max_tokens=5)))
     texts = ["".join(c["text"] for c in told if c["index"] == index) for index in (0, 1)]
     hold(texts[0] == texts[1] != "", f"the texts are {texts}")
@@ -131,12 +131,12 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; vLLM test_chat_error")
 def _(at: Servers) -> None:
-    """What is wrong with a request is told with its status, in a stream too."""
+    """Errors have an HTTP status, for streams too."""
     refused(at.pair.post(TEXT, prompt="x " * 5000, stream=True), "context of")
 
 
 @cases.add("vLLM test_chat")
 def _(at: Servers) -> None:
-    """An endless answer's stream is cut off at max_tokens."""
+    """An endless stream ends at max_tokens."""
     told = list(choices(at.chat.stream(CHAT, messages=HELLO, chat_template_kwargs=ENDLESS, max_tokens=9)))
     equal(told[-1]["finish_reason"], "length", "the reason")

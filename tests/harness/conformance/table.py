@@ -10,14 +10,15 @@ from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Outcome
 
 HEAD = f"""# Conformance
 
-What the public tests of vLLM, llama.cpp and mlx-lm ask of a server, and OpenAI's and Anthropic's references, told
-again in our own words and asked of Outrider {PACKAGE_VERSION}: of the embedded pair, and of a tiny chat model with a
-template, thoughts and tools. This page is made by asking:
+Cases from the public tests of vLLM, llama.cpp and mlx-lm and from OpenAI's and Anthropic's references, rewritten and
+run against Outrider {PACKAGE_VERSION}: the embedded pair, and a tiny chat model with a
+template, thinking and tools. This command writes the page:
 
     python -m tests.harness.conformance --write docs/conformance.md
 
-The suite asks the same, and fails when a case that passes here does not. *passes*: as expected there. *refused*: an
-error with these words. *differs*: answered, but otherwise. What does not pass is meant to be so, for the reason given.
+The test suite runs the same cases, and fails when a case that passes here does not. *passes*: as expected there.
+*refused*: an error with this message. *differs*: another answer. Cases that don't pass are intended, for the given
+reason.
 """
 
 CLIENTS = "## Clients\n"

@@ -34,7 +34,7 @@ def calls(at: Servers, **asked: Any) -> list[tuple[str, Any]]:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """A call has a name, arguments that are JSON, an id, and the reason is tool_calls."""
+    """A call has a name, JSON arguments and an id, and the finish reason is tool_calls."""
     choice = at.chat.whole(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     equal((call["type"], choice["finish_reason"]), ("function", "tool_calls"), "type and reason")
@@ -43,7 +43,7 @@ def _(at: Servers) -> None:
 
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
-    """A stream tells name, id and arguments by the call's index, and ends with tool_calls."""
+    """A stream sends a call's name, id and arguments by index, and ends with tool_calls."""
     told = list(choices(at.chat.stream(CHAT, messages=HELLO, tools=[TOOL])))
     parts = [call for choice in told for call in choice["delta"].get("tool_calls") or ()]
     name = "".join(part["function"].get("name") or "" for part in parts)
@@ -54,7 +54,7 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """What is said before a call is content; the marks of the format are not."""
+    """Text before a call is content; the format's tags are not."""
     choice = at.chat.whole(CHAT, messages=HELLO, tools=[TOOL])["choices"][0]
     equal(choice["message"]["content"], "I look.", "the content")
 
@@ -104,21 +104,21 @@ def _(at: Servers) -> None:
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
-    """A named function: a call of it."""
+    """A named function is called."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     equal(calls(at, tools=[OTHER, TOOL], tool_choice=named), [("get_weather", PARIS)], "the calls")
 
 
 @cases.add("vLLM test_completion_with_function_calling")
 def _(at: Servers) -> None:
-    """A named function is called even by a model that would call another."""
+    """A named function is called even if the model prefers another."""
     found = calls(at, tools=[OTHER, TOOL], tool_choice={"type": "function", "function": {"name": "other"}})
     equal([name for name, _ in found], ["other"], "the calls")
 
 
 @cases.add("vLLM test_tool_choice_null")
 def _(at: Servers) -> None:
-    """tool_choice null, and no tools or none in the list, are as if they were left out."""
+    """tool_choice null and an empty list of tools mean omitted."""
     equal(calls(at, tool_choice=None), [("get_weather", PARIS)], "the calls")
     left_out: tuple[Any, ...] = (None, [])
     for tools in left_out:
@@ -152,7 +152,7 @@ def _(at: Servers) -> None:
     at.chat.whole(CHAT, messages=HELLO, functions=[TOOL["function"]])
 
 
-@cases.add("OpenAI's reference", why="nothing is searched or run here; functions are yours")
+@cases.add("OpenAI's reference", why="the server runs no tools; clients run their functions")
 def _(at: Servers) -> None:
     """The server runs tools of its own, such as web_search."""
     answer = at.chat.whole("/v1/responses", input="hi", tools=[{"type": "web_search"}])
@@ -173,5 +173,5 @@ def _(at: Servers) -> None:
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
-    """Tools for a model that knows none are refused with the reason."""
+    """Tools for a model without tool calls are rejected with the reason."""
     refused(at.pair.post(CHAT, messages=HELLO, tools=[TOOL]), "no template")

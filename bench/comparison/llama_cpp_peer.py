@@ -1,7 +1,6 @@
-"""llama.cpp's server on the same GGUF file, for comparison: a program that `peers` starts and asks.
+"""llama.cpp's server on the same GGUF file: a program that `peers` starts, using `xllamacpp`, the server without HTTP.
 
-Answers what `peers` says, by `xllamacpp`, which is llama.cpp's server without HTTP. Each number of threads, of slots
-and each kind of speculation is a server of its own.
+Each number of threads or slots, and each kind of speculation, is a server of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from outrider.orchestrator.cli import run_as_program
 
 KINDS = "COMMON_SPECULATIVE_TYPE_"
 CONTEXT = 2560
-"""Tokens a slot, as long as the longest prompt of a bench and its text."""
+"""Tokens per slot: the longest prompt and its text."""
 
 
 class LlamaCpp:
@@ -50,30 +49,30 @@ class LlamaCpp:
         }
 
     def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, Any]:
-        """All prompts, one in each slot at a time."""
+        """Completes all prompts, one per slot at a time."""
         begun = time.perf_counter()
 
         def ask(number: int, tokens: list[int]) -> dict[str, Any]:
             sent = time.perf_counter() - begun
-            heard: list[tuple[float, int]] = []
+            arrivals: list[tuple[float, int]] = []
 
-            def hear(chunk: Mapping[str, Any]) -> bool:
+            def on_chunk(chunk: Mapping[str, Any]) -> bool:
                 if "timings" in chunk:
-                    heard.append((time.perf_counter() - begun, chunk["timings"]["predicted_n"]))
+                    arrivals.append((time.perf_counter() - begun, chunk["timings"]["predicted_n"]))
                 return False  # go on
 
             asked = _request(tokens, max_tokens, temp, seed + number, True)
-            self._server.handle_completions({**asked, "stream": True, "timings_per_token": True}, hear)
-            counts = [0, *(count for _, count in heard)]
+            self._server.handle_completions({**asked, "stream": True, "timings_per_token": True}, on_chunk)
+            counts = [0, *(count for _, count in arrivals)]
             new = [after - before for before, after in pairwise(counts)]
-            return {"sent": sent, "arrivals": [(at, n) for (at, _), n in zip(heard, new, strict=True) if n > 0]}
+            return {"sent": sent, "arrivals": [(at, n) for (at, _), n in zip(arrivals, new, strict=True) if n > 0]}
 
         with ThreadPoolExecutor(self._slots) as threads:
             return {"replies": list(threads.map(ask, range(len(batch)), batch))}
 
 
 def _request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
-    """Sampled at the temperature alone, as ours is; nothing is remembered of other prompts."""
+    """Sampling uses only the temperature, as ours does, and no prompt cache."""
     return {
         "prompt": tokens,
         "max_tokens": max_tokens,
@@ -87,7 +86,7 @@ def _request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_
 
 
 def _speculate(given: Any, kind: str, settings: Mapping[str, Any], draft: str | None, threads: int) -> None:
-    """Sets `kind`, such as ngram-simple, with fields of its own parameters; draft-simple takes the draft model."""
+    """Enables `kind`, such as ngram-simple, with its parameters; draft-simple uses the draft model."""
     name = kind.upper().replace("-", "_")
     given.speculative.types = [getattr(xllamacpp.common_speculative_type, KINDS + name)]
     part = {"NGRAM_CACHE": "draft", "DRAFT_SIMPLE": "draft"}.get(name, name.lower())

@@ -1,6 +1,6 @@
-"""Who competes: our modes on clusters of their own and other engines, started for one bench and ended with it.
+"""Starts the runners of one bench: clusters of our modes, and other engines. They end with it.
 
-A family is one way to decode in all its settings; a trial on a few prompts leaves the best of each for the main run.
+A family is one decoding method with all its settings. A trial on a few prompts selects the best of each family.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run, compete, total_rate
-from outrider.bench.contest.peers import (
+from outrider.bench.comparison.peers import (
     LLAMA_CPP,
     MLX_LM,
     SPECULATIONS,
     WITH_DRAFT,
-    Chosen,
-    Peer,
+    ChosenPeers,
+    PeerRunner,
     llama_cpp,
     mlx_lm,
 )
+from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run, run_interleaved, total_rate
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import system
@@ -30,29 +30,29 @@ from outrider.protocol.messages import WorkerStats
 from outrider.protocol.sampling import SamplingParams
 
 BASELINE = "ar"
-# What a contestant's name ends with when both cores are its.
+# Suffix of a runner that uses both cores.
 BOTH_CORES = ", both cores"
-# The settings of each family are chosen on this many prompts more, before the main run; where a class is short, on two.
+# Prompts of the trial; two where a class has few.
 TRIAL_PROMPTS = 4
 FEWEST_TRIAL_PROMPTS = 2
 
-Families = list[list[Contestant]]
+Families = list[list[PromptRunner]]
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """All contestants by family. `weight_bytes`: what the target reads in one forward."""
+class RunnerFamilies:
+    """All runners by family. `weight_bytes`: what the target reads in one forward."""
 
     families: Families
     weight_bytes: int
 
-    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[Contestant]:
-        """The best of each family, by a trial on prompts that count nowhere else: the best of many settings is the
-        luckiest of them, too. SD by the model alone stays in, since the formula is about it."""
-        trial = compete([c for family in self.families for c in family], prompts, sampling, tell)
+    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
+        """Selects the best of each family by a trial on prompts that are not measured, because the best of many is
+        partly luck. SD with only the model is always kept, as the formula describes it."""
+        trial = run_interleaved([c for family in self.families for c in family], prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
-        chosen: dict[str, Contestant] = {}
+        chosen: dict[str, PromptRunner] = {}
         for family in self.families:
             models = [contestant for contestant in family if contestant.name.startswith("sd model")]
             for some in (family, models):
@@ -63,10 +63,16 @@ class Field:
 
 
 @contextmanager
-def field(
-    given: dict[str, Any], settings: ServeSettings, depths: Sequence[int], both_cores: bool, peers: Chosen, tell: Tell
-) -> Iterator[Field]:
-    """`given` are the cluster's settings as keywords; `settings` the same with folders in them (see `pairing`).
+def start_runners(
+    given: dict[str, Any],
+    settings: ServeSettings,
+    depths: Sequence[int],
+    both_cores: bool,
+    peers: ChosenPeers,
+    tell: Tell,
+) -> Iterator[RunnerFamilies]:
+    """Starts all runners. `given` are the cluster's settings as keywords; `settings` the same with resolved folders
+    (see `pairing`).
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -78,12 +84,12 @@ def field(
             families += start.mlx_lm("", settings)
         families += start.llama_cpp(peers)
         if both_cores:
-            # SSD has a core for each worker; this is what the others make of as many.
+            # SSD uses one core per worker; here the others get as many.
             threads = 2 * settings.threads
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
                 families += start.mlx_lm(BOTH_CORES, replace(settings, threads=threads))
-        yield Field(families, weight_bytes)
+        yield RunnerFamilies(families, weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,8 @@ class _Starter:
     tell: Tell
 
     def ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> tuple[Families, int]:
-        """AR and SD from every source, and unless `plain` also SSD and auto; and the size of the target's weights.
+        """Returns AR and SD with every draft source, unless `plain` also SSD and auto, and the size of the target's
+        weights.
 
         Without a draft model n-grams are the only source, and there is no SSD.
         """
@@ -105,15 +112,15 @@ class _Starter:
         cluster, drafts = self._cluster(given), self.settings.draft_backend != "ngram"
         copies = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
         if not plain:
-            # A target without a drafter is left free; here it shares the core of all other targets.
-            keep_on(_target(copies.client()).pid, system.core_of("target", self.settings))
+            # A target without a drafter would not be pinned; all targets use the same core here.
+            pin_process(_target(copies.client()).pid, system.core_of("target", self.settings))
         clients = {"n-gram": copies.client()}
         if drafts:
             clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
         families: Families = [
-            [Ours(BASELINE + suffix, cluster.client(), "ar")],
+            [ModeRunner(BASELINE + suffix, cluster.client(), "ar")],
             [
-                Ours(f"sd {source} K={depth}{suffix}", client, "sd", depth)
+                ModeRunner(f"sd {source} K={depth}{suffix}", client, "sd", depth)
                 for depth in self.depths
                 for source, client in clients.items()
             ],
@@ -121,40 +128,42 @@ class _Starter:
         if not plain:
             families += self._colocated(given)
             if drafts:
-                families.append([Ours(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
-            families.append([Ours("auto", cluster.client(), "auto")])
+                families.append([ModeRunner(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
+            families.append([ModeRunner("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
 
     def _colocated(self, given: dict[str, Any]) -> Families:
-        """SD with the draft in the target's process, where it can be there."""
+        """Returns SD with the draft model in the target's process, where that is possible."""
         if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
             return []
         client = self._cluster({**given, "colocate": True}).client()
-        keep_on(_target(client).pid, system.core_of("target", self.settings))
-        return [[Ours(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
+        pin_process(_target(client).pid, system.core_of("target", self.settings))
+        return [[ModeRunner(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(mlx_lm(settings))
-        found: Families = [[Peer(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
+        found: Families = [[PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
         if settings.draft_model is not None:
-            found.append([Peer(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths])
+            found.append(
+                [PeerRunner(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths]
+            )
         return found
 
-    def llama_cpp(self, peers: Chosen) -> Families:
-        """Plain with as many threads as our target, then with as many as our target and drafter together: plain, and
-        its own speculation in each setting that is tried."""
+    def llama_cpp(self, peers: ChosenPeers) -> Families:
+        """Returns llama.cpp with our target's threads and with twice as many, the latter also with its own
+        speculation."""
         if peers.gguf is None:
             return []
         twice = replace(self.settings, threads=2 * self.settings.threads)
         families: Families = []
         for settings in (self.settings, twice):
             process = self.stack.enter_context(llama_cpp(settings, peers.gguf))
-            families.append([Peer(llama_name(settings.threads), process)])
-        tried: list[Contestant] = []
+            families.append([PeerRunner(llama_name(settings.threads), process)])
+        tried: list[PromptRunner] = []
         for speculation in (*SPECULATIONS, *(WITH_DRAFT if peers.draft is not None else ())):
             self.tell(f"{LLAMA_CPP} {speculation.name}")
             process = self.stack.enter_context(llama_cpp(twice, peers.gguf, speculation=speculation, draft=peers.draft))
-            tried.append(Peer(llama_name(twice.threads, speculation.name), process))
+            tried.append(PeerRunner(llama_name(twice.threads, speculation.name), process))
         return [*families, tried]
 
     def _cluster(self, given: dict[str, Any]) -> LocalCluster:
@@ -165,8 +174,8 @@ def _target(client: Client) -> WorkerStats:
     return next(worker for worker in client.stats().workers if worker.role == "target")
 
 
-def keep_on(pid: int, core: int | None) -> None:
-    """Pins all threads of a process that runs already."""
+def pin_process(pid: int, core: int | None) -> None:
+    """Pins all threads of a running process."""
     threads = Path(f"/proc/{pid}/task")
     for thread in threads.iterdir() if core is not None and threads.is_dir() else ():
         system.pin(int(thread.name), core)
@@ -177,12 +186,12 @@ def llama_name(threads: int, speculation: str = "") -> str:
     return f"{LLAMA_CPP}{with_it}, {threads} thread{'s' * (threads > 1)}"
 
 
-def of_main_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
     return {name: found for name, found in runs.items() if not name.endswith(BOTH_CORES)}
 
 
-def of_second_table(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
-    """Those with both cores, and of the main table those that have both anyway."""
+def second_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
+    """Returns the runs with both cores, and SSD and auto, which always use both."""
     return {
         name: found for name, found in runs.items() if name.endswith(BOTH_CORES) or name.startswith(("ssd", "auto"))
     }

@@ -1,10 +1,7 @@
-"""Runs the same prompts through every contestant, in turns, so that a drifting machine drifts for all alike.
+"""Interleaved runs of the same prompts, so that drift of the machine affects all alike, and their statistics.
 
-A contestant is a way to generate: one of our modes at its K, or another engine on the same weights (`peers`). Speeds
-are of decoding: from the first generated token to the last.
-
-`Interval`: numbers with their uncertainty: medians, ratios of rates, bootstrap intervals. Pure; draws from a fixed
-seed.
+A runner is one of our modes with its K, or another engine on the same weights (`peers`). Rates are of decoding: from
+the first generated token to the last. Bootstrap intervals use a fixed seed.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Tokens made in a time."""
+    """Tokens generated in a time."""
 
     tokens: int
     seconds: float
@@ -55,7 +52,7 @@ class Timed:
 
 
 def total_rate(runs: Sequence[Timed]) -> float:
-    """Tokens per second over all runs together."""
+    """Tokens per second of all runs together."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
@@ -64,7 +61,7 @@ def median_rate(runs: Sequence[Timed]) -> float:
 
 
 def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
-    """Our rate over theirs on the same prompts, in the same order; prompts are what is resampled."""
+    """Ratio of two rates on the same prompts; prompts are resampled."""
     pairs = list(zip(ours, theirs, strict=True))
 
     def of(chosen: Sequence[tuple[Timed, Timed]]) -> float:
@@ -74,7 +71,7 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
 
 
 def bootstrap(values: Sequence[V], estimate: Callable[[Sequence[V]], float]) -> Interval:
-    """The estimate on all values, and the middle 95 % of what it is on values drawn again with replacement."""
+    """The estimate on all values, with an interval from resampling."""
     draw = random.Random(SEED)
     return _middle(estimate(values), [estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
 
@@ -82,7 +79,8 @@ def bootstrap(values: Sequence[V], estimate: Callable[[Sequence[V]], float]) -> 
 def nested_bootstrap(
     rounds: Sequence[Sequence[Sequence[float]]], estimate: Callable[[Sequence[float]], float]
 ) -> Interval:
-    """The same of the numbers of all requests of all rounds: rounds are drawn again, and in each its requests."""
+    """As `bootstrap`, over the numbers of all requests of all rounds: rounds are resampled, and in each its
+    requests."""
     draw = random.Random(SEED)
 
     def drawn_again() -> list[float]:
@@ -99,7 +97,7 @@ def _middle(value: float, found: Sequence[float]) -> Interval:
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
-    """The share of n-grams that occurred before in the same text: near 1, the text goes round in circles."""
+    """The share of n-grams that occurred before in the same text; near 1 the text loops."""
     counts = Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
     total = sum(counts.values())
     return (total - len(counts)) / total if total else 0.0
@@ -108,21 +106,21 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
 T = TypeVar("T", contravariant=True)
 R = TypeVar("R", covariant=True)
 
-# In the name of a contestant whose draft lives in the target's process.
+# In the name of a runner whose draft model is in the target's process.
 COLOCATED = "colocated"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt through one contestant. `timings` are ours alone; other engines tell none."""
+    """One prompt with one runner. `timings` are None for other engines."""
 
     tokens: tuple[int, ...]
     timed: Timed
     timings: Timings | None = None
 
 
-class Way(Protocol[T, R]):
-    """A way to make something of each task; `name` is what tables call it."""
+class Runner(Protocol[T, R]):
+    """Runs tasks; `name` is used in tables."""
 
     @property
     def name(self) -> str: ...
@@ -130,14 +128,14 @@ class Way(Protocol[T, R]):
     def run(self, task: T, sampling: SamplingParams, /) -> R: ...
 
 
-Contestant: TypeAlias = Way[Sequence[int], Run]
-"""A way to go on from a prompt."""
+PromptRunner: TypeAlias = Runner[Sequence[int], Run]
+"""Continues a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ours:
-    """One of our modes on a running cluster; `depth` None: the cluster's own K. `sampling`: what it samples otherwise
-    than the others. `drafter`: the only one that drafts, if named."""
+class ModeRunner:
+    """One of our modes on a running cluster. `depth` None: the cluster's K. `sampling` overrides single parameters.
+    `drafter`: the only one to draft, if given."""
 
     name: str
     client: Client
@@ -163,34 +161,35 @@ class Ours:
 
 
 def require_pace(result: GenerationResult) -> None:
-    """
+    """Checks that a simulation kept its latency profile.
+
     Raises:
-        WorkerError: a worker could not keep to its latency profile, so nothing can be said of the profile's machine.
+        WorkerError: a worker could not, so the result does not describe the profile's machine.
     """
     for note in result.notes:
         if NOT_KEPT in note:
             raise WorkerError(f"the simulation failed: {note}")
 
 
-def compete(
-    ways: Sequence[Way[T, R]],
+def run_interleaved(
+    runners: Sequence[Runner[T, R]],
     tasks: Sequence[T],
     sampling: SamplingParams,
     tell: Callable[[str], None],
     between: Callable[[T, SamplingParams], None] | None = None,
     seeds: int = 1,
 ) -> dict[str, list[R]]:
-    """Every way on every task, whoever begins changing from task to task. By name, in the tasks' order.
+    """Runs every task with every runner, starting with a different one for each task. Returns results by name, in task
+    order.
 
-    A task has so many `seeds` of its own, of which the sampling names the first. `between` is called once a task, while
-    all ways are still.
+    Task number n uses seed n * `seeds`. `between` is called after each task, while all runners are idle.
     """
-    runs: dict[str, list[R]] = {way.name: [] for way in ways}
+    runs: dict[str, list[R]] = {runner.name: [] for runner in runners}
     for number, task in enumerate(tasks):
-        chosen, first = replace(sampling, seed=seeds * number), number % len(ways)
-        for way in (*ways[first:], *ways[:first]):
-            tell(f"{number + 1} of {len(tasks)}: {way.name}")
-            runs[way.name].append(way.run(task, chosen))
+        chosen, first = replace(sampling, seed=seeds * number), number % len(runners)
+        for runner in (*runners[first:], *runners[:first]):
+            tell(f"{number + 1} of {len(tasks)}: {runner.name}")
+            runs[runner.name].append(runner.run(task, chosen))
         if between is not None:
             tell(f"{number + 1} of {len(tasks)}: times alone")
             between(task, chosen)

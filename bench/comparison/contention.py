@@ -1,8 +1,7 @@
-"""Something else that is busy on the target's device while a bench runs; it ends with the bench, however that ends.
+"""A process that keeps the target's device busy during a bench, and ends with it.
 
-`python -m outrider.bench.contest.contention gpu|cpu` is what runs: on a CPU it streams memory, as another model's
-weights would; on a GPU it multiplies matrices. It says that it is ready when it has begun, and goes on until its stdin
-ends.
+`python -m outrider.bench.comparison.contention gpu|cpu` streams memory on a CPU, as another model's weights would, or
+multiplies matrices on a GPU, until stdin closes.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ import sys
 import threading
 from collections.abc import Callable
 
-from outrider.bench.helper import Helper, say_ready
+from outrider.bench.helper import HelperProcess, say_ready
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
 
-# Larger than any cache, so that each pass comes from memory.
+# Larger than any cache.
 STREAMED_FLOATS = 64 << 20
 SIDE = 2048
 
 
-class Contention(Helper):
-    """A context manager; `describe` says what is busy where."""
+class Contention(HelperProcess):
+    """A context manager; `describe` names the load and its device."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self._core = system.core_of("target", settings)
         self._on_gpu = sys.platform == "darwin"
-        super().__init__("outrider.bench.contest.contention", "gpu" if self._on_gpu else "cpu")
+        super().__init__("outrider.bench.comparison.contention", "gpu" if self._on_gpu else "cpu")
         system.pin(self.pid, self._core)
 
     def describe(self) -> str:
@@ -61,7 +60,7 @@ def _multiplying() -> Callable[[], None]:
 
 
 def _end_with_stdin() -> None:
-    """Whoever started this holds the other end, and is gone when it closes."""
+    """Ends the process when its parent closes the pipe."""
     sys.stdin.buffer.read()
     os._exit(0)
 

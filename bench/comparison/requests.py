@@ -1,12 +1,6 @@
-"""Asks for several texts at once as clients do, and keeps when each chunk came.
+"""Sends one or several requests at once, as clients do, and records when each chunk arrived.
 
-`ask`: asks a server for texts as a client does, alone or many at once, and keeps when each chunk came.
-
-`Reply`: one request as its client saw it: when it was sent, and when which tokens came. A token's time is the wait for
-its chunk, shared by the chunk's tokens; a gap is the wait itself.
-
-`ModeBatch`: ways to answer several requests at once: our modes, or a peer's batch of the same prompts on the same
-weights.
+A token's time is the wait for its chunk divided by the chunk's tokens; a gap is the wait itself.
 """
 
 from __future__ import annotations
@@ -18,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
-from outrider.bench.contest.contest import Timed, Way, compete, total_rate
-from outrider.bench.contest.peers import MLX_LM, PeerProcess
+from outrider.bench.comparison.peers import MLX_LM, PeerProcess
+from outrider.bench.comparison.runs import Runner, Timed, run_interleaved, total_rate
 from outrider.orchestrator.client.base_client import BaseClient
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.sampling import SamplingParams
@@ -27,7 +21,7 @@ from outrider.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A chunk of so many tokens reached the client, seconds on the clock of `Reply.sent`."""
+    """A chunk of `tokens` reached the client, in seconds on the clock of `Reply.sent`."""
 
     at: float
     tokens: int
@@ -35,8 +29,8 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A finished request: at least one arrival. `token_ids`, `text` and `reason` where whoever asked kept them;
-    `cancelled` when the client left before the end."""
+    """A finished request with at least one arrival. `token_ids`, `text` and `reason` are optional. `cancelled`: the
+    client left before the end."""
 
     sent: float
     arrivals: tuple[Arrival, ...]
@@ -47,7 +41,7 @@ class Reply:
 
     @property
     def first_ms(self) -> float:
-        """From sending to the first token."""
+        """Time to first token."""
         return 1000 * (self.arrivals[0].at - self.sent)
 
     @property
@@ -56,7 +50,7 @@ class Reply:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between one chunk and the next."""
+        """Times between chunks."""
         return [1000 * (after.at - before.at) for before, after in pairwise(self.arrivals)]
 
     @property
@@ -67,15 +61,15 @@ class Reply:
 
 
 def timed(replies: Sequence[Reply]) -> Timed:
-    """All tokens of requests that ran together, over the time from the first one's sending to the last one's end."""
+    """All tokens of concurrent requests, over the time from the first sending to the last end."""
     tokens = sum(arrival.tokens for reply in replies for arrival in reply.arrivals)
     return Timed(tokens, max(reply.ended for reply in replies) - min(reply.sent for reply in replies))
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What one client asks for, `after` so many seconds; it leaves once it has `until` tokens, None: at the end. K and
-    B None: the server's own."""
+class TimedRequest:
+    """A request, sent `after` so many seconds. The client leaves after `until` tokens; None: at the end. K and B None:
+    the server's own."""
 
     tokens: tuple[int, ...]
     sampling: SamplingParams
@@ -86,16 +80,16 @@ class Question:
     branches: int | None = None
 
 
-def ask(client: BaseClient, question: Question, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
-    """One request; `heard` is told of each chunk as it comes."""
-    time.sleep(question.after)
+def send(client: BaseClient, request: TimedRequest, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
+    """Sends one request; `heard` receives each arrival."""
+    time.sleep(request.after)
     sent = time.perf_counter()
     stream = client.stream(
-        question.tokens,
-        question.sampling,
-        mode=question.mode,
-        num_draft_tokens=question.num_draft_tokens,
-        branches=question.branches,
+        request.tokens,
+        request.sampling,
+        mode=request.mode,
+        num_draft_tokens=request.num_draft_tokens,
+        branches=request.branches,
     )
     arrivals: list[Arrival] = []
     token_ids: list[int] = []
@@ -106,36 +100,36 @@ def ask(client: BaseClient, question: Question, heard: Callable[[Arrival], None]
             heard(arrivals[-1])
         token_ids += chunk.token_ids
         texts.append(chunk.text)
-        if question.until is not None and len(token_ids) >= question.until:
+        if request.until is not None and len(token_ids) >= request.until:
             return Reply(sent, tuple(arrivals), tuple(token_ids), "".join(texts), "cancelled", True)
     result = stream.result
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def ask_all(client: BaseClient, questions: Sequence[Question], places: int | None = None) -> Iterator[Reply]:
-    """All at once, each `after` its time, or so many at once: who is answered, or has left, makes room for the next.
+def send_all(client: BaseClient, requests: Sequence[TimedRequest], places: int | None = None) -> Iterator[Reply]:
+    """Sends all at once, each `after` its time, or at most `places` at once.
 
-    The replies come in the questions' order; asking begins with the first that is wanted.
+    Yields replies in the requests' order. Starts when the first reply is requested.
     """
-    with ThreadPoolExecutor(places or len(questions)) as threads:
-        yield from threads.map(lambda question: ask(client, question), questions)
+    with ThreadPoolExecutor(places or len(requests)) as threads:
+        yield from threads.map(lambda request: send(client, request), requests)
 
 
-# How many prompts mlx-lm may read in one forward: 8 is its own default; which is fastest here is tried.
+# Prompts per forward to try with mlx-lm; its default is 8.
 PEER_READS = (1, 4, 8)
-# More than there are requests in a round; each has its own.
+# More than the requests of a round; each has its own seed.
 SEEDS = 1000
 
 Texts = Sequence[tuple[int, ...]]
 
 
-Batcher: TypeAlias = Way[Texts, list[Reply]]
-"""Answers all of these prompts, so many at once as it has places."""
+BatchRunner: TypeAlias = Runner[Texts, list[Reply]]
+"""Completes all prompts, as many at once as it has places."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModeBatch:
-    """One of ours; each request has a seed of its own, counted from the sampling's."""
+    """One of our modes; each request has its own seed, counted from the sampling's."""
 
     name: str
     client: Client
@@ -143,36 +137,36 @@ class ModeBatch:
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         first = sampling.seed or 0
-        questions = [Question(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
-        return list(ask_all(self.client, questions, self.places))
+        requests = [TimedRequest(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
+        return list(send_all(self.client, requests, self.places))
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBatch:
-    """A peer that answers a batch and tells when its tokens came; `asked` is what it alone is asked."""
+    """A peer that completes a batch; `asked` are additional fields of its requests."""
 
     name: str
     process: PeerProcess
     asked: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
-        told = self.process.ask({
+        answer = self.process.ask({
             "batch": [list(text) for text in texts],
             "max_tokens": sampling.max_tokens,
             "temp": sampling.temp,
             "seed": sampling.seed or 0,
             **self.asked,
         })  # fmt: skip
-        return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in told["replies"]]
+        return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
 
 
 def best_mlx_lm(process: PeerProcess, places: int, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
-    """mlx-lm's `BatchGenerator`, at its best setting on prompts that count nowhere else."""
+    """mlx-lm's `BatchGenerator` with its best setting in a trial."""
     tried = [
         PeerBatch(f"{MLX_LM}, {reads} read together", process, {"places": places, "reads": reads})
         for reads in PEER_READS
         if reads <= places
     ]
-    found = compete(tried, rounds, sampling, lambda _: None, seeds=SEEDS)
+    found = run_interleaved(tried, rounds, sampling, lambda _: None, seeds=SEEDS)
     best = max(tried, key=lambda way: total_rate([timed(replies) for replies in found[way.name]]))
     return replace(best, name=MLX_LM)

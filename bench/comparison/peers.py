@@ -1,10 +1,9 @@
-"""Other engines on the same weights: mlx-lm and llama.cpp, each in a process of its own, and what they are asked.
+"""Other engines on the same weights: mlx-lm and llama.cpp, each in a process of its own.
 
-A peer is asked one JSON object a line. {tokens, max_tokens, temp, seed, ignore_eos} is one text, and for mlx-lm
-num_draft_tokens (0: plain decoding); it answers {tokens, count, decode_seconds}: from the first generated token to the
-last, the prompt left out. {batch, max_tokens, temp, seed} asks for several prompts at once, for mlx-lm with `places`
-and `reads`, how many are read in one forward; it answers {replies}: for each when it was sent and when its tokens came,
-in seconds.
+Requests are JSON, one per line. {tokens, max_tokens, temp, seed, ignore_eos}, for mlx-lm with num_draft_tokens (0:
+plain decoding), returns {tokens, count, decode_seconds}, from the first generated token to the last. {batch,
+max_tokens, temp, seed}, for mlx-lm with `places` and `reads` (prompts per forward), returns {replies}: for each prompt
+when it was sent and when its tokens came, in seconds.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.contest.contest import Run, Timed
-from outrider.bench.helper import Helper
+from outrider.bench.comparison.runs import Run, Timed
+from outrider.bench.helper import HelperProcess
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.model_files import default_model, is_gguf
 from outrider.orchestrator.pairing.pulled import PULLED, pull
@@ -28,12 +27,12 @@ from outrider.protocol.version import install
 
 MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
-"""By name the module that it needs."""
+"""The module that each needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaSpeculation:
-    """One of llama.cpp's own, by its name there, with fields of its parameters."""
+    """One of llama.cpp's speculation types, with its parameters."""
 
     kind: str
     settings: Mapping[str, int] = field(default_factory=dict)
@@ -51,19 +50,19 @@ SPECULATIONS = (
     LlamaSpeculation("ngram-mod", {"n_match": 8, "n_min": 2, "n_max": 16}),
     LlamaSpeculation("ngram-cache", {"n_max": 4}),
 )
-"""What is tried of llama.cpp's lookup; the best on prompts that count nowhere else competes."""
+"""Settings of llama.cpp's lookup to try; the best in the trial is measured."""
 WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
 
 
-class PeerProcess(Helper):
-    """Another engine in a process of its own, with our target's BLAS and threads, and with one thread on its core."""
+class PeerProcess(HelperProcess):
+    """Another engine's process, with our target's BLAS, threads and core."""
 
     def __init__(self, module: str, settings: ServeSettings, *arguments: str) -> None:
-        super().__init__(f"outrider.bench.contest.{module}", *arguments, threads=settings.threads)
+        super().__init__(f"outrider.bench.comparison.{module}", *arguments, threads=settings.threads)
         system.place(self.pid, "target", settings)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Run:
-        told = self.ask({
+        answer = self.ask({
             "tokens": list(prompt),
             "max_tokens": sampling.max_tokens,
             "temp": sampling.temp,
@@ -71,7 +70,7 @@ class PeerProcess(Helper):
             "ignore_eos": sampling.ignore_eos,
             **more,
         })  # fmt: skip
-        return Run(tuple(told["tokens"]), Timed(max(told["count"] - 1, 0), told["decode_seconds"]))
+        return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
 
 
 def mlx_lm(settings: ServeSettings) -> PeerProcess:
@@ -87,7 +86,7 @@ def llama_cpp(
     speculation: LlamaSpeculation | None = None,
     draft: Path | None = None,
 ) -> PeerProcess:
-    """On a GGUF file, with as many threads as the settings give our workers."""
+    """Runs a GGUF file with the threads of the settings."""
     more: list[str] = []
     if speculation is not None:
         more += ["--speculation", speculation.kind, "--settings", json.dumps(dict(speculation.settings))]
@@ -98,8 +97,8 @@ def llama_cpp(
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """A peer's way to decode; `asked` is what it alone is asked: for mlx-lm how many tokens are drafted."""
+class PeerRunner:
+    """Runs prompts on a peer; `asked` are additional fields of its requests, for mlx-lm the draft tokens."""
 
     name: str
     process: PeerProcess
@@ -110,9 +109,9 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The peers of a bench. `gguf`, `draft`: the files that llama.cpp reads, None where it does not take part.
-    `left_out`: a sentence about each that can't take part."""
+class ChosenPeers:
+    """The peers of a bench. `gguf`, `draft`: llama.cpp's files; None if it does not take part. `left_out`: one sentence
+    for each peer that can't take part."""
 
     mlx_lm: bool = False
     gguf: Path | None = None
@@ -120,15 +119,15 @@ class Chosen:
     left_out: tuple[str, ...] = ()
 
 
-def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> Chosen:
-    """`wanted`: names with commas between, "none", or None: all that can be had. `model` and `draft` are what the user
-    named; `settings` have the folders that they became.
+def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> ChosenPeers:
+    """`wanted`: comma-separated names, "none", or None: all available. `model` and `draft` are the names that the user
+    gave; `settings` have their folders.
 
     Raises:
-        InvalidRequest: a peer that is named is unknown, not installed, or has no file to read.
+        InvalidRequest: a peer is unknown, not installed, or has no file to read.
     """
     if wanted == "none" or (wanted is None and settings.simulate is not None):
-        return Chosen()
+        return ChosenPeers()
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or of {', '.join(PEERS)} with commas between")
@@ -136,7 +135,7 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
     why = {name: reason for name in names if (reason := _missing(name, file)) is not None}
     if wanted is not None and why:
         raise InvalidRequest(next(iter(why.values())))
-    return Chosen(
+    return ChosenPeers(
         mlx_lm=MLX_LM in names and MLX_LM not in why,
         gguf=file if LLAMA_CPP in names and LLAMA_CPP not in why else None,
         draft=Path(draft).expanduser() if draft is not None and is_gguf(Path(draft).expanduser()) else None,
@@ -145,16 +144,16 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
 
 
 def gguf_of(model: str | None) -> Path | None:
-    """The GGUF file that a model is made of: the file itself, or the one that its name stands for; None: neither."""
+    """Returns a model's GGUF file: itself, or the one that its name stands for; else None."""
     name = model or default_model()[0]
     path = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
     return path if is_gguf(path) else None
 
 
 def _missing(name: str, file: Path | None) -> str | None:
-    """Why a peer can't take part; None: it can."""
+    """Returns why a peer can't take part, or None."""
     if find_spec(PEERS[name]) is None:
-        return f"{name} takes no part: {PEERS[name]} is not installed; expected {install('bench')}"
+        return f"{name} is left out: {PEERS[name]} is not installed; expected {install('bench')}"
     if name == LLAMA_CPP and file is None:
-        return f"{name} takes no part: it reads GGUF files; expected --model FILE.gguf"
+        return f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
     return None

@@ -1,8 +1,6 @@
-"""What form a text is to have, in every API's words, and the grammar that a whole answer is held to.
+"""The output format that a request asks for, in every API's fields, and the grammar that constrains a whole answer.
 
-`Form`: what form a text is to have: every API's schemas and grammars, and vLLM's names for them, as one record.
-
-What a whole answer is held to: thoughts, where the model has them, then words in a form or calls of tools.
+The grammar allows thinking, if the model has it, and then the format or tool calls.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 from outrider.grammar.compiler import as_part, check
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import Grammar
-from outrider.server.mapping.speech import Toolbox
+from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_of
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
 from outrider.server.model.tool_format import ToolFormat
@@ -25,8 +23,9 @@ from outrider.server.shapes.base import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """`param` is the field that asked for it. `loose`: what no grammar can hold of a schema is checked afterwards."""
+class OutputFormat:
+    """`param` is the request's field. `loose`: parts of the schema that no grammar can enforce are checked after
+    generation."""
 
     grammar: Grammar
     param: str
@@ -34,16 +33,16 @@ class Form:
 
     @property
     def leniently(self) -> Grammar:
-        """By a grammar that leaves out what the library has no words for."""
+        """The grammar without what the library does not support."""
         schema = json.loads(self.grammar.text)
         return Grammar.json_schema({**schema, "x-guidance": {**schema.get("x-guidance", {}), "lenient": True}})
 
 
-def form_of(asked: Sampling) -> Form | None:
-    """That of a request in one of OpenAI's two older APIs.
+def output_format_of(asked: Sampling) -> OutputFormat | None:
+    """Returns the format of a chat or text completion.
 
     Raises:
-        Refused: there are two, or one can't be read.
+        Refused: there are several, or one is invalid.
     """
     given: list[tuple[str, object, str]] = [
         ("grammar", asked.grammar, "grammar"),
@@ -53,16 +52,16 @@ def form_of(asked: Sampling) -> Form | None:
         ("regex", _one_of(asked.guided_choice), "guided_choice"),
         ("json_schema", asked.json_schema, "json_schema"),
     ]
-    if (told := asked.structured_outputs) is not None:
+    if (nested := asked.structured_outputs) is not None:
         given += [
-            ("json_schema", told.json_, "structured_outputs.json"),
-            ("json_schema", {"type": "object"} if told.json_object else None, "structured_outputs.json_object"),
-            ("regex", _one_of(told.choice), "structured_outputs.choice"),
-            ("regex", told.regex, "structured_outputs.regex"),
-            ("grammar", told.grammar, "structured_outputs.grammar"),
+            ("json_schema", nested.json_, "structured_outputs.json"),
+            ("json_schema", {"type": "object"} if nested.json_object else None, "structured_outputs.json_object"),
+            ("regex", _one_of(nested.choice), "structured_outputs.choice"),
+            ("regex", nested.regex, "structured_outputs.regex"),
+            ("grammar", nested.grammar, "structured_outputs.grammar"),
         ]
     forms = [_form(*one) for one in given if one[1] is not None]
-    if (form := by_format(asked.response_format, "response_format", may_be_loose=True)) is not None:
+    if (form := parse_output_format(asked.response_format, "response_format", may_be_loose=True)) is not None:
         forms.insert(0, form)
     if len(forms) > 1:
         names = " and ".join(form.param for form in forms)
@@ -70,11 +69,11 @@ def form_of(asked: Sampling) -> Form | None:
     return forms[0] if forms else None
 
 
-def by_format(given: Mapping[str, Any] | None, name: str, may_be_loose: bool = False) -> Form | None:
-    """OpenAI's `response_format` and `text.format`, whose schemas `may_be_loose`, and Anthropic's `format`.
+def parse_output_format(given: Mapping[str, Any] | None, name: str, may_be_loose: bool = False) -> OutputFormat | None:
+    """Parses `response_format`, `text.format` or Anthropic's `format`. OpenAI's schemas `may_be_loose`.
 
     Raises:
-        Refused: it can't be read.
+        Refused: it is invalid.
     """
     kind = (given or {}).get("type", "text")
     if given is None or kind == "text":
@@ -96,13 +95,13 @@ def _one_of(texts: Sequence[str] | None) -> str | None:
     return "|".join(map(re.escape, texts)) if texts is not None else None
 
 
-def _form(kind: str, given: object, name: str) -> Form:
+def _form(kind: str, given: object, name: str) -> OutputFormat:
     try:
         if kind != "json_schema":
-            return Form(Grammar(kind, str(given)), name)
+            return OutputFormat(Grammar(kind, str(given)), name)
         if not isinstance(given, Mapping | str | bool):
             raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
-        return Form(Grammar.json_schema(given), name)
+        return OutputFormat(Grammar.json_schema(given), name)
     except InvalidRequest as error:
         raise Refused(f"{name}: {error}", name) from None
 
@@ -111,11 +110,13 @@ _BREAKS = r"/\n{0,2}/"
 _ANYTHING = "<[*]>*"
 
 
-def held(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: Form | None) -> Grammar | None:
-    """The grammar of an answer to `prompt`; None where it may be anything.
+def answer_grammar(
+    model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: OutputFormat | None
+) -> Grammar | None:
+    """Returns the grammar of an answer to `prompt`; None if nothing constrains it.
 
     Raises:
-        Refused: the form or a tool's schema can't be compiled, or met.
+        Refused: the format or a tool's schema can't be compiled or satisfied.
     """
     param = form.param if form is not None else "tools"
     if form is not None:
@@ -136,8 +137,8 @@ def held(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, form: Form |
     return grammar
 
 
-def settled(model: ServedModel, form: Form) -> Form:
-    """`form` as a grammar holds it; `loose` no more where that is all of it. Raises Refused."""
+def resolve_output_format(model: ServedModel, form: OutputFormat) -> OutputFormat:
+    """Returns a format that is enforceable, `loose` only if its grammar omits part of the schema. Raises Refused."""
     try:
         check(form.grammar, model.vocabulary)
         return replace(form, loose=False)
@@ -150,8 +151,8 @@ def settled(model: ServedModel, form: Form) -> Form:
         return replace(form, grammar=lenient)
 
 
-def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: Form | None) -> str | None:
-    """What may come behind the thoughts where tools are; None: anything, or the form alone."""
+def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | None) -> str | None:
+    """Returns what may follow thinking if there are tools. None: anything, or only the format."""
     written = model.tools
     if written is None or not (box.binds or form is not None):
         return None
@@ -167,7 +168,7 @@ def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: Form | None) ->
 
 
 def _only_calls(rules: Rules, written: ToolFormat, inner: str | None, box: Toolbox) -> str:
-    """Calls, or where they can't be held to their schemas what begins like one."""
+    """Allows tool calls only. If their schemas can't be expressed, allows what begins like a call."""
     start = rules.literal(written.tags.start)
     if inner is None:
         return f"{start} {_ANYTHING}"
@@ -176,13 +177,13 @@ def _only_calls(rules: Rules, written: ToolFormat, inner: str | None, box: Toolb
 
 
 def _text_and_calls(rules: Rules, written: ToolFormat, inner: str, words: str, box: Toolbox) -> str:
-    """Words, between which a mark is the beginning of a call that its schema allows."""
+    """Allows text in which every start tag begins a valid call."""
     call = rules.rule(f"{rules.before(words, written.tags.start)} {inner} {rules.literal(written.tags.end)}")
     return one_of([call, words]) if box.one else f"{call}* {words}"
 
 
 def _many(written: ToolFormat) -> bool:
-    """Whether several calls stand between one pair of marks."""
+    """Whether one pair of tags contains several calls."""
     return written.style is not None and written.style.block is not None
 
 

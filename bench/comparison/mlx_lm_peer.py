@@ -1,6 +1,6 @@
-"""The same weights in mlx-lm's own loops, for comparison: a program that `peers` starts and asks.
+"""mlx-lm's own loops on the same weights: a program that `peers` starts.
 
-Answers what `peers` says. Both models are in float32 on CPU, as ours are where MLX computes them.
+Both models use float32 on a CPU, as ours do where MLX computes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.orchestrator.cli import run_as_program
 
 
 class MlxLm:
-    """Both models in this process, as mlx-lm's speculative decoding has them; without a draft only plain decoding."""
+    """Both models in one process, for mlx-lm's speculative decoding; without a draft model only plain decoding."""
 
     def __init__(self, model: str, draft_model: str | None) -> None:
         self._target = load(model).model
@@ -46,7 +46,7 @@ class MlxLm:
     def batch(
         self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, places: int, reads: int
     ) -> dict[str, Any]:
-        """All prompts, `places` at once, by plain decoding: what `batch_generate` does, with the time of each step."""
+        """Plain decoding of all prompts, `places` at once, as `batch_generate` with times of each step."""
         mx.random.seed(seed)
         begun = time.perf_counter()
         generator = BatchGenerator(
@@ -62,7 +62,7 @@ class MlxLm:
             for response in responses:
                 arrivals[response.uid].append((now, 1))
         generator.close()
-        # A prompt that finds no place at first is asked for when one is free, in their order.
+        # Waiting prompts start in order as places become free.
         sent = [0.0] * places + sorted(times[-1][0] for times in arrivals.values())
         return {"replies": [{"sent": at, "arrivals": a} for at, a in zip(sent, arrivals.values(), strict=False)]}
 

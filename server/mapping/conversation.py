@@ -1,9 +1,6 @@
-"""Messages and tools as templates take them, of every API.
+"""Messages and tools of every API as chat templates take them.
 
-`text_of`: messages as templates take them, which is as dicts, and the parts of content that can be read.
-
-`Toolbox`: which tools an answer may call: every API's `tools` and `tool_choice` as one record. The model is shown only
-those that may be called.
+`Toolbox` has the tools that an answer may call. The model sees only these.
 """
 
 from __future__ import annotations
@@ -18,10 +15,10 @@ from outrider.server.problems import Refused
 
 
 def text_of(parts: Iterable[tuple[str, str | None]], readable: tuple[str, ...], where: str) -> str:
-    """The texts of content's parts, given as (type, text), one behind the other.
+    """Concatenates the text parts of a message's content, given as (type, text).
 
     Raises:
-        Refused: a part is an image or anything else than text.
+        Refused: a part is an image or anything else but text.
     """
     found = []
     for kind, text in parts:
@@ -31,23 +28,23 @@ def text_of(parts: Iterable[tuple[str, str | None]], readable: tuple[str, ...], 
     return "".join(found)
 
 
-def call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
-    """An earlier call of a tool; arguments become an object where they are one, which templates expect."""
+def past_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
+    """Returns an earlier tool call. JSON arguments become an object, which templates expect."""
     return {"type": "function", "id": own_id or "", "function": {"name": name, "arguments": _object(arguments)}}
 
 
-def assistant(content: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
-    """A turn of the model's own."""
-    said: dict[str, Any] = {"role": "assistant", "content": content}
+def assistant_message(content: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
+    """Returns an assistant message."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
-        said["tool_calls"] = calls
+        message["tool_calls"] = calls
     if thought:
-        said["reasoning_content"] = thought
-    return said
+        message["reasoning_content"] = thought
+    return message
 
 
-def result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
-    """What a tool answered."""
+def tool_result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
+    """Returns a tool's result."""
     return {"role": "tool", "content": content, "tool_call_id": own_id, **({"name": name} if name else {})}
 
 
@@ -57,7 +54,7 @@ def _object(arguments: str | dict[str, Any]) -> Any:
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return arguments  # the template may take it; that the model once wrote nonsense must not end the conversation
+        return arguments  # invalid JSON of an earlier turn must not end the conversation
 
 
 ANY, NONE, MUST = "auto", "none", "required"
@@ -65,10 +62,10 @@ ANY, NONE, MUST = "auto", "none", "required"
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """`tools` in OpenAI's shape, as templates and parsers take them. `must`: one is called; `one`: no more than one.
+    """`tools` in OpenAI's format. `must`: at least one call is required. `one`: at most one is allowed.
 
-    `strict`: the names of those whose calls are held to their schemas in any case; `guided`: all are, for the model
-    knows tools only in words.
+    `strict`: names of tools whose calls must satisfy their schemas. `guided`: all calls must, because the model's
+    template has no tools.
     """
 
     tools: tuple[dict[str, Any], ...] = ()
@@ -79,16 +76,13 @@ class Toolbox:
 
     @property
     def binds(self) -> bool:
-        """Whether calls are held to more than what the model writes by itself."""
+        """Whether a grammar constrains calls."""
         return self.must or self.guided or bool(self.strict)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """`tool_choice`: `kind` is auto, none or required; `names`: of these tools alone, None: of all.
-
-    `one`: no more than one call, as where a tool is named.
-    """
+    """`tool_choice`: `kind` is auto, none or required; `names` limits the tools, None: all; `one`: at most one call."""
 
     kind: str = ANY
     names: tuple[str, ...] | None = None
@@ -96,7 +90,7 @@ class ToolSelection:
 
 
 def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool in OpenAI's shape."""
+    """Returns a tool in OpenAI's format."""
     schema = parameters if parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
 
@@ -104,10 +98,10 @@ def function(name: str, description: str | None, parameters: dict[str, Any] | No
 def toolbox(
     model: ServedModel, tools: Sequence[dict[str, Any]], choice: ToolSelection, strict: Iterable[str] = ()
 ) -> Toolbox:
-    """The tools that may be called; `strict`: the names of those that say so.
+    """Returns the tools that may be called. `strict`: the names of strict ones.
 
     Raises:
-        Refused: the model knows no tools, two have one name, or what is required is not there.
+        Refused: the model can't call tools, two have the same name, or a required one is missing.
     """
     by_name = {tool["function"]["name"]: tool for tool in tools}
     if len(by_name) < len(tools):
@@ -123,4 +117,4 @@ def toolbox(
     if model.tools is None:
         raise Refused(f"{model.id} has no template or no format for calling tools; leave tools out", "tools")
     held = frozenset(strict) & {tool["function"]["name"] for tool in allowed}
-    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held, model.tools_in_words)
+    return Toolbox(tuple(allowed), choice.kind == MUST, choice.one, held, model.tools_as_text)

@@ -1,10 +1,7 @@
-"""What a contest's rounds show: each contestant's runs taken together, and where the time went.
+"""Each runner's runs taken together, the formula's prediction for such rounds, and the notes under a bench's table.
 
-`Summary`: all runs of one contestant taken together: its rounds as they were made, and what the formula says such
-rounds take. The formula gets times measured alone, and of the run itself only its odds (how long the chains were, what
-they brought, how often a drafter had to be asked) and its median turnaround.
-
-`Subject`: the lines under a bench's table: what the machine costs, what that allows, and where a round's time went.
+The formula uses isolated times, and from the run only chain lengths, tokens per round, the share of chains on request,
+and the median turnaround.
 """
 
 from __future__ import annotations
@@ -13,19 +10,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.contest.contest import COLOCATED, Contestant, Ours, Run
-from outrider.bench.timing.alone import Alone
+from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run
+from outrider.bench.timing.loops import IsolatedTimes
 from outrider.orchestrator.core.policy.forecasts import Costs, RoundKind, ar_rate, mixed_rate
 from outrider.protocol.messages import Timings
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Sums over runs. `tokens`, `rounds` and times are of decoding, the prompt's own round left out.
+    """Sums over runs. `tokens`, `rounds` and times are of decoding, without the prompt's round.
 
-    `rows[M]` counts verifies of M tokens; `drafted[i]` chains that had a token i, `accepted[i]` those in which it and
-    all before it held; `asked` rounds waited for a just-in-time chain; `looked_up` and `hits` count outcomes by how
-    many chain tokens they accepted. `turnaround_ms` is the median of hits, None without any.
+    `rows[M]` counts verifies of M tokens. `drafted[i]` counts chains with a token i, `accepted[i]` those in which it
+    and all before it held. `asked` counts rounds that waited for a chain on request. `looked_up` and `hits` count
+    outcomes by accepted chain tokens. `turnaround_ms` is the median of hits, None without any.
     """
 
     tokens: int
@@ -43,7 +40,7 @@ class Summary:
 
     @property
     def acceptance(self) -> float | None:
-        """Drafted tokens that held; None without any, as the following."""
+        """The share of drafted tokens that held; None without any."""
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
 
     @property
@@ -56,11 +53,11 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A round as measured and as the formula has it, milliseconds; rates in tokens per second.
+class FormulaComparison:
+    """A round as measured and as the formula predicts, in milliseconds; rates in tokens per second.
 
-    `verify_ms` and `verify_alone_ms` are the mean verify in the run and what the same verifies take alone; `between_ms`
-    and `between_alone_ms` the target's wait before them.
+    `verify_ms` is the mean verify of the run, `verify_alone_ms` what the same verifies take alone; `between_ms` and
+    `between_alone_ms` the target's wait before them.
     """
 
     measured: float
@@ -72,7 +69,7 @@ class Judged:
 
     @property
     def share(self) -> float:
-        """Measured over predicted: 1 is all that the formula promises."""
+        """Measured over predicted rate."""
         return self.measured / self.predicted
 
 
@@ -98,19 +95,19 @@ def summary(timings: Sequence[Timings]) -> Summary:
     )
 
 
-def judge_plain(found: Summary, alone: Alone) -> Judged:
-    """Plain decoding: one run-ahead token after another, nothing between them."""
+def compare_plain(found: Summary, alone: IsolatedTimes) -> FormulaComparison:
+    """Compares plain decoding: one token after another, without waits."""
     step_ms = found.decode_ms / found.rounds
-    return Judged(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
+    return FormulaComparison(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
-def judge(found: Summary, alone: Alone, depth: int, works_ahead: bool) -> Judged:
-    """SD with this K, or with `works_ahead` SSD, against theorem 7 on the run's own mix of rounds."""
+def compare_speculative(found: Summary, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
+    """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 on the run's own mix of rounds."""
     costs = alone.costs(found.turnaround_ms)
     kinds = kinds_of(found, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(kind.rows) for kind in kinds)
     predicted = mixed_rate(costs, kinds)
-    return Judged(
+    return FormulaComparison(
         _rate(found),
         1000 * predicted,
         found.verify_ms / found.rounds,
@@ -121,9 +118,8 @@ def judge(found: Summary, alone: Alone, depth: int, works_ahead: bool) -> Judged
 
 
 def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
-    """The run's rounds by the rows they verified. A chain asked for counts as one of mean length; one from the cache
-    must have been drafted as deep during the verify before it. Chains longer than K are the n-grams', which cost
-    nothing."""
+    """Returns the run's rounds by verified rows. A chain on request counts with mean length; one from the cache must
+    have been drafted during the verify before. Chains longer than K are n-grams, which cost nothing."""
     chains = sum(found.rows[2:])
     drafted = sum(count * min(rows - 1, depth) for rows, count in enumerate(found.rows) if rows > 1)
     mean = round(drafted / chains) if chains else 0
@@ -138,7 +134,7 @@ def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
 
 
 def times_of_drafting(costs: Costs, depth: int) -> tuple[float, float]:
-    """T_p and T_SD: the work ahead, and a just-in-time chain, in units of the verify."""
+    """T_p and T_SD: the work ahead and a chain on request, in units of the verify."""
     verify_ms = costs.verify_ms(depth + 1)
     return costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
 
@@ -157,13 +153,13 @@ def _sum(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 GIGA = 1e9
-# A share of fewer outcomes than this says nothing.
+# Fewer outcomes are too few for a share.
 FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A contestant of ours; `depth` is its K, None where that changes or there is none."""
+class RunnerSummary:
+    """One of our runners; `depth` is its K, None if that varies or there is none."""
 
     name: str
     mode: str
@@ -171,37 +167,35 @@ class Subject:
     summary: Summary
 
 
-def subjects_of(best: Sequence[Contestant], runs: Mapping[str, Sequence[Run]], apart: str) -> list[Subject]:
-    """Those of the contestants that are ours; names that end with `apart` are of another table.
-
-    Not the colocated: they draft in turn without asking, which is no round of the formula's.
-    """
+def summaries_of(best: Sequence[PromptRunner], runs: Mapping[str, Sequence[Run]], apart: str) -> list[RunnerSummary]:
+    """Returns our runners; names that end with `apart` belong to another table. Colocated ones are excluded: their
+    rounds are not the formula's."""
     return [
-        Subject(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
+        RunnerSummary(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
         for one in best
-        if isinstance(one, Ours) and not one.name.endswith(apart) and COLOCATED not in one.name
+        if isinstance(one, ModeRunner) and not one.name.endswith(apart) and COLOCATED not in one.name
     ]
 
 
-def judge_all(subjects: Sequence[Subject], alone: Alone) -> dict[str, Judged]:
-    """Measured against the formula, by name: AR, and modes that keep to one K."""
-    return {s.name: _judge(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
+def compare_all(subjects: Sequence[RunnerSummary], alone: IsolatedTimes) -> dict[str, FormulaComparison]:
+    """Returns the comparison by name: of AR, and of modes with a fixed K."""
+    return {s.name: _compare(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
 
 
-def _judge(subject: Subject, alone: Alone) -> Judged:
+def _compare(subject: RunnerSummary, alone: IsolatedTimes) -> FormulaComparison:
     if subject.mode == "ar":
-        return judge_plain(subject.summary, alone)
-    return judge(subject.summary, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
+        return compare_plain(subject.summary, alone)
+    return compare_speculative(subject.summary, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
 
 
-def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes: int) -> list[str]:
-    """`weight_bytes` is what the target reads in one forward."""
-    judged = judge_all(subjects, alone)
+def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int, weight_bytes: int) -> list[str]:
+    """Returns the notes. `weight_bytes` is what the target reads in one forward."""
+    comparison = compare_all(subjects, alone)
     depth = next((subject.depth for subject in subjects if subject.mode == "ssd"), None)
     found = [_costs(alone)]
     if depth is not None:
         found.append(_ceiling(alone, depth, branches))
-    found += [_round(subject, judged[subject.name]) for subject in subjects if subject.name in judged]
+    found += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
     streamed = ", ".join(f"{s.name} {_streamed(s.summary, weight_bytes):.1f}" for s in subjects)
     found.append(f"- target weights read, GB/s while verifying ({weight_bytes / 1e6:.0f} MB a forward): {streamed}")
     found += [f"- accepted by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
@@ -211,8 +205,8 @@ def lines(alone: Alone, subjects: Sequence[Subject], branches: int, weight_bytes
     return found
 
 
-def shares(subject: Subject) -> str:
-    """Where the time of this contestant's rounds went, without times measured alone."""
+def shares(subject: RunnerSummary) -> str:
+    """Returns where the time of this runner's rounds went, without isolated times."""
     found = subject.summary
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
     hits = "" if found.hit_rate is None else f", hits {found.hit_rate:.0%}"
@@ -222,7 +216,7 @@ def shares(subject: Subject) -> str:
     )
 
 
-def _costs(alone: Alone) -> str:
+def _costs(alone: IsolatedTimes) -> str:
     first = alone.verify_ms(1)
     rows = ", ".join(f"{rows}: {ms / first:.2f}" for rows, ms in alone.verify_ms.points)
     return (
@@ -231,7 +225,7 @@ def _costs(alone: Alone) -> str:
     )
 
 
-def _ceiling(alone: Alone, depth: int, branches: int) -> str:
+def _ceiling(alone: IsolatedTimes, depth: int, branches: int) -> str:
     ahead, chain = times_of_drafting(alone.costs(), depth)
     return (
         f"- alone, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
@@ -239,14 +233,14 @@ def _ceiling(alone: Alone, depth: int, branches: int) -> str:
     )
 
 
-def _round(subject: Subject, judged: Judged) -> str:
-    whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / judged.measured
-    slower = judged.verify_ms / judged.verify_alone_ms
-    between = f" + between {judged.between_ms:.2f} (formula {judged.between_alone_ms:.2f})"
+def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
+    whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / comparison.measured
+    slower = comparison.verify_ms / comparison.verify_alone_ms
+    between = f" + between {comparison.between_ms:.2f} (formula {comparison.between_alone_ms:.2f})"
     return (
-        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {judged.verify_ms:.2f} (alone"
-        f" {judged.verify_alone_ms:.2f}, so {slower:.2f} times){between if judged.between_alone_ms else ''};"
-        f" formula {judged.predicted:.1f} tok/s, measured {judged.measured:.1f}"
+        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {comparison.verify_ms:.2f} (alone"
+        f" {comparison.verify_alone_ms:.2f}, so {slower:.2f} times){between if comparison.between_alone_ms else ''};"
+        f" formula {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
     )
 
 

@@ -1,0 +1,1 @@
+"""Interleaved runs of our modes and other engines on the same prompts, and their analysis."""

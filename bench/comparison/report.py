@@ -1,0 +1,404 @@
+"""Tables and pictures of a comparison, for one request at a time and for several at once.
+
+Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds, and over the
+requests in them where a number is per request.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.bench import picture
+from outrider.bench.comparison.peers import LLAMA_CPP, MLX_LM
+from outrider.bench.comparison.requests import Reply, timed
+from outrider.bench.comparison.runs import (
+    Interval,
+    Run,
+    bootstrap,
+    median_rate,
+    nested_bootstrap,
+    ratio,
+    repeated_share,
+    total_rate,
+)
+from outrider.bench.comparison.summary import FormulaComparison, summary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerRow:
+    """One runner on one class of prompts. Values are None if the runner does not report them; `comparison` if the
+    formula does not apply."""
+
+    name: str
+    median: float
+    against: Interval
+    acceptance: float | None
+    tokens_per_round: float | None
+    hit_rate: float | None
+    comparison: FormulaComparison | None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One class of prompts at one temperature; ratios are to `baseline`. `repeated`: the share of repeated 4-grams.
+
+    `conditions` describe cores and threads; `notes` are lines under the table.
+    """
+
+    kind: str
+    temp: float
+    conditions: str
+    prompts: int
+    baseline: str
+    repeated: float
+    rows: tuple[RunnerRow, ...]
+    notes: tuple[str, ...] = ()
+
+
+def section(
+    kind: str,
+    temp: float,
+    conditions: str,
+    runs: Mapping[str, list[Run]],
+    baseline: str,
+    comparison: Mapping[str, FormulaComparison],
+    notes: Sequence[str] = (),
+) -> Section:
+    """Summarizes runs, the fastest first."""
+    rows = [_row(name, found, runs[baseline], comparison.get(name)) for name, found in runs.items()]
+    repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
+    ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
+    return Section(kind, temp, conditions, len(runs[baseline]), baseline, repeated, ordered, tuple(notes))
+
+
+def table(found: Section) -> str:
+    """Returns a Markdown table with a title line and notes."""
+    head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
+    has_formula = any(row.comparison for row in found.rows)
+    titles = ["", "tok/s (median)", f"against {found.baseline} [95 %]", *(["of the formula"] if has_formula else [])]
+    titles += ["accepted", "tokens a round", "hits"]
+    lines = [f"{head}; {found.conditions}", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row in found.rows:
+        cells = [row.name, f"{row.median:.1f}", str(row.against)]
+        cells += [_number(row.comparison.share if row.comparison else None)] if has_formula else []
+        cells += [_percent(row.acceptance), _number(row.tokens_per_round), _percent(row.hit_rate)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
+
+
+def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], comparison: FormulaComparison | None) -> RunnerRow:
+    found = summary([run.timings for run in runs if run.timings is not None])
+    return RunnerRow(
+        name,
+        median_rate([run.timed for run in runs]),
+        ratio([run.timed for run in runs], [run.timed for run in baseline]),
+        found.acceptance,
+        found.tokens_per_round,
+        found.hit_rate,
+        comparison,
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class RatioSpec:
+    """A ratio: its `name`, the runner families on both sides, whose best is used, and the threads of theirs, if that
+    matters."""
+
+    name: str
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One ratio in one class: `against` is the best of theirs."""
+
+    name: str
+    kind: str
+    against: str
+    value: Interval
+
+
+def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
+    """`threads`: of each of our workers."""
+    return (
+        RatioSpec(f"ar over {LLAMA_CPP}, as many threads", ("ar",), (LLAMA_CPP,), threads),
+        RatioSpec("ssd over ar", ("ssd",), ("ar",)),
+        RatioSpec("ssd over the best sd", ("ssd",), ("sd",)),
+        RatioSpec("auto over the best mode", ("auto",), ("ar", "sd", "ssd")),
+        RatioSpec(f"auto over the best of {LLAMA_CPP}, both cores", ("auto",), (LLAMA_CPP,), 2 * threads),
+        RatioSpec(f"auto over the best of {MLX_LM}", ("auto",), (MLX_LM,)),
+    )
+
+
+def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
+    """Returns every ratio with runners on both sides, for all classes together and for each. `classes` has each
+    prompt's class."""
+    found = []
+    for spec in ratio_specs(threads):
+        for kind in (ALL, *dict.fromkeys(classes)):
+            of_kind = {
+                name: [run.timed for run, its in zip(made, classes, strict=True) if kind in (ALL, its)]
+                for name, made in runs.items()
+            }
+            rates = {name: total_rate(timed) for name, timed in of_kind.items()}
+            ours = [name for name in runs if _is_one_of(name, spec.ours, None)]
+            theirs = [name for name in runs if _is_one_of(name, spec.theirs, spec.threads)]
+            if ours and theirs:
+                best, against = (max(names, key=rates.__getitem__) for names in (ours, theirs))
+                found.append(Ratio(spec.name, kind, against, ratio(of_kind[best], of_kind[against])))
+    return found
+
+
+def ratio_table(found: Sequence[Ratio]) -> str:
+    """Returns a Markdown table: a line for each ratio, a column for each class, and the runner compared with."""
+    kinds = list(dict.fromkeys(one.kind for one in found))
+    lines = [f"| | {' | '.join(kinds)} | compared with |", "|---" * (len(kinds) + 2) + "|"]
+    for name in dict.fromkeys(one.name for one in found):
+        of_name = {one.kind: one for one in found if one.name == name}
+        cells = [str(of_name[ALL].value), *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {of_name[ALL].against} |")
+    return "\n".join(lines)
+
+
+def _is_one_of(name: str, families: Sequence[str], threads: int | None) -> bool:
+    """A family is a name's first word: "sd" matches "sd n-gram K=3" and not "ssd K=3"."""
+    if threads is not None and not name.endswith(f", {threads} thread{'s' * (threads > 1)}"):
+        return False
+    return any(name == family or name.startswith((f"{family} ", f"{family},")) for family in families)
+
+
+OURS = "#2a9d4e"
+OTHERS = "#5c9fd4"
+COLUMNS = 2
+TITLE_WIDTH = 64
+
+
+def draw(sections: Sequence[Section], path: Path, title: str) -> None:
+    """Draws horizontal bars of ratios to the baseline with their intervals, one panel per table.
+
+    Raises:
+        InvalidRequest: the file can't be written.
+    """
+    columns = min(COLUMNS, len(sections))
+    lines = -(-len(sections) // columns)
+    longest = max(len(found.rows) for found in sections)
+    figure = picture.figure(6.4 * columns, lines * (1.4 + 0.34 * longest) + 0.4)
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True).flat
+    for axes, found in zip(panels, sections, strict=False):
+        _panel(axes, found)
+    for axes in list(panels)[len(sections) :]:
+        axes.set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    picture.save(figure, path, 110)
+
+
+def _panel(axes: Axes, found: Section) -> None:
+    values = [row.against.value for row in found.rows]
+    errors = [
+        [row.against.value - row.against.low for row in found.rows],
+        [row.against.high - row.against.value for row in found.rows],
+    ]
+    colours = [OURS if row.name.startswith(("ssd", "auto")) else OTHERS for row in found.rows]
+    axes.barh(range(len(values)), values, xerr=errors, color=colours, capsize=3, height=0.72)
+    for at, row in enumerate(found.rows):
+        axes.text(0.02, at, f"{row.against.value:.2f}", va="center", color="white", fontsize=8)
+    axes.set_yticks(range(len(values)), [row.name for row in found.rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#555555", linewidth=0.8)
+    conditions = textwrap.fill(found.conditions, TITLE_WIDTH)
+    axes.set_title(f"{found.kind}, T = {found.temp:g}\n{conditions}", fontsize=9, loc="left")
+    axes.set_xlabel(f"times {found.baseline}", fontsize=8)
+    axes.tick_params(labelbottom=True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+Rounds = Sequence[Sequence[Reply]]
+SPECULATION = ("ar", "sd", "ssd")
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Milliseconds: median and 99th percentile."""
+
+    p50: Interval
+    p99: Interval
+
+    def __str__(self) -> str:
+        return f"{self.p50.value:.0f} / {self.p99.value:.0f}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrentRow:
+    """One runner at one concurrency: tokens per second of all requests, its ratio to the peer, and the time to first
+    token and per token as clients see them."""
+
+    name: str
+    rate: Interval
+    against_peer: Interval | None
+    first_ms: Percentiles
+    token_ms: Percentiles
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrentSection:
+    """One concurrency, compared with `peer`: llama.cpp, or mlx-lm if that is the only one.
+
+    `auto_over_best`: auto over `best`, the best of ar, sd and ssd, if all of them ran.
+    """
+
+    width: int
+    temp: float
+    rounds: int
+    rows: tuple[ConcurrentRow, ...]
+    peer: str
+    best: str | None
+    auto_over_best: Interval | None
+
+    def row(self, name: str) -> ConcurrentRow:
+        return next(row for row in self.rows if row.name == name)
+
+
+def concurrent_section(width: int, temp: float, found: Mapping[str, Rounds]) -> ConcurrentSection:
+    """Summarizes runs, in the given order."""
+    times = {name: [timed(replies) for replies in rounds] for name, rounds in found.items()}
+    peer = LLAMA_CPP if LLAMA_CPP in times else MLX_LM
+    rows = tuple(
+        ConcurrentRow(
+            name,
+            bootstrap(times[name], total_rate),
+            ratio(times[name], times[peer]) if peer in times and name != peer else None,
+            _latency([[[reply.first_ms] for reply in replies] for replies in rounds]),
+            _latency([[reply.token_ms for reply in replies] for replies in rounds]),
+        )
+        for name, rounds in found.items()
+    )
+    modes = [name for name in SPECULATION if name in times]
+    best = max(modes, key=lambda name: total_rate(times[name])) if modes and "auto" in times else None
+    auto = ratio(times["auto"], times[best]) if best is not None else None
+    return ConcurrentSection(width, temp, len(next(iter(times.values()))), rows, peer, best, auto)
+
+
+def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
+    """`rounds`: milliseconds by round and request."""
+
+    def at(share: int) -> Interval:
+        return nested_bootstrap(rounds, lambda many: float(np.percentile(many, share)))
+
+    return Percentiles(at(50), at(99))
+
+
+def concurrent_table(found: ConcurrentSection) -> str:
+    """Returns a Markdown table with a title line."""
+    lines = [
+        f"{found.width} at once, T = {found.temp:g}, {found.rounds} rounds",
+        "",
+        f"| | tok/s of all [95 %] | against {found.peer} | first token, ms p50 / p99 | a token, ms p50 / p99 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found.rows:
+        rate = f"{row.rate.value:.0f} [{row.rate.low:.0f}, {row.rate.high:.0f}]"
+        token = f"{row.token_ms.p50.value:.1f} / {row.token_ms.p99.value:.1f}"
+        against = "" if row.against_peer is None else str(row.against_peer)
+        lines.append(f"| {row.name} | {rate} | {against} | {row.first_ms} | {token} |")
+    if found.auto_over_best is not None:
+        lines += ["", f"- auto over {found.best}, the best of the modes: {found.auto_over_best}"]
+    return "\n".join(lines)
+
+
+COLOURS = {
+    "ar": "#5c9fd4",
+    "sd": "#e09f3e",
+    "ssd": "#2a9d4e",
+    "auto": "#12552b",
+    "mlx-lm": "#d1495b",
+    "llama.cpp": "#8d6cc9",
+}
+PANELS: dict[str, Callable[[ConcurrentRow], Interval]] = {
+    "tokens per second, all together": lambda row: row.rate,
+    "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p50,
+    "a token, ms (p50; dotted p99)": lambda row: row.token_ms.p50,
+}
+TAILS: dict[str, Callable[[ConcurrentRow], Interval]] = {
+    "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p99,
+    "a token, ms (p50; dotted p99)": lambda row: row.token_ms.p99,
+}
+
+
+def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: str) -> None:
+    """Draws rates and latencies over concurrency, a line of panels for each temperature.
+
+    Raises:
+        InvalidRequest: the file can't be written.
+    """
+    temps = list(dict.fromkeys(found.temp for found in sections))
+    figure = picture.figure(5.2 * len(PANELS), 3.9 * len(temps) + 0.5)
+    grid = figure.subplots(len(temps), len(PANELS), squeeze=False)
+    for temp, panels in zip(temps, grid, strict=True):
+        chosen = [found for found in sections if found.temp == temp]
+        for axes, (name, of) in zip(panels, PANELS.items(), strict=True):
+            _concurrent_panel(axes, chosen, of, TAILS.get(name))
+            axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
+    grid[0][0].legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    picture.save(figure, path, 110)
+
+
+def _concurrent_panel(
+    axes: Axes,
+    sections: Sequence[ConcurrentSection],
+    of: Callable[[ConcurrentRow], Interval],
+    tail: Callable[[ConcurrentRow], Interval] | None,
+) -> None:
+    from matplotlib.ticker import LogLocator
+
+    widths = [found.width for found in sections]
+    for name in [row.name for row in sections[0].rows]:
+        values = [of(found.row(name)) for found in sections]
+        errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
+        colour = COLOURS.get(name)
+        axes.errorbar(
+            widths,
+            [v.value for v in values],
+            yerr=errors,
+            label=name,
+            color=colour,
+            marker="o",
+            markersize=4,
+            capsize=3,
+        )
+        if tail is not None:
+            axes.plot(widths, [tail(found.row(name)).value for found in sections], color=colour, linestyle=":")
+    if tail is not None:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [str(width) for width in widths])
+    axes.minorticks_off()
+    axes.set_xlabel("requests at once")
+    axes.set_ylim(bottom=0 if tail is None else None)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,1 +1,0 @@
-"""Ways to generate, run in turns on the same prompts: who competes, who won, and why."""

@@ -1,1 +1,0 @@
-"""Several requests at once, as their clients see them: when each token came, in which company, by which way."""

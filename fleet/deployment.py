@@ -1,0 +1,354 @@
+"""A plan as a Ray Serve application: deploys it, reports its state and shuts it down.
+
+`serve run outrider.fleet:app plan=fleet.yaml` deploys `app` directly. The commands run in a process of their own, which
+the deployment outlives.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.request_router.common import PendingRequest
+from ray.serve._private.request_router.replica_wrapper import RunningReplica
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from ray.serve.schema import ApplicationStatusOverview
+
+from outrider.fleet.engine import AttachedEngine, EngineAddress, PlacedEngine
+from outrider.fleet.host import LABEL, RAY, Resources
+from outrider.fleet.ingress import Ingress
+from outrider.fleet.membership import FleetHead, RayNode
+from outrider.fleet.plan import FleetPlan, Placed, check_fits, read_plan
+from outrider.orchestrator.http_settings import HttpSettings
+from outrider.orchestrator.machine.http_process import HttpListener
+from outrider.orchestrator.pairing.model_files import find_model
+from outrider.protocol import errors
+from outrider.protocol.errors import EndpointError, OutriderError, WorkerError
+from outrider.protocol.messages import Stats
+
+
+class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]
+    """Routes a session to its own engine, and other requests to the least busy one. Serve's router would spread the
+    latter randomly."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        ranks: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
+        if pending_request is None or pending_request.metadata.session_id or not candidate_replicas:
+            return ranks
+        return [random.sample(candidate_replicas, len(candidate_replicas))]
+
+
+MAX_ONGOING = 10_000
+"""Requests per engine. Engines queue fairly themselves, so Serve should not queue."""
+HEAD = "node:__internal_head__"
+LITTLE = 0.001
+HEALTH_SECONDS = 2.0
+ROUTING = RequestRouterConfig(request_router_class=SessionRouter)
+
+
+def application(plan: FleetPlan) -> serve.Application:
+    """Returns the whole fleet, with the gate as its entry point."""
+    engines: list[serve.Application] = []
+    many: list[int] = []
+    if plan.placed is not None:
+        placed: Any = serve.deployment(PlacedEngine, name="placed")
+        options = {**_engine_options(), **_placing(plan.placed), **_number(plan)}
+        engines.append(placed.options(**options).bind(plan.engine, plan.placed))
+        many.append(plan.scale.max if plan.scale is not None else plan.placed.replicas)
+    if plan.attached:
+        attached: Any = serve.deployment(AttachedEngine, name="attached")
+        options = {**_engine_options(), "num_replicas": len(plan.attached), "ray_actor_options": _at_head()}
+        engines.append(attached.options(**options).bind(plan.attached, plan.engine.keys))
+        many.append(len(plan.attached))
+    gate: Any = serve.deployment(Ingress, name="gate")
+    where: dict[str, Any] = {"ray_actor_options": _at_head()}
+    if plan.gate.count > 1:  # one per host, because they share a port
+        where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
+    return gate.options(num_replicas=plan.gate.count, **where, **_watched()).bind(plan.gate, plan.engine, engines, many)
+
+
+def app(arguments: dict[str, str]) -> serve.Application:
+    """Returns the application of the plan in the file that the argument `plan` names."""
+    return application(read_plan(Path(arguments["plan"])))
+
+
+def run(plan: FleetPlan, name: str = "outrider") -> None:
+    """Deploys the plan on the connected Ray. Returns once Ray Serve has accepted it."""
+    serve.start(proxy_location="Disabled")
+    target = serve.RunTarget(application(plan), name=name, route_prefix=None)
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def _engine_options() -> dict[str, Any]:
+    return {"max_ongoing_requests": MAX_ONGOING, "request_router_config": ROUTING, **_watched()}
+
+
+def _watched() -> dict[str, Any]:
+    return {"health_check_period_s": HEALTH_SECONDS, "graceful_shutdown_timeout_s": 5.0}
+
+
+def _at_head() -> dict[str, Any]:
+    return {"num_cpus": 0, "resources": {HEAD: LITTLE}}
+
+
+def _placing(placed: Placed) -> dict[str, Any]:
+    """Returns the resources of an engine, and a placement group if its drafter has its own host."""
+    own = placed.bundle().as_ray() or {"CPU": LITTLE}
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {named[name]: many for name, many in own.items() if name in named}
+    options["resources"] = {name: many for name, many in own.items() if name not in named}
+    if placed.drafter.on != "other-host":
+        return {"ray_actor_options": {"num_cpus": 0, **options}}
+    bundles = [own, placed.drafter.needs.as_ray() or {"CPU": LITTLE}]
+    return {
+        "ray_actor_options": {"num_cpus": 0, **options},
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": "STRICT_SPREAD",
+    }
+
+
+def _number(plan: FleetPlan) -> dict[str, Any]:
+    if plan.scale is None:
+        return {"num_replicas": plan.placed.replicas if plan.placed is not None else 0}
+    scale = plan.scale
+    by_load = AutoscalingConfig(
+        min_replicas=scale.min,
+        max_replicas=scale.max,
+        target_ongoing_requests=scale.requests_per_engine,
+        upscale_delay_s=scale.upscale_delay_s,
+        downscale_delay_s=scale.downscale_delay_s,
+    )
+    return {"autoscaling_config": by_load}
+
+
+NAME = "outrider"
+LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 10.0
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """Connects this process to Ray. Raises OutriderError if the head does not answer or rejects it."""
+    FleetHead(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (RayError, ConnectionError, RuntimeError) as error:
+        raise EndpointError(f"the head at {address} can't be asked ({first_line(str(error))})") from None
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: float) -> list[str]:
+    """Deploys the plan, and returns the gates' URLs when everything runs.
+
+    Raises:
+        OutriderError: it can't run, or is not complete after `wait` seconds.
+    """
+    show("asking the head")
+    if plan.model is not None:
+        find_model(plan.model, weights=False)  # the gate tokenizes with it, and starts on this host
+    head = FleetHead(address)
+    if plan.placed is not None:
+        check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
+    head.store_models([name for name in (plan.model, plan.draft_model) if name and plan.placed])
+    with connected(address):
+        if NAME not in serve.status().applications:
+            _check_ingress(plan.gate.http)
+        show("telling Ray what is to run")
+        run(plan, NAME)
+        _wait_until_running(show, wait)
+        return gate_urls()
+
+
+def shut_down(address: str) -> None:
+    """Shuts down the engines and the gates."""
+    with connected(address):
+        serve.shutdown()
+
+
+def gate_urls() -> list[str]:
+    """Returns the gates' URLs."""
+    found = serve.get_deployment_handle("gate", NAME).broadcast("url").results(timeout_s=ANSWER_SECONDS)
+    return sorted(set(map(str, found)))
+
+
+def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
+    until = time.monotonic() + wait
+    while True:
+        found = serve.status().applications.get(NAME)
+        if found is not None:
+            if found.status == "RUNNING":
+                return
+            if found.status in ("DEPLOY_FAILED", "UNHEALTHY") and (why := _why(found)):
+                raise why
+            show(progress(found))
+        if time.monotonic() > until:
+            how_far = progress(found) if found is not None else "nothing is"
+            raise WorkerError(
+                f"not all of the fleet is there after {wait:g} s ({how_far}); it keeps starting, and"
+                " `outrider fleet status` shows its progress"
+            )
+        time.sleep(LOOK_SECONDS)
+
+
+def progress(found: ApplicationStatusOverview) -> str:
+    """Describes the state of each deployment."""
+    parts = [f"{name}: {states(part.replica_states)}" for name, part in sorted(found.deployments.items())]
+    return ", ".join(parts) or "Ray is preparing"
+
+
+def states(replicas: dict[str, int]) -> str:
+    """Describes replica states, in lower case."""
+    return ", ".join(f"{many} {str(state).lower()}" for state, many in sorted(replicas.items()) if many) or "none yet"
+
+
+def _why(found: ApplicationStatusOverview) -> OutriderError | None:
+    """Returns the error that ended an actor's start, or None if Serve tries again."""
+    message = "\n".join([found.message, *(part.message for part in found.deployments.values())])
+    sentence = sentence_in(message)
+    return sentence or WorkerError(f"the fleet can't start: {first_line(message)}; expected another fleet.yaml")
+
+
+def sentence_in(message: str) -> OutriderError | None:
+    """Returns the last Outrider error in a message of Ray's."""
+    lines = re.findall(r"(?:outrider\.protocol\.errors\.|\()(\w+)(?:: |\()(.*)", message)
+    for name, sentence in reversed(lines):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, OutriderError):
+            return kind(sentence)
+    return None
+
+
+def first_line(message: str) -> str:
+    """Returns the first line of a message."""
+    return next((line.strip() for line in message.splitlines() if line.strip()), "it says nothing")[:300]
+
+
+def _check_ingress(http: HttpSettings) -> None:
+    """Raises EndpointError if a new gate could not listen on this host."""
+    try:
+        HttpListener(http).close()
+    except EndpointError:
+        raise EndpointError(
+            f"the gate can't be served at {http.host}:{http.port}: something else is there, or the address is none of"
+            " this host's; expected another gate.port or gate.host in the file"
+        ) from None
+
+
+KINDS = ("placed", "attached")
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """A host. `release` is its Outrider version."""
+
+    name: str
+    state: str
+    offers: str
+    release: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """An engine. `running` and `waiting` are requests; `tokens` were generated since its start."""
+
+    kind: str
+    endpoint: str
+    running: int
+    waiting: int
+    finished: int
+    failed: int
+    tokens: int
+    drafters: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """A deployment: `there` of `wanted` replicas run."""
+
+    name: str
+    state: str
+    there: int
+    wanted: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The fleet. `state` is Ray Serve's; empty if nothing runs."""
+
+    hosts: tuple[HostRow, ...]
+    state: str = ""
+    engines: tuple[EngineRow, ...] = ()
+    parts: tuple[PartRow, ...] = ()
+    gates: tuple[str, ...] = ()
+
+
+def look(address: str) -> Overview:
+    """Returns the state of the fleet with this head. Raises OutriderError if the head does not answer."""
+    hosts = tuple(sorted(map(_host, FleetHead(address).nodes()), key=lambda row: row.name))
+    with connected(address):
+        found = serve.status().applications.get(NAME)
+        if found is None:
+            return Overview(hosts)
+        engines = tuple(row for kind in KINDS if kind in found.deployments for row in _engines(kind))
+        gates: list[str] = []
+        with suppress(RayError, RayServeException, TimeoutError):
+            gates = gate_urls()
+        return Overview(hosts, str(found.status.value), engines, _parts(found), tuple(gates))
+
+
+def _host(node: RayNode) -> HostRow:
+    metal, ane, cuda, cpu, memory = (node.resources.get(name, 0) for name in RAY.values())
+    offers = Resources(metal, ane, cuda, cpu, int(memory))
+    return HostRow(node.name, "there" if node.alive else "gone", str(offers), node.labels.get(LABEL, ""))
+
+
+def _engines(kind: str) -> list[EngineRow]:
+    """Returns the engines that answer."""
+    try:
+        reports = serve.get_deployment_handle(kind, NAME).broadcast("report").results(timeout_s=ANSWER_SECONDS)
+    except (RayError, RayServeException, TimeoutError):
+        return []
+    return [_engine(kind, place, stats) for place, stats in reports]
+
+
+def _engine(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:
+    drafters = [f"{worker.name} {worker.state}" for worker in stats.workers if worker.role == "draft"]
+    return EngineRow(
+        kind,
+        place.endpoint,
+        stats.active,
+        stats.queued,
+        stats.finished,
+        stats.failed,
+        stats.generated,
+        ", ".join(drafters) or "none",
+    )
+
+
+def _parts(found: ApplicationStatusOverview) -> tuple[PartRow, ...]:
+    rows = []
+    for name, part in sorted(found.deployments.items()):
+        there, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
+        why = sentence_in(part.message) or first_line(part.message) if part.message else ""
+        rows.append(PartRow(name, str(part.status.value).lower(), there, wanted, str(why)))
+    return tuple(rows)

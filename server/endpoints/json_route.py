@@ -1,0 +1,200 @@
+"""Routes with a JSON body: parsing, unknown fields, and the description of their responses in /openapi.json.
+
+Unknown fields are ignored and counted, because APIs grow. A field is rejected if ignoring it would change the answer: a
+field of another path or server, or a misspelled one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from difflib import get_close_matches
+from functools import cache
+from inspect import signature
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from outrider.server.problems import Refused
+from outrider.server.shapes.base import AnthropicProblem, ApiRequest, OpenAIProblem
+from outrider.server.shapes.chat import ChatRequest, CompletionRequest, TokenizeRequest
+from outrider.server.shapes.messages import MessagesRequest
+from outrider.server.shapes.responses import ResponsesRequest
+
+ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+
+
+SCHEMAS = "#/components/schemas/"
+KINDS = {"type": "object", "properties": {"type": {"type": "string"}}, "required": ["type"]}
+"""The schema of events that `type` distinguishes."""
+
+
+def response_docs(
+    whole: type[BaseModel], events: dict[str, Any] | None = None, anthropic: bool = False
+) -> dict[Any, Any]:
+    """Describes a path's responses. `whole` is the full response, `events` the schema of a stream's events."""
+    content = {"text/event-stream": {"itemSchema": events}} if events is not None else {}
+    answers: dict[Any, Any] = {200: {"model": whole, "content": content}}
+    return answers | error_docs(anthropic)
+
+
+def chunk_docs(shape: type[BaseModel]) -> dict[str, Any]:
+    """Describes events that contain a `shape` or an error each, and [DONE] at the end."""
+    kinds = [{"$ref": SCHEMAS + kind.__name__} for kind in (shape, OpenAIProblem)]
+    return _event({"anyOf": [_json({"anyOf": kinds}), {"const": "[DONE]"}]})
+
+
+def event_docs() -> dict[str, Any]:
+    """Describes events whose name equals the `type` in their data."""
+    return _event(_json(KINDS), {"event": {"type": "string"}})
+
+
+def _event(data: dict[str, Any], more: dict[str, Any] | None = None) -> dict[str, Any]:
+    fields = {"data": data, **(more or {})}
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+def _json(shape: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": shape}
+
+
+def error_docs(anthropic: bool = False) -> dict[Any, Any]:
+    """Describes a path's errors."""
+    shape: type[BaseModel] = AnthropicProblem if anthropic else OpenAIProblem
+    named = {status: {"model": shape} for status in ERRORS}
+    return {**named, "4XX": {"model": shape}}  # with a range FastAPI adds no 422
+
+
+def extend_openapi(app: FastAPI, names: Sequence[str], events: Sequence[type[BaseModel]]) -> None:
+    """Adds the accepted model `names` and the schemas of `events` to the OpenAPI document."""
+    app.openapi_version = "3.2.0"  # the first version with schemas for stream items
+    shapes = app.openapi()["components"]["schemas"]
+    for event in events:
+        shape = event.model_json_schema(ref_template=SCHEMAS + "{model}", mode="serialization")
+        shapes.update(shape.pop("$defs", {}))
+        shapes[event.__name__] = shape
+    for shape in shapes.values():
+        asked = shape.get("properties", {}).get("model", {})
+        for kind in asked.get("anyOf", ()):
+            if kind["type"] == "string":
+                kind["enum"] = list(names)
+
+
+class JsonRoute(APIRoute):
+    """A route with a JSON body of one shape, whose endpoint returns its own Response.
+
+    FastAPI's handler also supports forms, files and nested dependencies, and takes a tenth of a request's time.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint = self.endpoint
+        first, *others = signature(endpoint, eval_str=True).parameters.values()
+        shape: type[ApiRequest] = first.annotation
+
+        async def handle(request: Request) -> Response:
+            _check_kind(request)
+            asked = _read(shape, await request.body())
+            if asked.model_extra:
+                request.app.state.context.ignored.note(request.url.path, ignorable(asked))
+            given = {"request": request, "context": request.app.state.context}
+            answer: Response = await endpoint(asked, **{one.name: given[one.name] for one in others})
+            return answer
+
+        return handle
+
+
+def _read(shape: type[ApiRequest], body: bytes) -> ApiRequest:
+    """Parses strict JSON: UTF-8, no NaN, limited nesting."""
+    try:
+        return shape.model_validate(from_json(body, allow_inf_nan=False))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in wrong]) from None
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from None
+
+
+def _check_kind(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise Refused("content-type is not JSON; expected application/json", status=415)
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refused(
+            f"the body is compressed ({coding[:40]}), and no compressed body is read here; send it as it is",
+            status=415,
+            details="request_body_encoding_unsupported",
+        )
+
+
+_ALIKE = 0.9
+_NAMES_KEPT = 200
+_LONGEST = 80
+_SHAPES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest)
+_HARMLESS = frozenset({"include", "stream_options", "timeout", "truncation"})
+"""Fields of some paths that other paths may ignore."""
+_OTHER_SERVERS = frozenset(
+    {
+        "add_special_tokens", "allowed_token_ids", "bad_words", "chat_template", "documents", "dry_allowed_length",
+        "dry_base", "dry_multiplier", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent",
+        "dynatemp_range", "ebnf", "format", "images", "include_stop_str_in_output", "input_extra", "json",
+        "length_penalty", "logits_processors", "lora", "lora_path", "mirostat", "mirostat_eta", "mirostat_tau",
+        "n_keep", "n_predict", "n_probs", "num_beams", "options", "prompt_embeds", "prompt_logprobs", "regex",
+        "repeat_last_n", "repeat_penalty", "samplers", "skip_special_tokens", "stop_regex", "stop_token_ids",
+        "tfs_z", "thinking_budget", "thinking_budget_tokens", "top_a", "top_n_sigma", "truncate_prompt_tokens",
+        "typical_p", "use_beam_search", "xtc_probability", "xtc_threshold",
+    }
+)  # fmt: skip
+"""Fields of vLLM, llama.cpp, SGLang and others that change the text there."""
+
+log = logging.getLogger(__name__)
+
+
+def ignorable(asked: ApiRequest) -> list[str]:
+    """Returns the names of unknown fields.
+
+    Raises:
+        Refused: one must not be ignored.
+    """
+    given: dict[str, Any] = asked.model_extra or {}
+    names = [name for name, value in given.items() if value is not None]
+    for name in names:
+        if name in _OTHER_SERVERS or name in _other_paths():
+            raise Refused(f"{name}: this path has no such field, and without it the answer would differ", name)
+        near = get_close_matches(name, _effective_fields(type(asked)), 1, _ALIKE)
+        if near:
+            raise Refused(f"{name[:_LONGEST]}: no such field is known here; did you mean {near[0]}?", name[:_LONGEST])
+    return names
+
+
+class IgnoredFields:
+    """Counts ignored fields. The log mentions a field's 1st, 10th, 100th ... time."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+
+    def note(self, path: str, names: list[str]) -> None:
+        """Records the fields of one request."""
+        for name in names:
+            kept = name if name in self._counts or len(self._counts) < _NAMES_KEPT else "others"
+            self._counts[kept] += 1
+            count = self._counts[kept]
+            if str(count).strip("0") == "1":
+                log.warning("ignored the unknown field %r of a request to %s (%d so far)", kept[:_LONGEST], path, count)
+
+
+@cache
+def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
+    """Returns the fields of `shape` that affect the answer; ignored ones have type Any."""
+    return tuple(name for name, field in shape.model_fields.items() if field.annotation is not Any)
+
+
+@cache
+def _other_paths() -> frozenset[str]:
+    return frozenset(name for shape in _SHAPES for name in _effective_fields(shape)) - _HARMLESS
