@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import termios
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,10 +106,13 @@ class Editor:
         )
 
     def read(self) -> UserInput | None:
+        attributes = termios.tcgetattr(sys.stdin)
         try:
             return entry_of(self._session.prompt(PROMPT))
         except EOFError:
             return None
+        finally:  # a signal can end the session before it has restored the terminal
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
 
 
 def entry_of(typed: str) -> UserInput:
