@@ -252,7 +252,7 @@ def end(running: HostProcess, show: Callable[[str], None] = lambda _: None) -> N
 def require_ray() -> None:
     """Raises InvalidRequest if Ray is not installed."""
     if find_spec("ray") is None:
-        raise InvalidRequest(f"a fleet needs Ray, which is not installed; expected {install('fleet')}")
+        raise InvalidRequest(f"a fleet needs Ray, which is not installed; run {install('fleet')}")
 
 
 def require_free(ip: str, port: int) -> None:

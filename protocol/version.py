@@ -50,5 +50,8 @@ def require(extra: str, what: str, otherwise: str = "") -> None:
     """
     lacking = missing(extra)
     if lacking:
+        verb = "is" if len(lacking) == 1 else "are"
         instead = f", or {otherwise}" if otherwise else ""
-        raise InvalidRequest(f"{what} needs {' and '.join(lacking)}; expected {install(extra)}{instead}")
+        raise InvalidRequest(
+            f"{what} needs {' and '.join(lacking)}, which {verb} not installed; run {install(extra)}{instead}"
+        )

@@ -153,7 +153,7 @@ def gguf_of(model: str | None) -> Path | None:
 def _missing(name: str, file: Path | None) -> str | None:
     """Returns why a peer can't take part, or None."""
     if find_spec(PEERS[name]) is None:
-        return f"{name} is left out: {PEERS[name]} is not installed; expected {install('bench')}"
+        return f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
     if name == LLAMA_CPP and file is None:
         return f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
     return None

@@ -120,7 +120,7 @@ def require_mlx() -> None:
     found = find_spec("mlx")
     places = found.submodule_search_locations if found is not None else None
     if not any(Path(place, LIBRARY).is_file() for place in places or ()):
-        raise InvalidRequest(f"MLX has no backend installed; expected {install('cpu')}, or the extra cuda for a GPU")
+        raise InvalidRequest(f"MLX has no backend installed; run {install('cpu')}, or the extra cuda for a GPU")
 
 
 BEHIND = 5

@@ -78,7 +78,7 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
     code, said = complaint(capsys, "bench", "--prompts", "1", "--peers", "mlx-lm")
     assert (code, said) == (
         InvalidRequest.exit_code,
-        f"outrider bench: mlx-lm is left out: mlx_lm is not installed; expected {install('bench')}",
+        f"outrider bench: mlx-lm is left out: mlx_lm is not installed; run {install('bench')}",
     )
 
 

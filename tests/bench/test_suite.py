@@ -141,7 +141,7 @@ def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.Monke
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
     found = choose(None, ServeSettings(), "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
-    assert found.left_out == (f"llama.cpp is left out: xllamacpp is not installed; expected {install('bench')}",)
+    assert found.left_out == (f"llama.cpp is left out: xllamacpp is not installed; run {install('bench')}",)
 
 
 class Parameters(SimpleNamespace):

@@ -231,7 +231,7 @@ def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
     made, heard = bench("llama"), list[str]()
     assert prompts.reader_for(str(made.model_path), "auto", heard.append) is None and heard == []
     told(monkeypatch, (9, 20), (20, 9))
-    monkeypatch.setattr(prompts.load, "context_of", lambda checkpoint: 256)
+    monkeypatch.setattr(prompts.selection, "context_of", lambda checkpoint: 256)
     packages = prompts.selection.packages_of(made.model_path)
     assert prompts.here(packages, heard.append).least == 128
     reader = prompts.reader_for(str(made.model_path), "auto", heard.append)

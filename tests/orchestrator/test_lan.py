@@ -54,7 +54,7 @@ def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_zeroconf_there_is_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(version.EXTRAS, "discovery", ("no_zeroconf",))
     for use in (lambda: find({OWN}), lambda: Beacon("tcp://127.0.0.1:1", OWN)):
-        with pytest.raises(InvalidRequest, match=r"pip install 'outrider\[discovery\]'"):
+        with pytest.raises(InvalidRequest, match=r"run pip install '\.\[discovery\]'"):
             use()
 
 

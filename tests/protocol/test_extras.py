@@ -23,8 +23,8 @@ def test_what_is_missing_is_named_with_its_extra_and_the_way_around_it(monkeypat
     with pytest.raises(InvalidRequest) as told:
         version.require("serve", "HTTP", otherwise="--no-http")
     assert str(told.value) == (
-        "HTTP needs no_such_a and no_such_b; expected pip install '.[serve]' in a checkout (docs/install.md),"
-        " or --no-http"
+        "HTTP needs no_such_a and no_such_b, which are not installed; run pip install '.[serve]' in a checkout"
+        " (docs/install.md), or --no-http"
     )
     with pytest.raises(InvalidRequest, match=r"'\.\[serve\]' in a checkout"):
         version.require("serve", "HTTP")

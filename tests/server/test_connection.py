@@ -222,7 +222,7 @@ def test_too_many_connections_are_turned_away_and_those_that_are_go_on(
         return first.getresponse().read() == b'{"status":"ok"}'
 
     assert healthy()
-    monkeypatch.setattr(connection, "most_connections", lambda: 1)
+    monkeypatch.setattr(connection, "max_connections", lambda: 1)
     refused = said(address)
     assert status(refused) == 503 and b"the maximum" in refused and b"retry-after" in refused
     assert healthy()

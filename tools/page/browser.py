@@ -40,7 +40,7 @@ def browser(**options: Any) -> Iterator[Browser]:
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        raise InvalidRequest("there is no playwright; expected `pip install playwright`") from None
+        raise InvalidRequest("playwright is not installed; run: pip install playwright") from None
     if path is None:
         raise InvalidRequest(f"there is no browser; expected {' or '.join(NAMES)} on the path")
     with sync_playwright() as playwright:
