@@ -229,7 +229,8 @@ def _session(graph: Graph) -> Any:
     options.intra_op_num_threads = threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if threads() > 1 else "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
     options.add_external_initializers(list(values), list(values.values()))
     try:
