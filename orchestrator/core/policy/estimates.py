@@ -98,14 +98,18 @@ class Acceptance:
         seen = next((i for i, tried in enumerate(self._tried) if not tried), len(self._tried))
         return tuple(self.rate(position) for position in range(seen))
 
-    def rate(self, position: int) -> float:
-        position = min(position, len(self._tried) - 1)
-        held = self._held[position] + self._weight * self._believed(position)
-        return held / (self._tried[position] + self._weight)
+    def rate(self, position: int, without: Acceptance | None = None) -> float:
+        """The probability at this position; `without` leaves out the chains that this part of them has counted."""
+        index = min(position, len(self._tried) - 1)
+        tried, held = self._tried[index], self._held[index]
+        if without is not None:
+            tried = max(tried - without._tried[index], 0.0)
+            held = min(max(held - without._held[index], 0.0), tried)
+        return (held + self._weight * self._believed(position)) / (tried + self._weight)
 
     def _believed(self, position: int) -> float:
-        """Before anything was seen."""
-        return self.prior.rate(position) if isinstance(self.prior, Acceptance) else self.prior
+        """What all other chains say: these must not count at each level."""
+        return self.prior.rate(position, without=self) if isinstance(self.prior, Acceptance) else self.prior
 
     def likelihood(self, chain_length: int, accepted: int) -> float:
         """The logarithm of the chance that so many tokens of a chain hold, and no more."""
@@ -137,10 +141,11 @@ class Shifted(Acceptance):
         self._broke = self._expected = PRIOR_BREAKS
 
     def add(self, chain_length: int, accepted: int) -> None:
+        super().add(chain_length, accepted)
         self._expected += sum(1.0 - self._believed(place) for place in range(min(accepted + 1, chain_length)))
         self._broke += float(accepted < chain_length)
 
-    def rate(self, position: int) -> float:
+    def rate(self, position: int, without: Acceptance | None = None) -> float:
         return max(1.0 - (1.0 - self._believed(position)) * self._broke / self._expected, 0.0)
 
 

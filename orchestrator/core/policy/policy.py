@@ -187,6 +187,7 @@ class Policy:
     _plan: RoundPlan | None = None
     _arm: Arm | None = None
     _promised: float = 0.0
+    _counted_ms: float = 0.0
     _home: Arm | None = None
     _tuned: dict[Arm, Arm] = field(default_factory=dict)
     _by_load: dict[int, dict[Arm, ArmRecord]] = field(default_factory=dict)
@@ -276,6 +277,7 @@ class Policy:
             record = self._records.setdefault(self._arm, ArmRecord())
             milliseconds = record.counted(milliseconds)
             promised = self._promised * milliseconds
+            self._counted_ms += milliseconds
             record.add(brought, milliseconds, promised, self._episode, self._active > 1)
             if self._trial is not None:
                 if self._trial.seen.rate is None:
@@ -299,6 +301,7 @@ class Policy:
     def _choose(self, passing: bool) -> RoundPlan:
         """`passing`: another load has just begun."""
         forecasts = self._forecasts(self._active)
+        self._promise_anew()
         guesses = self._worths(self._guesses(forecasts))
         rates = self._worths(self._rates_here(forecasts))
         before, self._trial, self._is_first = self._trial, None, False
@@ -320,6 +323,17 @@ class Policy:
             self._trial = ArmTrial(rates[best] * self._dearer(overdue), self._trial_rules)
             return self._take(overdue, forecasts, self._why_try(overdue, rates))
         return self._take(best, forecasts, self._why_best(best, rates[best]))
+
+    def _promise_anew(self) -> None:
+        """Holds the rounds since the last choice against the formula with the costs and odds that they showed.
+
+        What was wrong about these, as all priors are, says nothing about the formula.
+        """
+        plan, counted, self._counted_ms = self._plan, self._counted_ms, 0.0
+        if plan is None or self._arm is None or not counted or self._active > 1:
+            return
+        _, rate = self._formula(1).of(Arm(plan.mode, plan.depth, plan.branches, plan.drafter))
+        self._records[self._arm].promised += (rate - self._promised) * counted
 
     def _take_expected(
         self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]
@@ -436,10 +450,12 @@ class Policy:
     def _forecasts(self, at_once: int) -> dict[Arm, Forecast]:
         """By way: its plan, and the tokens per millisecond of that. A tuning is of one request at a time."""
         ways = [*(self._tuned.values() if at_once == 1 else ()), *self._kinds]
-        fixed = self.fixed or at_once == 1
-        odds = self.odds if self.odds is not None and at_once == 1 else self.estimates
-        formula = Forecasts(self.estimates, odds, at_once, self.max_depth, self.branches, fixed)
+        formula = self._formula(at_once)
         return {way: formula.of(way) for way in ways}
+
+    def _formula(self, at_once: int) -> Forecasts:
+        odds = self.odds if self.odds is not None and at_once == 1 else self.estimates
+        return Forecasts(self.estimates, odds, at_once, self.max_depth, self.branches, self.fixed)
 
 
 def _rates(records: dict[Arm, ArmRecord]) -> dict[Arm, float]:
