@@ -24,7 +24,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 _OF_PAIRS = ("preset", "target_tokens", "draft_tokens")
 _OF_BOTH = ("target", "store", "text_tokens", "vocab", "rate")
 _OF_HEADS = ("tokens", "length", "hidden", "steps", "visible_prefix")
-_OF_DRAFTS = ("layers", "mlp", "minutes", "coupled", "text_only", "export")
+_OF_DRAFTS = ("layers", "mlp", "minutes", "coupled", "begin_as", "text_only", "export")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _make_draft(options: argparse.Namespace, out: Path) -> None:
     if options.export:
         drafts.publish(out, target)
         return
-    names = ("layers", "vocab", "mlp", "text_tokens", "minutes", "rate", "batch_tokens", "coupled")
+    names = ("layers", "vocab", "mlp", "text_tokens", "minutes", "rate", "batch_tokens", "coupled", "begin_as")
     asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     recipe = drafts.DraftRecipe(seed=options.seed, **asked)
     drafts.run(recipe, target, out, options.store.resolve(), text_only=options.text_only)
@@ -177,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     draft.add_argument("--mlp", type=int, help="width of its MLPs, the strongest columns (the target's)")
     draft.add_argument("--minutes", type=float, help="for text and training together (until it is stopped)")
     draft.add_argument("--coupled", type=float, help="weight of equal choices beside the KL divergence (1)")
+    draft.add_argument("--begin-as", type=Path, help="unfinished run (OUT.partial) of a draft with fewer layers")
     draft.add_argument("--text-only", action="store_true", help="write text alone; another run may train meanwhile")
     draft.add_argument("--export", action="store_true", help="write the best draft so far of a run that may go on")
     return parser

@@ -7,7 +7,7 @@ Knows answers and tensors; nothing of files.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -120,6 +120,15 @@ class Draft(nn.Module):
             product += own.T @ target.norm(rows)[0].float()
         square += _RIDGE * torch.eye(hidden, device=square.device)
         self.lens.copy_(torch.linalg.solve(square, product).T)
+
+    @torch.no_grad()
+    def begin_as(self, trained: Mapping[str, Tensor]) -> None:
+        """Start with the parameters of a draft with fewer layers; those that it lacks put out nothing at first."""
+        self.load_state_dict(dict(trained), strict=False)
+        for number, layer in enumerate(self.layers):
+            if f"layers.{number}.self_attn.o_proj.weight" not in trained:
+                nn.init.zeros_(layer.self_attn.o_proj.weight)
+                nn.init.zeros_(layer.mlp.down_proj.weight)
 
     @contextmanager
     def stored(self) -> Iterator[None]:

@@ -45,6 +45,7 @@ class DraftRecipe:
     """A draft of the target's `layers`, that can say `vocab` tokens, with MLPs of width `mlp` (None: the target's).
 
     `text_tokens`: how much the target writes; `minutes`: for all, or None: until it is stopped; `held_out`: prompts.
+    `begin_as`: the folder of another run, whose best draft this one begins as; the first of its layers are that one's.
     """
 
     seed: int = 0
@@ -57,6 +58,7 @@ class DraftRecipe:
     batch_tokens: int | None = None
     coupled: float = 1.0
     held_out: int = 48
+    begin_as: Path | None = None
 
 
 def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only: bool = False) -> None:
@@ -124,8 +126,10 @@ def _trainer(
     work.mkdir(parents=True, exist_ok=True)
     identity = json.dumps({"layers": layers, "vocab": recipe.vocab, "mlp": recipe.mlp, **asdict(kept.form)})
     note = work / "draft.json"
+    begun = None if recipe.begin_as is None else torch.load(recipe.begin_as / "best.pt", weights_only=True)
     if not note.exists():
-        torch.save(kept.likely(min(recipe.vocab, len(text_counts)), text_counts), work / "outputs.pt")
+        likely = kept.likely(min(recipe.vocab, len(text_counts)), text_counts) if begun is None else begun["outputs"]
+        torch.save(likely, work / "outputs.pt")
         with replacing(note) as temporary:
             temporary.write_text(identity)
     elif note.read_text() != identity:
@@ -139,6 +143,8 @@ def _trainer(
         with replacing(lens) as temporary:
             torch.save(draft.lens.data, temporary)
     draft.lens.data = torch.load(lens, map_location=device, weights_only=True)
+    if begun is not None:
+        draft.begin_as(begun["mean"])
     form = TrainerForm(
         rate=recipe.rate, batch_tokens=recipe.batch_tokens or _BATCH_TOKENS[device.type], coupled=recipe.coupled,
         length=min(text.LENGTH, model.shape.context), seed=recipe.seed,
