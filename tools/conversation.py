@@ -24,7 +24,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import words
+from tests.harness.default_model import words
 
 NEW = 48
 ROOM = 1 << 30

@@ -28,7 +28,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import embedded_codec
+from tests.harness.default_model import default_codec
 
 EQUAL, PROMPT_TOKENS, TOKENS = 16, 64, 96
 DECODING, DECODED, LONG_PROMPT = 8, 224, 900
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     modes = modes_of(options.modes)
     rounds = values.whole("rounds", options.rounds, 1, 1000)
     sampling = SamplingParams(temp=options.temp, ignore_eos=True, seed=0)
-    codec = embedded_codec()
+    codec = default_codec()
     text = codec.encode("\n".join(prompt.text for prompt in load("code")))
     trials: dict[str, tuple[Callable[[Client, str, Text, SamplingParams], float], float]] = {
         f"equal requests, {EQUAL}: slowest over median": (slowest, MOST_SLOWER),

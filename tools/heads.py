@@ -27,7 +27,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import embedded_codec
+from tests.harness.default_model import default_codec
 
 DRAFT = "draft model"
 _BEGINNING = 600  # characters of a held-out file
@@ -132,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     options.screen = Screen()
     texts = [prompt.text for prompt in mixed(options.prompts)] + held_out(options.heads[0], options.prompts)
-    prompts = [embedded_codec().encode(text) for text in texts]
+    prompts = [default_codec().encode(text) for text in texts]
     drafted = [one for head in (None, *options.heads) for one in measure(head, prompts, options)]
     options.screen.clear()
     print(f"K = {options.depth}, {len(prompts)} prompts x {options.tokens} tokens")

@@ -29,7 +29,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_mode
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import mixed_tokens
+from tests.harness.default_model import mixed_tokens
 from tools.web.reading import EventReader, Heard
 from tools.web.site import Site, site
 

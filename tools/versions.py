@@ -28,7 +28,7 @@ from outrider.orchestrator.pairing.model_files import PACKAGE
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import mixed_tokens
+from tests.harness.default_model import mixed_tokens
 
 SIDE = Path(__file__).with_name("version_side.py")
 THIS, OTHER = "this", "the other"

@@ -32,7 +32,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.errors import OutriderError, WorkerError
 from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.embedded import embedded_codec, words
+from tests.harness.default_model import default_codec, words
 from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
 
 VICTIMS = (("draft",), ("target",), ("draft", "target"))
@@ -135,7 +135,7 @@ class Course:
 
     def __init__(self, client: Client, count: int, seed: int) -> None:
         self._client = client
-        self._codec = embedded_codec()
+        self._codec = default_codec()
         self._questions = list(_questions(count, seed))
         self._alone = list(send_all(client, self._questions, 1))
         self._over = threading.Event()

@@ -37,7 +37,7 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import embedded_codec
+from tests.harness.default_model import default_codec
 
 Tell = Callable[[str], None]
 
@@ -135,7 +135,7 @@ class Case:
 
 
 def cases(prompts: Sequence[Prompt], sampling: str, length: int) -> list[Case]:
-    codec = embedded_codec()
+    codec = default_codec()
     params = replace(SAMPLINGS[sampling], max_tokens=length, ignore_eos=True)
     return [Case(p, codec.encode(p.text), replace(params, seed=1000 + n)) for n, p in enumerate(prompts)]
 

@@ -30,7 +30,7 @@ from outrider.protocol import values
 from outrider.protocol.errors import OutriderError
 from tests.harness.chance import MODES, question, subject
 from tests.harness.chaos import AT_ONCE, PATIENCE_S, SIZES, WORKER_TIMEOUT
-from tests.harness.embedded import embedded_codec, words
+from tests.harness.default_model import default_codec, words
 from tests.harness.faults import Faults
 from tests.harness.random_identity import DIFFERENT, SAME, Judged, judged
 from tests.harness.soak import GROWTH, resident, settled
@@ -49,7 +49,7 @@ class Load:
     """Requests that never end: asks one after the other at each of `AT_ONCE` places until it is told to stop."""
 
     def __init__(self, client: Client, count: int, seed: int) -> None:
-        self._client, self._codec, source = client, embedded_codec(), words()
+        self._client, self._codec, source = client, default_codec(), words()
         subjects = [subject(number // len(MODES), seed, source, SIZES) for number in range(count)]
         self._questions = [replace(question(n, seed, one), after=0.0) for n, one in enumerate(subjects)]
         self._alone = list(send_all(client, [replace(one, until=None) for one in self._questions], 1))

@@ -25,11 +25,10 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import Output, certify, faults
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol import values
 from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.embedded import embedded_codec, words
+from tests.harness.default_model import default_codec, model_folder, words
 
 # So many requests, then it is said that they held.
 BLOCK = 240
@@ -71,7 +70,7 @@ def judged(number: int, at_once: int, question: TimedRequest, reply: Reply, alon
     why = compared(question, reply, alone)
     if not why:
         return Judged(number, at_once, question, SAME)
-    report = certify(EMBEDDED_TARGET, question.tokens, reply.token_ids, question.sampling, lambda _: None)
+    report = certify(model_folder(), question.tokens, reply.token_ids, question.sampling, lambda _: None)
     found: Sequence[object] = report.mismatches[:1]
     if not found and not reply.cancelled:
         output = Output(
@@ -125,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     end = values.whole("requests", options.requests, 1, 1_000_000)
     first = values.whole("first", options.first, 0, end - 1)
     widths = [values.whole("at-once", width, 1, 256) for width in numbers("at-once", options.at_once, int)]
-    codec, screen = embedded_codec(), Screen()
+    codec, screen = default_codec(), Screen()
     found: list[Judged] = []
     with (
         LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,

@@ -37,7 +37,7 @@ from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Done, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.embedded import embedded_codec, words
+from tests.harness.default_model import default_codec, words
 from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
 
 SIZES = Sizes(prompt=200, text=48)
@@ -97,7 +97,7 @@ class Cutting(Client):
 
 def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts]:
     """What came of so many requests, and where they were broken off."""
-    source, codec, cuts = words(), embedded_codec(), Cuts(seed)
+    source, codec, cuts = words(), default_codec(), Cuts(seed)
     subjects = {n: subject(n, seed, source, SIZES) for n in range(-(-requests // len(MODES)))}
     asked = [question(n, seed, subjects[n // len(MODES)]) for n in range(requests)]
     plain = LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1)

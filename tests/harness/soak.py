@@ -25,7 +25,7 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.values import size
 from tests.harness.chance import Sizes, question, subject
-from tests.harness.embedded import words
+from tests.harness.default_model import words
 
 GROWTH = 1.05
 SIZES = Sizes(prompt=700, text=60)

@@ -22,7 +22,7 @@ from outrider.protocol.messages import Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, beside_target
 from outrider.target_worker.worker import TargetWorker
-from tests.harness.embedded import mixed_tokens
+from tests.harness.default_model import mixed_tokens
 from tests.system.links import FakeLink, answered
 
 SHIPPED = {kind: Path(folder) for kind, folder in embedded_heads().items()}

@@ -20,7 +20,7 @@ from outrider.engine.loading import load
 from outrider.engine.verify import verify
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import embedded_codec
+from tests.harness.default_model import default_codec
 
 SOURCE = Path(__file__).with_name("jumping_clock.c")
 PROMPT = "def fibonacci(n):"
@@ -65,7 +65,7 @@ def test_full_disks_no_home_and_a_jumping_clock_change_no_token(jumping: dict[st
     said = subprocess.run(["bash", "-c", ask, "bash", *ASK], env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     told = json.loads(said.stdout)
-    prompt = embedded_codec().encode(PROMPT)
+    prompt = default_codec().encode(PROMPT)
     assert told["token_ids"] == alone(prompt, SamplingParams(max_tokens=TOKENS, temp=0.8, seed=5))
     assert said.stderr.count("can't be saved in") == 1
     assert "Traceback" not in said.stderr and "started again" not in said.stderr, said.stderr

@@ -27,7 +27,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import mixed_tokens
+from tests.harness.default_model import mixed_tokens
 from tools.fleet_failures import costs
 from tools.fleet_failures.fleet import running
 from tools.fleet_failures.hosts import hosts

@@ -22,7 +22,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.embedded import mixed_tokens
+from tests.harness.default_model import mixed_tokens
 from tools.fleet_failures.clockwork import Clockwork
 from tools.fleet_failures.fleet import Fleet, answers, told, until
 from tools.fleet_failures.reader import Wanted, events
