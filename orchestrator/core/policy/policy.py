@@ -28,7 +28,7 @@ from outrider.protocol.heads import NGRAM
 # then.
 FADE, FADE_TOGETHER = 0.9, 0.7
 # What is believed of a way counts as much as this many milliseconds of measuring.
-BELIEF_MS = 150.0
+BELIEF_MS = 250.0
 # A round counts as so many usual ones at most: what took longer was held up by something else. Not known of a few.
 HELD_UP, FEW = 4.0, 8
 # A try ends early when it has brought less than this share of the best.
