@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class (default: 24; of the suite 6)")
     files.add_flags(group)
     group.add_argument("--temps", default="0,0.8", metavar="T,T,...", help="temperatures (default: 0,0.8)")
-    depths = "K to try for SD, SSD and mlx-lm (default: 2,3,4; of the suite 2,3,5)"
+    depths = "K to try for SD, SSD and mlx-lm (default: 2,3,4; of the suite 1,2,3)"
     group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens of each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)

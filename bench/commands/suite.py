@@ -171,7 +171,7 @@ def _pieces(words: Sequence[int], count: int, length: int) -> list[tuple[int, ..
 
 
 USUAL_PROMPTS = 6
-DEPTHS = "2,3,5"
+DEPTHS = "1,2,3"
 SINGLE_CLASS_ONLY = ("both_cores", "contended")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
@@ -21,6 +21,8 @@ from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
 from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Outcome, Span
 
 MOST_WISHED = 64
+# How often, in rounds, SSD with an open B asks the formula for it: the answer takes 0.1 ms.
+BREADTH_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,20 @@ class Planner:
             request.plan, _ = self._fixed_plan(request.admit, self._sources_of(request))
 
     def replan(self, request: Request) -> None:
-        """In `auto` the controller may change its mind between two rounds."""
+        """Between two rounds: in `auto` the policy's plan; in SSD the B that the drafter can finish, if B is open."""
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
+        elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and self._is_breadth_open(request.admit):
+            request.plan = replace(request.plan, branches=self._breadth(request))
+
+    def _is_breadth_open(self, admit: Admit) -> bool:
+        return admit.branches is None and self._settings.each and not self._settings.full_depth
+
+    def _breadth(self, request: Request) -> int:
+        """The number of outcomes to prepare that brings the most tokens at this K."""
+        most = self._branches(request.admit, self._sources_of(request).workers)
+        formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, fixed=False)
+        return formula.of(Arm("ssd", request.depth))[0].branches
 
     def wants_other(self, request: Request) -> bool:
         """Whether, in `auto`, a target that goes on by itself is to stop: the controller has another plan."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import prompts
-from outrider.orchestrator.core.ngram import Copy
+from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.planner import MOST_WISHED, Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
@@ -24,7 +24,7 @@ from outrider.orchestrator.core.policy.text_profiles import (
     kind_of,
 )
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
-from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.request import Request, RoundSettings
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.messages import InProcessDrafter
@@ -65,6 +65,26 @@ def test_who_is_named_drafts_alone() -> None:
     auto = asked("auto", "mtp")
     kinds = found._policy(auto, found._sources(auto, 1))._kinds
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
+
+
+def slow_drafter(admit: Admit, full_depth: bool = False) -> RoundPlan:
+    """The plan of a request whose drafter takes a verify's time for a token of 16 branches."""
+    found = Planner(RoundSettings(1, 16, full_depth=full_depth, each=True))
+    for number in range(40):
+        found.estimates.observe_verify(1, 14.0)
+        found.estimates.observe_verify(2, 15.7)
+        found.estimates.observe_depth(16, 15.0)
+        found.estimates.observe_lookup(number % 4 > 0, 16)
+        found.estimates.observe_chain(1, number % 2)
+    request = Request(admit, plan(found, admit), list(admit.tokens), NgramIndex())
+    found.replan(request)
+    return request.plan
+
+
+def test_ssd_prepares_what_the_drafter_can_finish_unless_b_is_given() -> None:
+    assert slow_drafter(asked("ssd")).branches in (1, 2, 4, 8)
+    assert slow_drafter(replace(asked("ssd"), branches=16)).branches == 16
+    assert slow_drafter(asked("ssd"), full_depth=True).branches == 16
 
 
 def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
