@@ -68,13 +68,13 @@ def test_who_has_another_version_does_not_join(
 def test_who_lacks_a_model_does_not_join(call: Callable[..., Said], address: str) -> None:
     from outrider.fleet.membership import FleetHead
 
-    FleetHead(address).tell_models(["/no/such/model"])  # as `outrider fleet run` does
+    FleetHead(address).store_models(["/no/such/model"])  # as `outrider fleet run` does
     try:
         for more, missing in (((), "/no/such/model"), (("--model", "/no/such/other"), "/no/such/other")):
             code, err = call("join", address, *more)
             assert code == 3 and "this host lacks a model of the fleet" in err and missing in err
     finally:
-        FleetHead(address).tell_models([])
+        FleetHead(address).store_models([])
 
 
 def test_who_has_another_token_does_not_join(folder: Path, address: str) -> None:
