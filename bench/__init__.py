@@ -1,1 +1,1 @@
-"""What `outrider bench`, `tune` and `overlap` measure and print. They are ordinary clients of the orchestrator."""
+"""Measurements and output of `outrider bench`, `tune` and `overlap`, which are ordinary clients of the orchestrator."""

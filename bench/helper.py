@@ -1,6 +1,6 @@
-"""A helper process that answers JSON objects, one per line: the side that asks, and the side that answers.
+"""Both sides of a helper process that answers JSON requests, one object per line.
 
-It keeps MLX out of the measuring process.
+The helper keeps MLX out of the measuring process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRACE_S = 5
 
 
 class HelperProcess:
-    """A context manager that runs `python -m *command`, or a file, with the workers' BLAS or the given `environment`.
+    """A context manager that runs a module or a .py file, in the workers' BLAS environment or the given one.
 
     The program ends when its stdin closes.
     """
@@ -39,10 +39,10 @@ class HelperProcess:
         return self._process.pid
 
     def __enter__(self) -> Self:
-        """Waits until it is ready.
+        """Waits until the process is ready.
 
         Raises:
-            WorkerError: it ended before.
+            WorkerError: the process ended before.
         """
         try:
             self._read_answer()
@@ -61,14 +61,14 @@ class HelperProcess:
             self._process.kill()
             self._process.wait()
 
-    def ask(self, wish: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Sends a request, and returns the answer.
 
         Raises:
-            WorkerError: it ended instead of answering.
+            WorkerError: the process ended instead of answering.
         """
         if self._process.stdin is not None and self._process.poll() is None:
-            self._process.stdin.write(json.dumps(wish) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         return self._read_answer()
 
@@ -85,7 +85,7 @@ def say_ready() -> None:
 
 
 def answer_all(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Reports readiness, and answers every line of stdin."""
+    """Reports readiness, then answers every line of stdin."""
     say_ready()
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), flush=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-LEFT_OUT = f"Note: the picture was left out: Matplotlib is not installed ({install('bench')})."
+LEFT_OUT = f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')})."
 
 
 def can_draw() -> bool:
@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 
 def figure(width: float, height: float) -> Figure:
-    """Returns a figure; sizes are in inches. Needs no display.
+    """Returns a figure of this size in inches. Needs no display.
 
     Raises:
         InvalidRequest: Matplotlib is not installed.
@@ -31,9 +31,9 @@ def figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(made)
-    return made
+    empty = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(empty)
+    return empty
 
 
 def save(drawn: Figure, path: Path, dpi: int) -> None:

@@ -1,7 +1,7 @@
-"""The prompts of every benchmark, by class: a text file each, with entries separated by lines with one `%`.
+"""The prompts of all benchmarks: a text file per class, with prompts separated by lines with one `%`.
 
-The suite's are questions to a chat model, and go through its chat template. The tiny pair's, in `prompts/tiny/`, are
-texts to continue. Both were written for this project, so none is in a model's training data.
+Prompts of the suite are questions to a chat model and pass its chat template. Prompts of the tiny pair, in
+`prompts/tiny/`, are texts to continue. All were written for this project, so no model was trained on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASSES = ("code", "repeated", "prose", "json")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`number` counts from 0 within its class."""
+    """A prompt of a class (`kind`); `number` counts from 0 within the class."""
 
     kind: str
     number: int
@@ -36,7 +36,7 @@ def load(kind: str) -> list[Prompt]:
     """Returns the tiny pair's prompts of one class.
 
     Raises:
-        InvalidRequest: there is no such class.
+        InvalidRequest: the class does not exist.
     """
     if kind not in CLASSES:
         raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(CLASSES)}")
@@ -44,20 +44,20 @@ def load(kind: str) -> list[Prompt]:
 
 
 def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[Prompt]]:
-    """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: only these.
+    """Returns a suite's prompts by class: each `*.txt` of the folder is a class. `kinds`: the classes to load.
 
     Raises:
-        InvalidRequest: there are no such prompts.
+        InvalidRequest: the folder or a class has no prompts.
     """
     try:
-        found = {path.stem: path for path in sorted(folder.glob("*.txt"))}
-        if not found:
-            raise InvalidRequest(f"{folder} has no prompts; expected files like chat.txt, entries separated by % lines")
-        ordered = [kind for kind in SUITE_CLASSES if kind in found] + sorted(found.keys() - set(SUITE_CLASSES))
+        paths = {path.stem: path for path in sorted(folder.glob("*.txt"))}
+        if not paths:
+            raise InvalidRequest(f"{folder} has no prompts; expected files like chat.txt, prompts separated by % lines")
+        ordered = [kind for kind in SUITE_CLASSES if kind in paths] + sorted(paths.keys() - set(SUITE_CLASSES))
         for kind in kinds or ():
-            if kind not in found:
+            if kind not in paths:
                 raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(ordered)}")
-        return {kind: _entries(kind, found[kind]) for kind in kinds or ordered}
+        return {kind: _entries(kind, paths[kind]) for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
 

@@ -1,6 +1,6 @@
-"""Reads a trace of `--trace`: draws rounds on one clock, and computes where the time went.
+"""Reads a trace of `--trace`, draws its rounds on one clock, and computes how their time divides.
 
-`Breakdown` divides each round into the target's verify, the wait before it, and drafting hidden behind it.
+`Breakdown` divides a round into the target's verify, the wait before it, and the drafting hidden behind it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ CHAIN_COLOUR = "#e09f3e"
 LEGEND = {
     "hit": "verify of a cached branch",
     "late": "verify of a branch that came late",
-    "miss": "verify after a miss (AR step or copied chain)",
+    "miss": "verify after a miss (AR step or n-gram chain)",
     "ngram": "verify of an n-gram chain",
-    "drafter": "verify of a just-in-time chain",
+    "drafter": "verify of a chain on request",
     "head": "verify of a head's chain",
-    "none": "verify of nothing (AR step)",
+    "none": "AR step",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Work on a track, in milliseconds since the trace's first event; `round` as in the messages."""
+    """Work on a track, in milliseconds since the first event of the trace; `round` is the round's number."""
 
     track: str
     name: str
@@ -56,7 +56,7 @@ class Bar:
 
 
 def read(path: Path) -> list[Bar]:
-    """Returns the work in a trace file, earliest first.
+    """Returns the work in a trace file by start time.
 
     Raises:
         InvalidRequest: the file is not a trace.
@@ -136,7 +136,7 @@ def _colour(bar: Bar, sources: dict[int, str]) -> str:
 
 
 def _source(bar: Bar, sources: dict[int, str]) -> str:
-    """Returns where a verify's chain came from."""
+    """Returns the source of a verify's chain, a key of `COLOURS`."""
     source = sources.get(bar.round, "none")
     return source if source in COLOURS else "none"
 
@@ -156,10 +156,10 @@ def _draw_legend(axes: Axes, sources: set[str], bars: Sequence[Bar]) -> None:
     shades = {_shade(bar) for bar in bars if bar.name.startswith("depth")}
     if shades:
         used = tuple(shade for shade in DEPTH_COLOURS if shade in shades)
-        entries.append((used, "all branches one token deeper (the number: how deep)"))
+        entries.append((used, "all branches one token deeper (number: their depth)"))
     if any(bar.name == "chain" for bar in bars):
-        entries.append(((CHAIN_COLOUR,), "just-in-time chain"))
-    entries.append((("none",), "on the target: tokens committed"))
+        entries.append(((CHAIN_COLOUR,), "chain on request"))
+    entries.append((("none",), "number on the target: tokens committed"))
     axes.legend(
         handles=[tuple(Patch(color=colour) for colour in colours) for colours, _ in entries],
         labels=[words for _, words in entries], handler_map={tuple: HandlerTuple(ndivide=None)},
@@ -167,16 +167,16 @@ def _draw_legend(axes: Axes, sources: set[str], bars: Sequence[Bar]) -> None:
     )  # fmt: skip
 
 
-# What the target waited for before a verify, by its chain's source.
+# The part of a round that the wait before a verify counts as, by the source of its chain; others: fallback.
 PARTS = {"hit": "turnaround", "late": "waiting", "drafter": "waiting"}
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Mean milliseconds per round over `rounds` rounds; the first four are the whole.
+    """Mean milliseconds per round over `rounds` rounds.
 
-    `verify`: the forward. Between two of them: `turnaround` of hits, `waiting` for a drafter, `fallback` after a miss.
-    Hidden behind the verify: `commit`, until the drafter begins, and its `work_ahead`.
+    A round is the `verify` and the wait before it: `turnaround` of hits, `waiting` for a drafter, `fallback` after a
+    miss. Hidden behind the verify are `commit`, until the drafter begins, and `work_ahead`.
     """
 
     rounds: int
@@ -193,7 +193,7 @@ class Breakdown:
 
 
 def breakdown(bars: Sequence[Bar], first_round: int) -> Breakdown:
-    """Includes all rounds from `first_round` on.
+    """Returns the breakdown of all rounds from `first_round` on.
 
     Raises:
         InvalidRequest: the trace has fewer than two such rounds.
@@ -228,11 +228,11 @@ def table(found: Breakdown) -> str:
     rows = [
         ("verify", found.verify, "the target's forward"),
         ("turnaround", found.turnaround, "hits: from one verify to the next"),
-        ("wait for drafter", found.waiting, "for a branch on its way or a just-in-time chain"),
-        ("fallback", found.fallback, "misses: to an AR step or a copied chain"),
-        ("a round", found.total, ""),
+        ("wait for drafter", found.waiting, "for a branch that is on its way, or a chain on request"),
+        ("fallback", found.fallback, "misses: until an AR step or an n-gram chain"),
+        ("round", found.total, "sum of the above"),
         ("commit", found.commit, "hidden: until the drafter begins"),
-        ("work ahead", found.work_ahead, "hidden: the drafter at work"),
+        ("work ahead", found.work_ahead, "hidden: the drafter works"),
     ]
-    head = f"where the time of {found.rounds} rounds of SSD went, mean milliseconds a round"
+    head = f"time of {found.rounds} rounds of SSD, mean milliseconds per round"
     return "\n".join([head, *(f"  {name:20}{value:>7.2f}      {note}".rstrip() for name, value, note in rows)])

@@ -42,23 +42,23 @@ COMMON = (
     "--rounds", "--model", "--draft-model", "--branches",
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
-"""Bench itself runs SD colocated, with n-grams and without; several clusters can't share a trace."""
+"""Bench itself runs SD colocated, and with and without n-grams; several clusters can't share a trace."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("bench")
-    group.add_argument("--prompts", type=int, metavar="N", help="prompts of each class (default: 24; of the suite 6)")
+    group.add_argument("--prompts", type=int, metavar="N", help="prompts per class (default: 24; with --suite 6)")
     files.add_flags(group)
     group.add_argument("--temps", default="0,0.8", metavar="T,T,...", help="temperatures (default: 0,0.8)")
-    depths = "K to try for SD, SSD and mlx-lm (default: 2,3,4; of the suite 1,2,3)"
+    depths = "values of K to try for SD, SSD and mlx-lm (default: 2,3,4; with --suite 1,2,3)"
     group.add_argument("--depths", metavar="K,K,...", help=depths)
-    length = "tokens of each run (default: 128)"
+    length = "tokens to generate in each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
-    peers = "other engines to compare with: none, or of llama.cpp,mlx-lm (default: all available)"
+    peers = "other engines to compare with: none, llama.cpp, mlx-lm, or llama.cpp,mlx-lm (default: all available)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
-    group.add_argument("--both-cores", action="store_true", help="a second table: AR, SD and mlx-lm with both cores")
-    group.add_argument("--contended", action="store_true", help="with another process busy on the target's device")
-    results = "the folder for bench.json and bench.png (default: out)"
+    group.add_argument("--both-cores", action="store_true", help="add a table of AR, SD and mlx-lm with both cores")
+    group.add_argument("--contended", action="store_true", help="keep the target's device busy with another process")
+    results = "folder for bench.json and bench.png (default: out)"
     group.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=results)
     concurrency.add_flags(parser)
     flags.add_request_flags(parser, ("mode", "num_draft_tokens", "drafter"))
@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What to run, checked before anything starts. `prompts` by class, and `trials`, on which K is chosen."""
+    """The checked plan of a bench. `prompts` are measured; K is chosen on `trials`. Both by class."""
 
     prompts: dict[str, list[tuple[int, ...]]]
     trials: dict[str, list[tuple[int, ...]]]
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         return concurrency.run(options, pair, samplings)
     for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
-            raise InvalidRequest(f"{name} needs concurrency")
+            raise InvalidRequest(f"{name} is only used with concurrency")
     if options.suite is not None:
         return suite.run(options, pair, samplings)
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
@@ -113,30 +113,30 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[SamplingParams]) -> BenchPlan:
-    """Checks the flags.
+    """Returns the plan that the flags describe.
 
     Raises:
-        InvalidRequest: there is nothing to run, or something is missing.
+        InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
     """
     depths = numbers("depths", options.depths or "2,3,4", int)
     for depth in depths:
         check_draft_tokens(depth)
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     count = 24 if options.prompts is None else options.prompts
-    found = files.of_classes(options, pair, ("code",))
-    prompts = {kind: _first(kind, found[kind], count) for kind in found}
-    trials = {kind: found[count:] for kind, found in prompts.items()}
-    prompts = {kind: found[:count] for kind, found in prompts.items()}
+    available = files.of_classes(options, pair, ("code",))
+    chosen = {kind: _first(kind, available[kind], count) for kind in available}
+    trials = {kind: tokens[count:] for kind, tokens in chosen.items()}
+    prompts = {kind: tokens[:count] for kind, tokens in chosen.items()}
     return BenchPlan(prompts, trials, samplings, depths, peers, options.both_cores)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSession:
-    """Everything that runs during a bench. `bench`: workers for isolated times; None without a draft worker."""
+    """All processes of a bench. `bench`: workers that are timed in isolation; None without a draft worker."""
 
     plan: BenchPlan
     settings: ServeSettings
-    field: RunnerFamilies
+    families: RunnerFamilies
     bench: Workbench | None
     conditions: str
     tell: Callable[[str], None]
@@ -145,7 +145,7 @@ class BenchSession:
         self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> tuple[list[report.Section], dict[str, list[Run]]]:
         """Returns the tables of one class at one temperature, and the runs."""
-        best = self.field.best(self.plan.trials[kind], sampling, self.tell)
+        best = self.families.best(self.plan.trials[kind], sampling, self.tell)
         stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
         runs = run_interleaved(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
         alone = stopwatch.read() if stopwatch else None
@@ -166,15 +166,15 @@ class BenchSession:
         here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
         found = [report.section(kind, temp, here, main, BASELINE, comparison, notes)]
         if self.plan.both_cores:
-            there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; the others as above{self.conditions}"
+            there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above{self.conditions}"
             second = second_table_runs(runs)
             found.append(report.section(kind, temp, there, second, BASELINE + BOTH_CORES, {}))
         return found
 
     def _notes(self, alone: IsolatedTimes | None, subjects: Sequence[RunnerSummary]) -> list[str]:
         if alone is None:
-            return ["- no draft worker: nothing was timed alone, so the formula does not apply"]
-        return lines(alone, subjects, self.settings.breadth, self.field.weight_bytes)
+            return ["- no draft worker: no step was timed in isolation, so there is no prediction"]
+        return lines(alone, subjects, self.settings.breadth, self.families.weight_bytes)
 
 
 @contextmanager
@@ -195,11 +195,12 @@ def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, scr
 
 
 def _first(kind: str, prompts: list[files.Tokens], count: int) -> list[files.Tokens]:
-    """Returns the first `count` prompts, followed by those for trials."""
+    """Returns the first `count` prompts, followed by the prompts of the trial."""
     most = len(prompts) - FEWEST_TRIAL_PROMPTS
     if not 1 <= count <= most:
         raise InvalidRequest(
-            f"prompts is {count}; the class {kind} has 1 to {most} beside {FEWEST_TRIAL_PROMPTS} that K is chosen on"
+            f"prompts is {count}; expected 1 to {most}: the class {kind} has {len(prompts)}, and"
+            f" {FEWEST_TRIAL_PROMPTS} are needed to choose K"
         )
     return prompts[: count + TRIAL_PROMPTS]
 

@@ -1,4 +1,4 @@
-"""`outrider bench --concurrency 1,2,4,8,16`: several requests at once, with AR, SD, SSD, auto and other engines."""
+"""`outrider bench --concurrency 1,2,4,8,16`: concurrent requests with AR, SD, SSD, auto and other engines."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from outrider.protocol.sampling import SamplingParams
 WIDEST = 256
 SINGLE_REQUEST_ONLY = ("depths", "prompts", "both_cores", "contended")
 TRIAL_ROUNDS = 2
-# All engines read the same prompts, so none may cache them, or use what an earlier run learned.
+# All engines read the same prompts, so no engine may cache them or load estimates of an earlier run.
 OWN_SETTINGS = {"prompt_cache": False, "memory": False}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("bench of several requests at once")
-    many = "how many at once, like 1,2,4,8,16 (default: one, with all K)"
+    group = parser.add_argument_group("bench of concurrent requests")
+    many = "numbers of concurrent requests, like 1,2,4,8,16 (default: one request at a time, with all K)"
     group.add_argument("--concurrency", metavar="N,N,...", help=many)
     group.add_argument("--modes", metavar="M,M,...", help="modes to run (default: ar,sd,ssd,auto)")
-    group.add_argument("--each", type=int, metavar="N", help="consecutive requests of each client (default: 1)")
-    turns = "rounds of each mode, after one to warm up (default: 5)"
+    group.add_argument("--each", type=int, metavar="N", help="consecutive requests per client (default: 1)")
+    turns = "measured repetitions of each mode, after one to warm up (default: 5)"
     group.add_argument("--rounds", type=int, metavar="N", help=turns)
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentPlan:
-    """What to run, checked before anything starts."""
+    """The checked plan of a bench of concurrent requests."""
 
     widths: list[int]
     modes: list[str]
@@ -59,7 +59,7 @@ class ConcurrentPlan:
     peers: ChosenPeers
 
     def rounds_of(self, width: int) -> list[Texts]:
-        """Returns the prompts of each round, and of one more to warm up."""
+        """Returns the prompts of each round; the first round warms up."""
         turns = cycle(self.prompts)
         return [list(islice(turns, width * self.each)) for _ in range(self.rounds + 1)]
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             raw[f"{width} at once T={sampling.temp:g}"] = {name: _plain(rounds) for name, rounds in found.items()}
             screen.clear()
             print(report.concurrent_table(sections[-1]) + "\n", flush=True)
-    title = f"outrider bench: several requests at once, {options.max_tokens} tokens each"
+    title = f"outrider bench: concurrent requests, {options.max_tokens} tokens each"
     results = {"sections": [asdict(found) for found in sections], "rounds": raw}
     files.write(
         out, "concurrency", title, pair.settings, results, lambda path: report.draw_concurrent(sections, path, title)
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
 
 
 class _Peers:
-    """Engines that answer batches, started on first use; they end with `stack`."""
+    """Other engines that answer batches. They are started on first use and ended by `stack`."""
 
     def __init__(self, stack: ExitStack, settings: ServeSettings, chosen: ChosenPeers) -> None:
         self._stack = stack
@@ -102,18 +102,18 @@ class _Peers:
     def runners(
         self, width: int, trial: Sequence[Texts], sampling: SamplingParams, screen: Screen
     ) -> list[BatchRunner]:
-        """Returns llama.cpp with one slot per request and as many threads as our target and drafter together, and
-        mlx-lm."""
-        found: list[BatchRunner] = []
+        """Returns mlx-lm, and llama.cpp with one slot per request and as many threads as our target and drafter
+        together."""
+        runners: list[BatchRunner] = []
         if self._gguf is not None:
             if width not in self._slots:
                 started = llama_cpp(self._both_cores, self._gguf, slots=width)
                 self._slots[width] = self._stack.enter_context(started)
-            found.append(PeerBatch(LLAMA_CPP, self._slots[width]))
+            runners.append(PeerBatch(LLAMA_CPP, self._slots[width]))
         if self._mlx_lm is not None:
-            screen.show(f"{width} at once: how mlx-lm reads prompts best")
-            found.append(best_mlx_lm(self._mlx_lm, width, trial, sampling))
-        return found
+            screen.show(f"{width} requests: choosing mlx-lm's prefill batch size")
+            runners.append(best_mlx_lm(self._mlx_lm, width, trial, sampling))
+        return runners
 
 
 def _runs(
@@ -124,24 +124,24 @@ def _runs(
             first, *rounds = plan.rounds_of(width)
             runners: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
             runners += peers.runners(width, [first] * TRIAL_ROUNDS, sampling, screen)
-            tell = partial(_tell, screen, width)
-            run_interleaved(runners, [first], sampling, tell, seeds=SEEDS)  # warms up
-            yield sampling, width, dict(run_interleaved(runners, rounds, sampling, tell, seeds=SEEDS))
+            show = partial(_show, screen, width)
+            run_interleaved(runners, [first], sampling, show, seeds=SEEDS)  # warms up
+            yield sampling, width, dict(run_interleaved(runners, rounds, sampling, show, seeds=SEEDS))
 
 
-def _tell(screen: Screen, width: int, message: str) -> None:
-    screen.show(f"{width} at once, {message}")
+def _show(screen: Screen, width: int, message: str) -> None:
+    screen.show(f"{width} requests, {message}")
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> ConcurrentPlan:
-    """Checks the flags.
+    """Returns the plan that the flags describe.
 
     Raises:
-        InvalidRequest: there is nothing to run, or a flag is for one request at a time.
+        InvalidRequest: a flag is invalid, or measures one request at a time.
     """
     for name in SINGLE_REQUEST_ONLY:
         if getattr(options, name) not in (None, False):
-            raise InvalidRequest(f"{name.replace('_', '-')} is for one request at a time; leave it or concurrency out")
+            raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with concurrency")
     widths = [values.whole("concurrency", n, 1, WIDEST) for n in numbers("concurrency", options.concurrency, int)]
     modes = modes_of("ar,sd,ssd,auto" if options.modes is None else options.modes)
     rounds = values.whole("rounds", 5 if options.rounds is None else options.rounds, 2, 1000)
@@ -153,7 +153,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
 
 
 def _plain(rounds: Rounds) -> list[list[dict[str, Any]]]:
-    """Times are since each request was sent."""
+    """Returns rounds as JSON values; times are in seconds on the clock of `Reply.sent`."""
     return [
         [{"sent": reply.sent, "arrivals": [list(asdict(a).values()) for a in reply.arrivals]} for reply in replies]
         for replies in rounds

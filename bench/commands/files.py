@@ -1,4 +1,4 @@
-"""A bench's inputs and outputs: prompts, lists in flags, and a JSON record with a picture."""
+"""Inputs and outputs of a bench: prompts, comma-separated flags, and a JSON record with a picture."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MEASURED = ("mlx", "mlx-lm", "onnxruntime", "pyzmq", "numpy", "xllamacpp")
 def write(
     out: Path, name: str, title: str, settings: ServeSettings, results: Mapping[str, Any], draw: Callable[[Path], None]
 ) -> None:
-    """Writes `name`.json, with the machine's description, and `name`.png if Matplotlib is installed; prints where they
-    are.
+    """Writes `name`.json with a description of the machine, and `name`.png if Matplotlib is installed; prints their
+    paths.
 
     Raises:
         InvalidRequest: they can't be written.
@@ -60,9 +60,9 @@ def _processor() -> dict[str, Any]:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
     except OSError:
         return {"name": platform.processor(), "cores": os.cpu_count()}
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    vectors = [flag for flag in found.get("flags", "").split() if flag.startswith(("avx", "amx"))]
-    return {"name": found.get("model name", platform.processor()), "cores": os.cpu_count(), "vectors": vectors}
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    vectors = [flag for flag in fields.get("flags", "").split() if flag.startswith(("avx", "amx"))]
+    return {"name": fields.get("model name", platform.processor()), "cores": os.cpu_count(), "vectors": vectors}
 
 
 def machine(settings: ServeSettings) -> dict[str, Any]:
@@ -81,18 +81,17 @@ Tokens = tuple[int, ...]
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
-    kinds = "classes of prompts (default: all of the suite, else code; with --concurrency all)"
+    kinds = "classes of prompts (default: code; with --suite or --concurrency: all)"
     group.add_argument("--classes", metavar="C,C,...", help=kinds)
     folder = (
-        "run prompts of a chat model, all classes in turn, and compare with llama.cpp on the same GGUF file;"
-        " DIR: a folder of your own prompts, CLASS.txt for each class, prompts with a line %% between"
-        " (default: Outrider's own)"
+        "run chat prompts of all classes, and compare with llama.cpp on the same GGUF file; DIR: a folder of your own"
+        " prompts, one CLASS.txt per class, prompts separated by lines with one %% (default: Outrider's prompts)"
     )
     group.add_argument("--suite", nargs="?", type=Path, const=SUITE, metavar="DIR", help=folder)
 
 
 def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[str]) -> dict[str, list[Tokens]]:
-    """Returns prompts as tokens, by class. The suite's go through its chat template. `usual`: the default classes.
+    """Returns prompts as tokens, by class. Prompts of the suite pass the chat template. `usual`: the default classes.
 
     Raises:
         InvalidRequest: there are no such prompts.
@@ -107,7 +106,7 @@ def of_classes(options: argparse.Namespace, pair: ChosenPair, usual: Sequence[st
 
 
 def in_turn(classes: Sequence[Sequence[Tokens]]) -> list[Tokens]:
-    """Takes one prompt of each class in turn."""
+    """Returns the prompts of all classes, interleaved: one of each class in turn."""
     return [tokens for tokens in chain.from_iterable(zip_longest(*classes)) if tokens is not None]
 
 
@@ -123,7 +122,7 @@ def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
     try:
         return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
-        raise InvalidRequest(f"{name} is {text!r}; expected numbers with commas between, like 2,3,4") from None
+        raise InvalidRequest(f"{name} is {text!r}; expected comma-separated numbers, like 2,3,4") from None
 
 
 def modes_of(text: str) -> list[str]:

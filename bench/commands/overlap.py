@@ -1,4 +1,4 @@
-"""Measures how much drafting ahead overlaps with verifying: each alone and both at once; draws real rounds."""
+"""Measures how far drafting ahead overlaps with verifying: times each alone and both together; draws real rounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """Medians over rounds in milliseconds. `verify`: the target alone. `ahead`: the drafter alone. `both`: together,
-    from the first start to the last end. `verify_beside`, `ahead_beside`: each while the other ran."""
+    from the first start to the last end. `verify_in_both`, `ahead_in_both`: each while the other ran."""
 
     rounds: int
     depth: int
@@ -39,12 +39,12 @@ class Overlap:
     verify: float
     ahead: float
     both: float
-    verify_beside: float
-    ahead_beside: float
+    verify_in_both: float
+    ahead_in_both: float
 
     @property
     def efficiency(self) -> float:
-        """1: the shorter is fully hidden behind the longer; 0: they take turns."""
+        """1: the shorter is fully hidden behind the longer; 0: no overlap."""
         return (self.verify + self.ahead - self.both) / min(self.verify, self.ahead)
 
     @property
@@ -53,7 +53,7 @@ class Overlap:
 
 
 def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, branches: int) -> Overlap:
-    """Runs `rounds` rounds of each kind over the target's own text, so that each verify accepts its whole chain.
+    """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
 
     Raises:
         WorkerError: there is no drafter, or a worker was lost or did not answer.
@@ -64,19 +64,19 @@ def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, br
     verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
     ahead = [milliseconds(whole(spans)) for spans in aheads(bench, known, GREEDY, depth, branches, numbers)]
     bench.open(prompt, GREEDY, target=True, drafter=True)
-    places = positions_of(known, depth, numbers)
-    done = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in places]
+    positions = positions_of(known, depth, numbers)
+    parallel = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in positions]
     bench.close()
-    beside = done[WARM_UP:]
+    counted = parallel[WARM_UP:]
     return Overlap(
         rounds,
         depth,
         branches,
         statistics.median(verify),
         statistics.median(ahead),
-        _median([whole([both.outcome.work, both.ahead]) for both in beside]),
-        _median([both.outcome.work for both in beside]),
-        _median([both.ahead for both in beside]),
+        _median([whole([both.outcome.work, both.ahead]) for both in counted]),
+        _median([both.outcome.work for both in counted]),
+        _median([both.ahead for both in counted]),
     )
 
 
@@ -96,14 +96,14 @@ COMMON = (
     "--draft-backend", "--threads",
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "head", "head_in", "memory", "prompt_cache", "trace")
-"""Overlap times a draft worker on one text, and writes its own trace."""
+"""Overlap times a draft worker on one text, and sets --trace itself."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    start = "the text to continue; - reads it from stdin (default: the first line of a function)"
+    start = "text to continue; - reads it from stdin (default: the first line of a function)"
     parser.add_argument("--prompt", "-p", default=PROMPT, metavar="PROMPT", help=start)
     parser.add_argument("--rounds", type=int, default=40, metavar="N", help="rounds of each kind (default: 40)")
-    where = "a picture to write, or a folder for rounds.png; the trace lies beside it (default: out)"
+    where = "picture to write, or a folder for rounds.png; the trace goes to the same folder (default: out)"
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="FILE|DIR", help=where)
     temp = "temperature of the real rounds (default: 0)"
     parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _picture(out: Path) -> Path:
-    """Returns the picture's file: `out` if it is named as one, else rounds.png in that folder."""
+    """Returns the picture's file: `out` if it has a picture's suffix, else rounds.png in that folder."""
     return out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
 
 
@@ -145,11 +145,11 @@ def _check(settings: ServeSettings) -> None:
     """Raises InvalidRequest if there is no draft worker to time alone."""
     if settings.drafts_by_head:
         raise InvalidRequest(
-            f"overlap times a drafter beside the target, and a head ({settings.draft_backend}) takes turns with it;"
-            " expected a draft model, or `outrider generate --trace FILE`, which draws its real rounds"
+            f"overlap times a drafter that runs in parallel with the target, but a head ({settings.draft_backend}) and"
+            " the target take turns; expected a draft model; `outrider generate --trace FILE` records a head's rounds"
         )
     if not settings.has_draft_worker:
-        raise InvalidRequest(f"overlap times a draft model; expected another backend than {settings.draft_backend}")
+        raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
 
 
 def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:
@@ -178,7 +178,7 @@ def _table(o: Overlap) -> str:
     rows = [
         ("verify alone", f"{o.verify:.2f} ms", f"one forward over {o.depth + 1} tokens"),
         ("work ahead alone", f"{o.ahead:.2f} ms", f"{o.branches} branches, {o.depth} tokens deep"),
-        ("both at once", f"{o.both:.2f} ms", f"verify {o.verify_beside:.2f}, work ahead {o.ahead_beside:.2f}"),
+        ("both together", f"{o.both:.2f} ms", f"verify {o.verify_in_both:.2f}, work ahead {o.ahead_in_both:.2f}"),
         ("overlap efficiency", f"{o.efficiency:.2f}", _meaning(o.efficiency)),
         ("speedup", f"{o.speedup:.2f}x", "sequential time over parallel time"),
     ]
@@ -188,9 +188,9 @@ def _table(o: Overlap) -> str:
 
 
 def _meaning(efficiency: float) -> str:
-    scale = "1: the shorter hides fully; 0: they take turns"
+    scale = "1: the shorter is fully hidden; 0: no overlap"
     if efficiency > 1:
-        return f"{scale}. Above 1: both were slower alone, by other work or a changing clock; measure again"
+        return f"{scale}. Above 1: other load or a changing clock rate slowed the times alone; measure again"
     if efficiency < 0:
-        return f"{scale}. Below 0: side by side they take longer than in turns"
+        return f"{scale}. Below 0: together they take longer than one after the other"
     return scale

@@ -1,8 +1,8 @@
-"""`outrider bench --suite`: prompts of every class to a chat model; our modes and other engines, one request at a time.
+"""`outrider bench --suite`: chat prompts of every class, with our modes and other engines, one request at a time.
 
-Settings are chosen once for all classes, on prompts that are not measured, as for a real server. The footprint is
-measured afterwards: memory of all processes (PSS, or USS where there is none), time to first token of a long prompt,
-and start-up time.
+Settings are chosen once for all classes, on prompts that are not measured, as for a real server. Afterwards the
+footprint is measured: memory of all processes (PSS, or USS where the system has no PSS), time to first token of a long
+prompt, and start-up time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from outrider.protocol.sampling import SamplingParams
 
 OURS = "auto"
 REQUESTS, LENGTH, MADE = 4, 2048, 128
-"""Memory is measured with REQUESTS at once, each LENGTH tokens long, of which MADE are generated."""
+"""Memory is measured with REQUESTS concurrent requests of LENGTH tokens each, of which MADE are generated."""
 PROMPT, ROUNDS = 1024, 6
 SHORT, STARTS = 64, 3
-LOOK_S = 0.2
+SAMPLING_S = 0.2
 MEBIBYTE = 1 << 20
 
 Tell = Callable[[str], None]
@@ -48,10 +48,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """By engine name: `memory`, the peak of all processes in bytes; `first_ms`, the median time to first token of a
-    prompt of PROMPT tokens.
+    """Memory and latencies. By engine name: `memory`, the peak of all processes in bytes; `first_ms`, the median time
+    to first token of a prompt of PROMPT tokens.
 
-    Of ours alone, medians: `start_s` from nothing to ready, with files in the page cache; `answers_ms`, the time to
+    Of Outrider only, medians: `start_s`, from launch to ready with files in the page cache; `answers_ms`, the time to
     first token of the first and second short request after a start.
     """
 
@@ -64,7 +64,7 @@ class Footprint:
 def measure_footprint(
     given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
 ) -> Footprint:
-    """`given` are the cluster's settings as keywords; `words` any text, of which prompts are made.
+    """Measures the footprint. `given` are the cluster's settings as keywords; prompts are cut from the tokens `words`.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -83,10 +83,10 @@ def footprint_lines(found: Footprint) -> list[str]:
     memory = ", ".join(f"{name} {size / MEBIBYTE:.0f} MiB" for name, size in found.memory.items())
     first = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.first_ms.items())
     return [
-        f"- memory over all processes, {REQUESTS} requests of {LENGTH} tokens at once: {memory}",
-        f"- first token of a prompt of {PROMPT} tokens: {first}",
-        f"- a start takes {found.start_s:.1f} s; after it the first token of a request comes in"
-        f" {found.answers_ms[0]:.0f} ms, of the next one in {found.answers_ms[1]:.0f} ms",
+        f"- memory of all processes, {REQUESTS} concurrent requests of {LENGTH} tokens: {memory}",
+        f"- time to first token of a prompt of {PROMPT} tokens: {first}",
+        f"- start-up {found.start_s:.1f} s; time to first token of the first request after it"
+        f" {found.answers_ms[0]:.0f} ms, of the second {found.answers_ms[1]:.0f} ms",
     ]
 
 
@@ -104,38 +104,38 @@ def total_memory(pid: int) -> int:
 
 def peak(pid: int, work: Callable[[], object]) -> int:
     """Returns the peak memory of a process and its descendants while `work` runs."""
-    seen, done = [total_memory(pid)], threading.Event()
+    samples, done = [total_memory(pid)], threading.Event()
 
-    def look() -> None:
-        while not done.wait(LOOK_S):
-            seen.append(total_memory(pid))
+    def sample() -> None:
+        while not done.wait(SAMPLING_S):
+            samples.append(total_memory(pid))
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
     try:
         work()
-        seen.append(total_memory(pid))
+        samples.append(total_memory(pid))
     finally:
         done.set()
-        looking.join()
-    return max(seen)
+        sampler.join()
+    return max(samples)
 
 
 def _start(given: dict[str, Any], words: Sequence[int], tell: Tell) -> tuple[float, float, float]:
     begun = time.perf_counter()
     with LocalCluster(progress=tell, **given) as cluster:
         ready = time.perf_counter() - begun
-        way = ModeBatch(OURS, cluster.client(), 1)
+        runner = ModeBatch(OURS, cluster.client(), 1)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        first, second = (way.run([piece], sampling)[0].first_ms for piece in _pieces(words, 2, SHORT))
+        first, second = (runner.run([prompt], sampling)[0].first_ms for prompt in _prompts(words, 2, SHORT))
     return ready, first, second
 
 
 def _memory(
     given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
 ) -> dict[str, int]:
-    tell(f"memory of {REQUESTS} requests at once")
-    texts = _pieces(words, REQUESTS, LENGTH - MADE)
+    tell(f"memory of {REQUESTS} concurrent requests")
+    texts = _prompts(words, REQUESTS, LENGTH - MADE)
     sampling = SamplingParams(max_tokens=MADE, ignore_eos=True, seed=0)
     with LocalCluster(progress=tell, **{"max_active": REQUESTS, **given}) as cluster:
         ours = ModeBatch(OURS, cluster.client(), REQUESTS)
@@ -153,21 +153,21 @@ def _first_tokens(
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     with ExitStack() as stack:
         cluster = stack.enter_context(LocalCluster(progress=tell, **given))
-        ways: list[BatchRunner] = [ModeBatch(OURS, cluster.client(), 1)]
+        runners: list[BatchRunner] = [ModeBatch(OURS, cluster.client(), 1)]
         if peers.gguf is not None:
             for threads in (settings.threads, 2 * settings.threads):
                 process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
-                ways.append(PeerBatch(llama_name(threads), process))
-        prompts: list[Texts] = [[piece] for piece in _pieces(words, ROUNDS + 1, PROMPT)]
-        found = run_interleaved(ways, prompts, sampling, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
-    return {name: statistics.median(round_[0].first_ms for round_ in rounds[1:]) for name, rounds in found.items()}
+                runners.append(PeerBatch(llama_name(threads), process))
+        prompts: list[Texts] = [[prompt] for prompt in _prompts(words, ROUNDS + 1, PROMPT)]
+        runs = run_interleaved(runners, prompts, sampling, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
+    return {name: statistics.median(round_[0].first_ms for round_ in rounds[1:]) for name, rounds in runs.items()}
 
 
-def _pieces(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
-    """Returns prompts that begin at different positions, so that none is in the prompt cache."""
-    around = [*words] * (1 + (length + count) // len(words))
+def _prompts(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:
+    """Returns prompts that begin at different positions of `words`, so that none is in the prompt cache."""
+    repeated = [*words] * (1 + (length + count) // len(words))
     step = max(len(words) // count, 1)
-    return [tuple((around * 2)[at : at + length]) for at in range(0, count * step, step)]
+    return [tuple((repeated * 2)[at : at + length]) for at in range(0, count * step, step)]
 
 
 USUAL_PROMPTS = 6
@@ -177,8 +177,8 @@ SINGLE_CLASS_ONLY = ("both_cores", "contended")
 
 @dataclass(frozen=True, slots=True)
 class SuitePlan:
-    """What to run, checked before anything starts. `classes` has each prompt's class; `trials` one prompt of each
-    class, on which settings are chosen."""
+    """The checked plan of a suite. `classes`: the class of each prompt; `trials`: one prompt per class, on which
+    settings are chosen."""
 
     prompts: list[files.Tokens]
     classes: list[str]
@@ -199,23 +199,23 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
             best = started.best(plan.trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, plan.prompts, sampling, screen.show)
             at = f"T={sampling.temp:g}"
-            made = _sections(plan, sampling.temp, best, runs, pair.settings.threads)
+            tables = _sections(plan, sampling.temp, best, runs, pair.settings.threads)
             ratios[at] = report.ratios(runs, plan.classes, pair.settings.threads)
             raw[at] = {
-                name: [_plain(*one) for one in zip(plan.classes, found, strict=True)] for name, found in runs.items()
+                name: [_plain(*run) for run in zip(plan.classes, found, strict=True)] for name, found in runs.items()
             }
-            sections += made
+            sections += tables
             screen.clear()
-            for section in made:
+            for section in tables:
                 print(report.table(section) + "\n")
-            print(f"asked, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
-    taken = _footprint(pair, plan, given, screen)
-    print("\n".join([*(footprint_lines(taken) if taken else []), *plan.peers.left_out]))
+            print(f"ratios, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
+    footprint = _footprint(pair, plan, given, screen)
+    print("\n".join([*(footprint_lines(footprint) if footprint else []), *plan.peers.left_out]))
     title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
     results = {
         "sections": [asdict(found) for found in sections],
-        "asked": {at: [asdict(one) for one in found] for at, found in ratios.items()},
-        "footprint": asdict(taken) if taken else None,
+        "ratios": {at: [asdict(ratio) for ratio in found] for at, found in ratios.items()},
+        "footprint": asdict(footprint) if footprint else None,
         "runs": raw,
     }
     files.write(out, "suite", title, pair.settings, results, lambda path: report.draw(sections, path, title))
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
 
 
 def _footprint(pair: ChosenPair, plan: SuitePlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
-    """Returns None if the model can't read prompts that long."""
+    """Returns None if the model's context is shorter than LENGTH."""
     if (pair.target.context_length or LENGTH) < LENGTH:
         return None
     words = [token for prompt in plan.prompts for token in prompt]
@@ -234,14 +234,14 @@ def _footprint(pair: ChosenPair, plan: SuitePlan, given: dict[str, Any], screen:
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> SuitePlan:
-    """Checks the flags.
+    """Returns the plan that the flags describe.
 
     Raises:
-        InvalidRequest: there is nothing to run, or something is missing.
+        InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
     """
     for name in SINGLE_CLASS_ONLY:
         if getattr(options, name):
-            raise InvalidRequest(f"{name.replace('_', '-')} is for one class of prompts; leave it or suite out")
+            raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with suite")
     depths = numbers("depths", options.depths or DEPTHS, int)
     for depth in depths:
         check_draft_tokens(depth)
@@ -250,7 +250,10 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     count = USUAL_PROMPTS if options.prompts is None else options.prompts
     for kind, prompts in found.items():
         if not 1 <= count < len(prompts):
-            raise InvalidRequest(f"prompts is {count}; the class {kind} has 1 to {len(prompts) - 1} beside the trial's")
+            raise InvalidRequest(
+                f"prompts is {count}; expected 1 to {len(prompts) - 1}: the class {kind} has {len(prompts)}, and one is"
+                " needed to choose settings"
+            )
     chosen = {kind: prompts[:count] for kind, prompts in found.items()}
     return SuitePlan(
         files.in_turn(list(chosen.values())),
@@ -265,17 +268,17 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
 def _sections(
     plan: SuitePlan, temp: float, best: Sequence[PromptRunner], runs: Mapping[str, list[Run]], threads: int
 ) -> list[report.Section]:
-    """Returns a table of all classes, with the time shares of our modes, and one of each class."""
+    """Returns a table of all classes, with notes on where our modes spend their time, and a table of each class."""
     here = f"{threads} thread{'s' * (threads > 1)} per worker"
     notes = [shares(subject) for subject in summaries_of(best, runs, BOTH_CORES)]
-    made = [report.section(report.ALL, temp, here, runs, BASELINE, {}, notes)]
+    tables = [report.section(report.ALL, temp, here, runs, BASELINE, {}, notes)]
     for kind in dict.fromkeys(plan.classes):
         of_kind = {
-            name: [run for run, its in zip(found, plan.classes, strict=True) if its == kind]
+            name: [run for run, run_kind in zip(found, plan.classes, strict=True) if run_kind == kind]
             for name, found in runs.items()
         }
-        made.append(report.section(kind, temp, here, of_kind, BASELINE, {}))
-    return made
+        tables.append(report.section(kind, temp, here, of_kind, BASELINE, {}))
+    return tables
 
 
 def _plain(kind: str, run: Run) -> dict[str, Any]:

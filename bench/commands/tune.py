@@ -22,8 +22,8 @@ from outrider.bench.timing.forecast import (
     costs_in_turn,
     doubts,
     forecasts,
-    most_gained,
     recommendation,
+    sd_ceiling,
 )
 from outrider.bench.timing.probe import Probe, may_pay, probe
 from outrider.bench.timing.workbench import workbench
@@ -61,23 +61,23 @@ class PrefillTimes:
     @property
     def least(self) -> int:
         """The shortest length from which on the worker is always faster; `NEVER` if there is none."""
-        found = NEVER
+        least = NEVER
         for length, own, worker in reversed(list(zip(self.lengths, self.own_ms, self.worker_ms, strict=True))):
             if worker >= WORTH_IT * own:
                 break
-            found = length
-        return found
+            least = length
+        return least
 
     @property
     def sentence(self) -> str:
         rows = zip(self.lengths, self.own_ms, self.worker_ms, strict=True)
-        times = "  ".join(f"{length}: {worker:.0f} ms against {own:.0f}" for length, own, worker in rows)
-        verdict = "never" if self.least == NEVER else f"prompts of {self.least} tokens and more"
-        return f"read by a prefill worker: {verdict} ({times})"
+        times = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
+        verdict = "never" if self.least == NEVER else f"for prompts of at least {self.least} tokens"
+        return f"a prefill worker pays: {verdict} ({times})"
 
 
 def measure(settings: dict[str, Any], context: int, vocab_size: int, show: Show) -> PrefillTimes:
-    """Times random prompts, in one cluster without a prefill worker and one with it.
+    """Times random prompts in a cluster without a prefill worker, and in one with a prefill worker.
 
     Raises:
         OutriderError: a cluster does not start.
@@ -86,7 +86,7 @@ def measure(settings: dict[str, Any], context: int, vocab_size: int, show: Show)
     alone = {**settings, "prompt_cache": False, "draft_backend": "none", "draft_model": None, "mode": "ar"}
     times = []
     for workers in (0, 1):
-        show(f"tune: prompts read by {'a prefill worker' if workers else 'the target'}")
+        show(f"tune: prefill by {'a prefill worker' if workers else 'the target'}")
         settings = {**alone, "prefill_workers": workers, "prefill_from": 1}
         with LocalCluster(progress=show, **settings) as cluster:
             times.append(tuple(_median_ms(cluster, length, vocab_size) for length in lengths))
@@ -94,14 +94,13 @@ def measure(settings: dict[str, Any], context: int, vocab_size: int, show: Show)
 
 
 def _median_ms(cluster: LocalCluster, length: int, vocab_size: int) -> float:
-    client, found = cluster.client(), []
-    for tokens in _prompts(length, vocab_size):
-        found.append(client.generate(tokens, _FIRST).timings.prompt_ms)
-    return statistics.median(found[1:])
+    client = cluster.client()
+    times = [client.generate(tokens, _FIRST).timings.prompt_ms for tokens in _prompts(length, vocab_size)]
+    return statistics.median(times[1:])
 
 
 def _prompts(length: int, vocab_size: int) -> Sequence[list[int]]:
-    """Returns one prompt to warm up, then those that count."""
+    """Returns a prompt to warm up, followed by the measured prompts."""
     rng = np.random.default_rng(length)
     return [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
 
@@ -115,7 +114,7 @@ PROMPTS = (
 BRANCHES = (4, 8, 16)
 TURNAROUND_TOKENS = 64
 BUSY = 1
-# Without a measurement: one message in each direction.
+# The assumed turnaround if no hit was measured: one message in each direction.
 USUAL_TURNAROUND_MS = 0.3
 # Used if the model's configuration lacks them.
 USUAL_CONTEXT, USUAL_VOCABULARY = 2048, 256
@@ -129,13 +128,13 @@ UNUSED = (
     *flags.OF_MANY_REQUESTS, "colocate", "head_in", "ngrams", "trees", "branch_depth", "prompt_cache", "memory",
     "trace",
 )  # fmt: skip
-"""Tune measures draft workers and heads, one request at a time, without n-grams."""
+"""Tune measures draft workers and heads on single requests without n-grams."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     temp = "temperature to probe at (default: 0)"
     parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
-    parser.add_argument("--measure", action="store_true", help="also run each mode and print it beside its forecast")
+    parser.add_argument("--measure", action="store_true", help="also run each mode, and compare it with its forecast")
     flags.add_cluster_flags(parser, UNUSED)
 
 
@@ -145,34 +144,34 @@ def run(options: argparse.Namespace) -> int:
     pair = choose_pair(settings)
     _check(pair.settings)
     SamplingParams(temp=options.temp)  # before anything starts
-    where = tuning.path_for(pair.settings)
-    writable_folder(where.parent, "set XDG_CACHE_HOME to a folder that can be")
+    path = tuning.path_for(pair.settings)
+    writable_folder(path.parent, "set XDG_CACHE_HOME to a writable folder")
     screen = Screen()
     try:
-        record, words, found = (_heads if pair.settings.drafts_by_head else _drafter)(options, pair, screen)
+        record, description, found = (_heads if pair.settings.drafts_by_head else _drafter)(options, pair, screen)
         prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
     except KeyboardInterrupt:
         screen.clear()
         say("outrider tune: interrupted; nothing was saved")
         raise
     screen.clear()
-    print(words)
+    print(description)
     if prefill is not None:
         print(prefill.sentence)
         record = replace(record, prefill_from=prefill.least)
     if found:
         why = f"this machine was busy: {' and '.join(found)}"
-        say(f"outrider tune: nothing was saved, because {why}; run it again when nothing else runs")
+        say(f"outrider tune: nothing was saved, because {why}; run it again on an idle machine")
         return BUSY
-    tuning.save(record, where)
-    print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {where}")
+    tuning.save(record, path)
+    print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {path}")
     return 0
 
 
 def _check(settings: ServeSettings) -> None:
     """Raises InvalidRequest if the drafter can't be measured."""
     if not settings.needs_draft_model:
-        raise InvalidRequest(f"tune probes a draft model; expected another backend than {settings.draft_backend}")
+        raise InvalidRequest(f"tune needs a draft model; draft_backend {settings.draft_backend} has none")
 
 
 def _texts(pair: ChosenPair) -> list[list[int]]:
@@ -181,41 +180,41 @@ def _texts(pair: ChosenPair) -> list[list[int]]:
 
 
 def _heads(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
-    """Tunes heads alone. Interleaved real runs need no plausibility check."""
+    """Tunes a pair that drafts only with heads. Interleaved real runs need no plausibility check."""
     return *tune_heads.alone(options, pair, _texts(pair), screen), []
 
 
 def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[Tuning, str, list[str]]:
-    """Tunes a draft worker, and heads beside it. Returns the record, a description, and doubts about the
+    """Tunes a draft worker and additional heads. Returns the record, a description, and doubts about the
     measurement."""
     turnaround_ms = _turnaround(options, screen)
     measured, waited = _probe(pair, options.temp, screen)
     found = forecasts(measured, turnaround_ms)
-    words = [_costs(measured, turnaround_ms)]
+    lines = [_costs(measured, turnaround_ms)]
     if pair.settings.draft_backend == "mlx":
-        words += filter(None, [spawn.measured(str(pair.settings.draft_model))])
-    words += [_verdict(measured, found), *_other_places(pair.settings)]
-    own = tune_heads.beside(options, pair, _texts(pair), screen) if pair.settings.head else []
-    words += map(tune_heads.line, own)
+        lines += filter(None, [spawn.measured(str(pair.settings.draft_model))])
+    lines += [_verdict(measured, found), *_other_devices(pair.settings)]
+    heads = tune_heads.additional(options, pair, _texts(pair), screen) if pair.settings.head else []
+    lines += map(tune_heads.line, heads)
     if options.measure:
-        words.append(_compare(options, pair, found, screen))
-    record = tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), own)
-    return record, "\n".join(words), doubts(measured, waited)
+        lines.append(_compare(options, pair, found, screen))
+    record = tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), heads)
+    return record, "\n".join(lines), doubts(measured, waited)
 
 
-def _other_places(settings: ServeSettings) -> list[str]:
+def _other_devices(settings: ServeSettings) -> list[str]:
     """Suggests other devices for the drafter on a Mac."""
     if sys.platform != "darwin" or settings.draft_backend != "mlx" or settings.draft_device != "auto":
         return []
     return [
-        "target and drafter share the GPU here. Two places leave it to the target: this Mac's own cores (--draft-device"
-        " cpu) and its Neural Engine (--draft-backend coreml); outrider doctor shows what a token costs there, and tune"
-        " with the flag what it brings"
+        "target and drafter share the GPU of this Mac. The drafter can use the CPU (--draft-device cpu) or the Neural"
+        " Engine (--draft-backend coreml) instead; `outrider doctor` shows the time per token there, and `outrider"
+        " tune` with one of these flags the speed"
     ]
 
 
 def _probe(pair: ChosenPair, temp: float, screen: Screen) -> tuple[Probe, float]:
-    """Also returns the share of time that the target waited for a CPU; 0 if there are too few cores anyway."""
+    """Returns the probe, and the share of time that the target waited for a CPU: 0 if the cores can't suffice."""
     sampling = SamplingParams(max_tokens=1 << 20, temp=temp, seed=7, ignore_eos=True)
     with workbench(pair.settings, screen.show) as bench:
         ran, waited = _scheduled()
@@ -226,7 +225,7 @@ def _probe(pair: ChosenPair, temp: float, screen: Screen) -> tuple[Probe, float]
 
 
 def _scheduled() -> tuple[int, int]:
-    """Returns the nanoseconds that the target's threads ran, and waited for a CPU; 0 where the system does not count
+    """Returns the nanoseconds that the target's threads ran and waited for a CPU; 0 on systems that do not count
     them."""
     children = psutil.Process().children(recursive=True)
     pids = [child.pid for child in children if MODULES["target"] in child.cmdline()]
@@ -254,9 +253,9 @@ def _costs(p: Probe, turnaround_ms: float) -> str:
         [
             f"one token of plain decoding  {p.step_ms:.2f} ms",
             f"verify of M tokens, alone    {p.verify_ms(1):.2f} ms times  {rows}",
-            f"a chain right after another  {_points(p.chain_ms.points)} ms by length; link {p.link_ms:.2f} ms",
-            f"a chain after a verify       {_points(_in_turn(p))} ms by length, link included",
-            f"a depth of all branches      {_points(p.tree_ms.points)} ms by branches",
+            f"chain right after a chain    {_points(p.chain_ms.points)} ms by length; link {p.link_ms:.2f} ms",
+            f"chain after a verify         {_points(_in_turn(p))} ms by length, including the link",
+            f"next token of all branches   {_points(p.tree_ms.points)} ms by number of branches",
             f"turnaround of a hit          {turnaround_ms:.2f} ms",
         ]
     )
@@ -272,14 +271,14 @@ def _points(points: Sequence[tuple[int, float]]) -> str:
 
 def _verdict(measured: Probe, found: list[Forecast]) -> str:
     chosen = recommendation(found)
-    lines = ["", "forecast (ar, sd: times measured alone, in turn; ssd: the verify as it is beside the drafter):"]
+    lines = ["", "forecast (ar, sd: times in isolation, in turn; ssd: verify time while the drafter works):"]
     for best in _bests(found):
         lines.append(f"  {best.mode:4} {_settings(best):14} {best.tokens_per_second:7.1f} tok/s   {best.limit}")
     if chosen.mode == "ar":
-        lines.append(f"speculation does not help here: {_why_not(measured, found)}. Recommended: --mode ar")
+        lines.append(f"speculation does not pay: {_why_not(measured, found)}. Recommended: --mode ar")
     else:
         depth = chosen.depth
-        lines.append(f"the most SSD can gain over SD at K = {depth}: {most_gained(measured, depth):.2f}x")
+        lines.append(f"upper bound of SSD over SD at K = {depth}: {sd_ceiling(measured, depth):.2f}x")
         lines.append(f"recommended: --mode {chosen.mode} {_flags(chosen)}")
     return "\n".join(lines)
 
@@ -287,10 +286,10 @@ def _verdict(measured: Probe, found: list[Forecast]) -> str:
 def _why_not(measured: Probe, found: list[Forecast]) -> str:
     tried = measured.rehearsals[0]
     if len(measured.rehearsals) == 1 and not may_pay(tried, measured.step_ms, measured.verify_ms):
-        brings = f"{tried.tokens_in_full:.2f} tokens a round at K = {tried.depth}"
-        return f"{brings} would not pay for the verify even if drafting took no time, so no other K and B were tried"
+        tokens = f"{tried.tokens_in_full:.2f} tokens per round at K = {tried.depth}"
+        return f"{tokens} would not pay for the verify even with free drafting, so no other K and B were tried"
     best = next(forecast for forecast in found if forecast.mode != "ar")
-    return f"{best.mode} would bring {best.tokens_per_second:.1f} tok/s, {best.limit}"
+    return f"{best.mode} would reach {best.tokens_per_second:.1f} tok/s, {best.limit}"
 
 
 def _settings(forecast: Forecast) -> str:
@@ -303,20 +302,20 @@ def _flags(forecast: Forecast) -> str:
 
 
 def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast], screen: Screen) -> str:
-    """Runs each mode at its forecast settings, interleaved, without n-grams, which the forecast does not know."""
-    lines = ["", "forecast against measured, tok/s:"]
+    """Runs each mode at its forecast settings, interleaved, without n-grams, which the forecast does not include."""
+    lines = ["", "forecast, measured (tok/s), and their ratio:"]
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
     with LocalCluster(progress=screen.show, **{**flags.settings_of(options), "ngrams": False}) as cluster:
-        ways = [
+        runners = [
             ModeRunner(best.mode, cluster.client(), best.mode, best.depth or None, best.branches or None)
             for best in _bests(found)
         ]
-        runs = run_interleaved(ways, _texts(pair), sampling, lambda step: screen.show(f"tune: {step}"))
+        runs = run_interleaved(runners, _texts(pair), sampling, lambda step: screen.show(f"tune: {step}"))
     screen.clear()
     for best in _bests(found):
         rate = total_rate([run.timed for run in runs[best.mode]])
         ratio = best.tokens_per_second / rate
-        lines.append(f"  {best.mode:4} {best.tokens_per_second:7.1f} against {rate:7.1f}   {ratio:.2f}")
+        lines.append(f"  {best.mode:4} {best.tokens_per_second:7.1f} {rate:7.1f}   {ratio:.2f}")
     return "\n".join(lines)
 
 

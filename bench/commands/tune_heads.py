@@ -1,7 +1,7 @@
-"""The part of `tune` that measures heads in the target's process, each in real rounds at several K.
+"""Measures heads in the target's process for `tune`, each in real rounds at several K.
 
-Heads take turns with the target, so there is nothing to time separately. Results are added to the probe of a draft
-model, if there is one.
+Heads take turns with the target, so no step is timed in isolation. Results are added to the probe of a draft model, if
+there is one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEPTHS = (2, 3, 4, 6)
 
 @dataclass(frozen=True, slots=True)
 class HeadArm:
-    """A drafter with chains of `depth`; empty for plain decoding."""
+    """A drafter with chains of `depth` tokens; the defaults mean plain decoding."""
 
     drafter: str = ""
     depth: int = 0
@@ -42,9 +42,9 @@ PLAIN = HeadArm()
 
 @dataclass(frozen=True, slots=True)
 class MeasuredHead:
-    """Tokens per second of one arm, and its drafting time per token and acceptance.
+    """Tokens per second of one arm (`choice`), and its drafting time per token and acceptance (`known`).
 
-    `forwards`: rows and milliseconds of the target's forwards.
+    `forwards`: rows and milliseconds of each of the target's forwards.
     """
 
     choice: TunedArm
@@ -54,7 +54,7 @@ class MeasuredHead:
 
 def measure(
     client: Client,
-    ways: Sequence[HeadArm],
+    arms: Sequence[HeadArm],
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     tell: Callable[[str], None],
@@ -62,29 +62,29 @@ def measure(
     """Runs all arms interleaved, one text at a time."""
     runs = defaultdict[HeadArm, list[_Run]](list)
     for number, text in enumerate(texts, 1):
-        for way in ways:
-            tell(f"{way.drafter or 'plain decoding'}, K = {way.depth}, text {number} of {len(texts)}")
-            runs[way].append(_run(client, way, text, sampling))
-    return {way: _found(way, own) for way, own in runs.items()}
+        for arm in arms:
+            tell(f"{arm.drafter or 'plain decoding'}, K = {arm.depth}, text {number} of {len(texts)}")
+            runs[arm].append(_run(client, arm, text, sampling))
+    return {arm: _measured_head(arm, of_arm) for arm, of_arm in runs.items()}
 
 
 def best_of_each(found: Mapping[HeadArm, MeasuredHead]) -> list[MeasuredHead]:
-    """Returns each drafter's best K, with the acceptance of its longest chains. Drafters that draft nothing are
+    """Returns each drafter at its best K, with the acceptance of its longest chains. Drafters that draft nothing are
     omitted."""
     best = []
-    for drafter in dict.fromkeys(way.drafter for way in found if way.drafter):
-        own = {way.depth: one for way, one in found.items() if way.drafter == drafter}
-        longest = own[max(own)]
+    for drafter in dict.fromkeys(arm.drafter for arm in found if arm.drafter):
+        by_depth = {arm.depth: head for arm, head in found.items() if arm.drafter == drafter}
+        longest = by_depth[max(by_depth)]
         if longest.known.acceptance:
-            quickest = max(own.values(), key=lambda one: one.choice.tokens_per_second)
-            best.append(replace(quickest, known=longest.known))
+            fastest = max(by_depth.values(), key=lambda head: head.choice.tokens_per_second)
+            best.append(replace(fastest, known=longest.known))
     return best
 
 
 def measured_verify_ms(found: Iterable[MeasuredHead]) -> Curve:
     """Returns the target's forward time by rows."""
     samples = defaultdict[int, list[float]](list)
-    for rows, ms in (forward for one in found for forward in one.forwards):
+    for rows, ms in (forward for head in found for forward in head.forwards):
         samples[rows].append(ms)
     return medians(samples)
 
@@ -97,30 +97,30 @@ class _Run:
     rounds: Sequence[RoundRecord]
 
 
-def _run(client: Client, way: HeadArm, text: Sequence[int], sampling: SamplingParams) -> _Run:
-    wishes: GenerateFields = {"mode": "ar", "chat_template": False}
-    if way.drafter:
-        wishes |= {"mode": "sd", "num_draft_tokens": way.depth, "drafter": way.drafter}
-    stream = client.stream(text, sampling, rounds=True, **wishes)
+def _run(client: Client, arm: HeadArm, text: Sequence[int], sampling: SamplingParams) -> _Run:
+    fields: GenerateFields = {"mode": "ar", "chat_template": False}
+    if arm.drafter:
+        fields |= {"mode": "sd", "num_draft_tokens": arm.depth, "drafter": arm.drafter}
+    stream = client.stream(text, sampling, rounds=True, **fields)
     rounds = [record for chunk in stream for record in chunk.rounds or ()]
     return _Run(stream.result.timings, rounds)
 
 
-def _found(way: HeadArm, runs: Sequence[_Run]) -> MeasuredHead:
+def _measured_head(arm: HeadArm, runs: Sequence[_Run]) -> MeasuredHead:
     timings, rounds = [run.timings for run in runs], [record for run in runs for record in run.rounds]
-    rate = 1000 * sum(one.predicted_n - 1 for one in timings) / sum(one.predicted_ms for one in timings)
-    drafting = [one for record in rounds for one in record.drafting if one.drafter == way.drafter and one.depth]
-    step_ms = sum(milliseconds(one.work) for one in drafting) / max(sum(one.depth for one in drafting), 1)
-    # A text's first forward reads the prompt.
-    forwards = tuple((one.drafted + 1, milliseconds(one.verify)) for run in runs for one in run.rounds[1:])
-    choice = TunedArm("sd" if way.drafter else "ar", way.depth, 0, rate, True, drafter=way.drafter)
-    return MeasuredHead(choice, InProcessKnown(way.drafter, step_ms, _acceptance(timings)), forwards)
+    rate = 1000 * sum(t.predicted_n - 1 for t in timings) / sum(t.predicted_ms for t in timings)
+    drafting = [part for record in rounds for part in record.drafting if part.drafter == arm.drafter and part.depth]
+    step_ms = sum(milliseconds(part.work) for part in drafting) / max(sum(part.depth for part in drafting), 1)
+    # The first forward of a text reads the prompt.
+    forwards = tuple((record.drafted + 1, milliseconds(record.verify)) for run in runs for record in run.rounds[1:])
+    choice = TunedArm("sd" if arm.drafter else "ar", arm.depth, 0, rate, True, drafter=arm.drafter)
+    return MeasuredHead(choice, InProcessKnown(arm.drafter, step_ms, _acceptance(timings)), forwards)
 
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
-    """Returns how often each chain token held, given that those before it did."""
-    held = _sums([one.accepted_by_position for one in timings])
-    tried = _sums([one.drafted_by_position for one in timings])
+    """Returns the acceptance by position: how often a chain token was accepted if all before it were."""
+    held = _sums([t.accepted_by_position for t in timings])
+    tried = _sums([t.drafted_by_position for t in timings])
     reached = [*tried[:1], *held[:-1]]
     return tuple(h / r for h, r in zip(held, reached, strict=True) if r)
 
@@ -134,9 +134,9 @@ TOKENS = 64
 Texts = Sequence[Sequence[int]]
 
 
-def beside(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> list[MeasuredHead]:
-    """Measures heads beside a draft worker."""
-    return best_of_each(_measured(options, _ways(pair), texts, screen))
+def additional(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> list[MeasuredHead]:
+    """Measures the heads of a pair that also has a draft worker."""
+    return best_of_each(_measured(options, _arms(pair), texts, screen))
 
 
 def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: Screen) -> tuple[Tuning, str]:
@@ -145,10 +145,10 @@ def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: S
     Raises:
         WorkerError: no head drafts anything.
     """
-    found = _measured(options, [PLAIN, *_ways(pair)], texts, screen)
+    found = _measured(options, [PLAIN, *_arms(pair)], texts, screen)
     best, plain, verify_ms = best_of_each(found), found[PLAIN].choice, measured_verify_ms(found.values())
     if not best:
-        raise WorkerError("no head drafts anything for this target; `outrider doctor` shows what is wrong with it")
+        raise WorkerError("no head drafts anything for this target; `outrider doctor` shows the reason")
     known = best[0].known
     record = Tuning(
         step_ms=1000 / plain.tokens_per_second,
@@ -164,10 +164,10 @@ def alone(options: argparse.Namespace, pair: ChosenPair, texts: Texts, screen: S
     )
     record = with_heads(record, best)
     rows = "  ".join(f"{rows}: {ms / verify_ms(1):.2f}" for rows, ms in verify_ms.points)
-    words = [f"verify of M tokens {verify_ms(1):.2f} ms times  {rows}", "measured in real rounds:"]
-    words += [f"  ar: {plain.tokens_per_second:.1f} tok/s", *map(line, best)]
-    words.append(f"recommended: {_flags(record.choices[0])}")
-    return record, "\n".join(words)
+    lines = [f"verify of M tokens {verify_ms(1):.2f} ms times  {rows}", "measured in real rounds:"]
+    lines += [f"  ar: {plain.tokens_per_second:.1f} tok/s", *map(line, best)]
+    lines.append(f"recommended: {_flags(record.choices[0])}")
+    return record, "\n".join(lines)
 
 
 def _flags(choice: TunedArm) -> str:
@@ -176,22 +176,22 @@ def _flags(choice: TunedArm) -> str:
 
 
 def line(found: MeasuredHead) -> str:
-    """Describes one result."""
+    """Returns a line that describes one result."""
     choice, known = found.choice, found.known
-    holds = ", ".join(f"{share:.0%}" for share in known.acceptance)
+    acceptance = ", ".join(f"{share:.0%}" for share in known.acceptance)
     return (
-        f"  sd by {choice.drafter}, K={choice.depth}: {choice.tokens_per_second:.1f} tok/s;"
-        f" {known.step_ms:.2f} ms a token drafted; of those reached there held {holds}"
+        f"  sd with {choice.drafter}, K={choice.depth}: {choice.tokens_per_second:.1f} tok/s;"
+        f" {known.step_ms:.2f} ms per drafted token; acceptance by position {acceptance}"
     )
 
 
 def with_heads(record: Tuning, found: Sequence[MeasuredHead]) -> Tuning:
-    """Adds the results to a record."""
-    choices = sorted([*record.choices, *(one.choice for one in found)], key=lambda one: -one.tokens_per_second)
-    return replace(record, choices=tuple(choices), own=tuple(one.known for one in found))
+    """Returns the record with these results added."""
+    choices = sorted([*record.choices, *(head.choice for head in found)], key=lambda arm: -arm.tokens_per_second)
+    return replace(record, choices=tuple(choices), own=tuple(head.known for head in found))
 
 
-def _ways(pair: ChosenPair) -> list[HeadArm]:
+def _arms(pair: ChosenPair) -> list[HeadArm]:
     return [
         HeadArm(name, depth)
         for name in names_of(kind for kind, _ in in_process_drafters(pair.settings))
@@ -200,9 +200,9 @@ def _ways(pair: ChosenPair) -> list[HeadArm]:
 
 
 def _measured(
-    options: argparse.Namespace, ways: Sequence[HeadArm], texts: Texts, screen: Screen
+    options: argparse.Namespace, arms: Sequence[HeadArm], texts: Texts, screen: Screen
 ) -> dict[HeadArm, MeasuredHead]:
     sampling = SamplingParams(max_tokens=TOKENS, temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        return measure(cluster.client(), ways, texts, sampling, lambda step: screen.show(f"tune: {step}"))
+        return measure(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))

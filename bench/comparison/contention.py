@@ -1,4 +1,4 @@
-"""A process that keeps the target's device busy during a bench, and ends with it.
+"""A process that keeps the target's device busy until the bench ends.
 
 `python -m outrider.bench.comparison.contention gpu|cpu` streams memory on a CPU, as another model's weights would, or
 multiplies matrices on a GPU, until stdin closes.
@@ -32,7 +32,7 @@ class Contention(HelperProcess):
     def describe(self) -> str:
         if self._on_gpu:
             return "contended: another process multiplies matrices on the GPU"
-        where = "a core of its own choice" if self._core is None else f"core {self._core}, the target's"
+        where = "any core" if self._core is None else f"core {self._core}, the target's"
         return f"contended: another process streams memory on {where}"
 
 

@@ -1,6 +1,6 @@
-"""llama.cpp's server on the same GGUF file: a program that `peers` starts, using `xllamacpp`, the server without HTTP.
+"""Runs llama.cpp's server on the same GGUF file, by `xllamacpp`, which needs no HTTP. A program that `peers` starts.
 
-Each number of threads or slots, and each kind of speculation, is a server of its own.
+Each number of threads or slots and each kind of speculation needs a process of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider.orchestrator.cli import run_as_program
 
 KINDS = "COMMON_SPECULATIVE_TYPE_"
 CONTEXT = 2560
-"""Tokens per slot: the longest prompt and its text."""
+"""Tokens per slot: the longest prompt with its generated text."""
 
 
 class LlamaCpp:
-    """One server. `speculation`: llama.cpp's name of a kind, and the fields of its parameters."""
+    """One server. `options.speculation`: llama.cpp's name of a kind; `options.settings`: its parameters as JSON."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         given = xllamacpp.CommonParams()
@@ -38,8 +38,7 @@ class LlamaCpp:
         self._slots = options.slots
 
     def run(self, tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
-        asked = _request(tokens, max_tokens, temp, seed, ignore_eos)
-        timings = self._server.handle_completions(asked)["timings"]
+        timings = self._server.handle_completions(_request(tokens, max_tokens, temp, seed, ignore_eos))["timings"]
         return {
             "tokens": [],
             "count": timings["predicted_n"],
@@ -49,7 +48,7 @@ class LlamaCpp:
         }
 
     def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, Any]:
-        """Completes all prompts, one per slot at a time."""
+        """Completes all prompts, at most one per slot at a time."""
         begun = time.perf_counter()
 
         def ask(number: int, tokens: list[int]) -> dict[str, Any]:
@@ -61,8 +60,8 @@ class LlamaCpp:
                     arrivals.append((time.perf_counter() - begun, chunk["timings"]["predicted_n"]))
                 return False  # go on
 
-            asked = _request(tokens, max_tokens, temp, seed + number, True)
-            self._server.handle_completions({**asked, "stream": True, "timings_per_token": True}, on_chunk)
+            request = _request(tokens, max_tokens, temp, seed + number, True)
+            self._server.handle_completions({**request, "stream": True, "timings_per_token": True}, on_chunk)
             counts = [0, *(count for _, count in arrivals)]
             new = [after - before for before, after in pairwise(counts)]
             return {"sent": sent, "arrivals": [(at, n) for (at, _), n in zip(arrivals, new, strict=True) if n > 0]}
@@ -72,7 +71,7 @@ class LlamaCpp:
 
 
 def _request(tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
-    """Sampling uses only the temperature, as ours does, and no prompt cache."""
+    """Returns a request that samples by temperature only, as ours do, and uses no prompt cache."""
     return {
         "prompt": tokens,
         "max_tokens": max_tokens,
@@ -109,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     peer = LlamaCpp(options)
-    answer_all(lambda asked: peer.batch(**asked) if "batch" in asked else peer.run(**asked))
+    answer_all(lambda request: peer.batch(**request) if "batch" in request else peer.run(**request))
     return 0
 
 

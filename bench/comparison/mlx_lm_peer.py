@@ -1,4 +1,4 @@
-"""mlx-lm's own loops on the same weights: a program that `peers` starts.
+"""Runs mlx-lm's own loops on the same weights. A program that `peers` starts.
 
 Both models use float32 on a CPU, as ours do where MLX computes them.
 """
@@ -21,7 +21,7 @@ from outrider.orchestrator.cli import run_as_program
 
 
 class MlxLm:
-    """Both models in one process, for mlx-lm's speculative decoding; without a draft model only plain decoding."""
+    """Both models in one process, as mlx-lm's speculative decoding needs; plain decoding only without a draft model."""
 
     def __init__(self, model: str, draft_model: str | None) -> None:
         self._target = load(model).model
@@ -44,16 +44,16 @@ class MlxLm:
         return {"tokens": generated, "count": len(generated), "decode_seconds": time.perf_counter() - first}
 
     def batch(
-        self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, places: int, reads: int
+        self, batch: list[list[int]], max_tokens: int, temp: float, seed: int, slots: int, reads: int
     ) -> dict[str, Any]:
-        """Plain decoding of all prompts, `places` at once, as `batch_generate` with times of each step."""
+        """Decodes all prompts plainly, at most `slots` at once: `batch_generate` with the time of each step."""
         mx.random.seed(seed)
         begun = time.perf_counter()
         generator = BatchGenerator(
             self._target,
             max_tokens=max_tokens,
             sampler=make_sampler(temp),
-            completion_batch_size=places,
+            completion_batch_size=slots,
             prefill_batch_size=reads,
         )
         arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number in generator.insert(batch)}
@@ -62,8 +62,8 @@ class MlxLm:
             for response in responses:
                 arrivals[response.uid].append((now, 1))
         generator.close()
-        # Waiting prompts start in order as places become free.
-        sent = [0.0] * places + sorted(times[-1][0] for times in arrivals.values())
+        # Waiting prompts start in order as slots become free.
+        sent = [0.0] * slots + sorted(times[-1][0] for times in arrivals.values())
         return {"replies": [{"sent": at, "arrivals": a} for at, a in zip(sent, arrivals.values(), strict=False)]}
 
 
@@ -74,7 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     peer = MlxLm(options.model, options.draft_model)
-    answer_all(lambda asked: peer.batch(**asked) if "batch" in asked else peer.run(**asked))
+    answer_all(lambda request: peer.batch(**request) if "batch" in request else peer.run(**request))
     return 0
 
 

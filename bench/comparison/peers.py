@@ -1,9 +1,9 @@
 """Other engines on the same weights: mlx-lm and llama.cpp, each in a process of its own.
 
-Requests are JSON, one per line. {tokens, max_tokens, temp, seed, ignore_eos}, for mlx-lm with num_draft_tokens (0:
-plain decoding), returns {tokens, count, decode_seconds}, from the first generated token to the last. {batch,
-max_tokens, temp, seed}, for mlx-lm with `places` and `reads` (prompts per forward), returns {replies}: for each prompt
-when it was sent and when its tokens came, in seconds.
+Requests are JSON, one per line. {tokens, max_tokens, temp, seed, ignore_eos}, for mlx-lm also num_draft_tokens (0:
+plain decoding), returns {tokens, count, decode_seconds}, timed from the first generated token to the last. {batch,
+max_tokens, temp, seed}, for mlx-lm also `slots` and `reads` (prompts per forward), returns {replies}: for each prompt,
+when it was sent and when its tokens arrived, in seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.protocol.version import install
 
 MLX_LM, LLAMA_CPP = "mlx-lm", "llama.cpp"
 PEERS = {MLX_LM: "mlx_lm", LLAMA_CPP: "xllamacpp"}
-"""The module that each needs."""
+"""Peers by name, with the module that each needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ SPECULATIONS = (
     LlamaSpeculation("ngram-mod", {"n_match": 8, "n_min": 2, "n_max": 16}),
     LlamaSpeculation("ngram-cache", {"n_max": 4}),
 )
-"""Settings of llama.cpp's lookup to try; the best in the trial is measured."""
+"""Settings of llama.cpp's lookup to try; the best of the trial is measured."""
 WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in (2, 3, 5))
 
 
@@ -74,7 +74,7 @@ class PeerProcess(HelperProcess):
 
 
 def mlx_lm(settings: ServeSettings) -> PeerProcess:
-    """`settings` must name folders (see `pairing`)."""
+    """Starts mlx-lm. `settings` must name folders (see `pairing`)."""
     draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
     return PeerProcess("mlx_lm_peer", settings, "--model", str(settings.model), *draft)
 
@@ -86,7 +86,7 @@ def llama_cpp(
     speculation: LlamaSpeculation | None = None,
     draft: Path | None = None,
 ) -> PeerProcess:
-    """Runs a GGUF file with the threads of the settings."""
+    """Starts llama.cpp on a GGUF file, with the threads of the settings."""
     more: list[str] = []
     if speculation is not None:
         more += ["--speculation", speculation.kind, "--settings", json.dumps(dict(speculation.settings))]
@@ -98,20 +98,20 @@ def llama_cpp(
 
 @dataclass(frozen=True, slots=True)
 class PeerRunner:
-    """Runs prompts on a peer; `asked` are additional fields of its requests, for mlx-lm the draft tokens."""
+    """Runs prompts on a peer; `extra` are additional fields of its requests, for mlx-lm the draft tokens."""
 
     name: str
     process: PeerProcess
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        return self.process.run(prompt, sampling, **self.asked)
+        return self.process.run(prompt, sampling, **self.extra)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPeers:
-    """The peers of a bench. `gguf`, `draft`: llama.cpp's files; None if it does not take part. `left_out`: one sentence
-    for each peer that can't take part."""
+    """The peers of a bench. `gguf`, `draft`: llama.cpp's files; None without llama.cpp. `left_out`: a sentence for each
+    peer that can't run."""
 
     mlx_lm: bool = False
     gguf: Path | None = None
@@ -120,8 +120,8 @@ class ChosenPeers:
 
 
 def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft: str | None) -> ChosenPeers:
-    """`wanted`: comma-separated names, "none", or None: all available. `model` and `draft` are the names that the user
-    gave; `settings` have their folders.
+    """Returns the peers to run. `wanted`: comma-separated names, "none", or None for all available ones. `model` and
+    `draft`: the names that the user gave; `settings` have their folders.
 
     Raises:
         InvalidRequest: a peer is unknown, not installed, or has no file to read.
@@ -130,7 +130,7 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
         return ChosenPeers()
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
-        raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or of {', '.join(PEERS)} with commas between")
+        raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or comma-separated names of {', '.join(PEERS)}")
     file = gguf_of(model)
     why = {name: reason for name in names if (reason := _missing(name, file)) is not None}
     if wanted is not None and why:
@@ -144,14 +144,14 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
 
 
 def gguf_of(model: str | None) -> Path | None:
-    """Returns a model's GGUF file: itself, or the one that its name stands for; else None."""
+    """Returns the GGUF file that a model's name or path stands for, or None."""
     name = model or default_model()[0]
     path = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
     return path if is_gguf(path) else None
 
 
 def _missing(name: str, file: Path | None) -> str | None:
-    """Returns why a peer can't take part, or None."""
+    """Returns a sentence that says why a peer can't run, or None."""
     if find_spec(PEERS[name]) is None:
         return f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
     if name == LLAMA_CPP and file is None:

@@ -1,7 +1,7 @@
-"""Tables and pictures of a comparison, for one request at a time and for several at once.
+"""Tables and pictures of a comparison, for single and for concurrent requests.
 
-Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds, and over the
-requests in them where a number is per request.
+Each ratio is over the prompts of one interleaved run. Intervals of concurrent runs are over rounds, and for numbers per
+request also over the requests of each round.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunnerRow:
-    """One runner on one class of prompts. Values are None if the runner does not report them; `comparison` if the
-    formula does not apply."""
+    """One runner on one class of prompts. Values are None if the runner does not report them; `comparison` is None if
+    the formula does not apply."""
 
     name: str
     median: float
@@ -74,7 +74,7 @@ def section(
     comparison: Mapping[str, FormulaComparison],
     notes: Sequence[str] = (),
 ) -> Section:
-    """Summarizes runs, the fastest first."""
+    """Summarizes runs, fastest first."""
     rows = [_row(name, found, runs[baseline], comparison.get(name)) for name, found in runs.items()]
     repeated = statistics.fmean(repeated_share(run.tokens) for run in runs[baseline])
     ordered = tuple(sorted(rows, key=lambda row: -row.against.value))
@@ -85,8 +85,8 @@ def table(found: Section) -> str:
     """Returns a Markdown table with a title line and notes."""
     head = f"{found.kind}, T = {found.temp:g}: {found.prompts} prompts, {found.repeated:.0%} of 4-grams repeated"
     has_formula = any(row.comparison for row in found.rows)
-    titles = ["", "tok/s (median)", f"against {found.baseline} [95 %]", *(["of the formula"] if has_formula else [])]
-    titles += ["accepted", "tokens a round", "hits"]
+    titles = ["", "tok/s (median)", f"relative to {found.baseline} [95 %]"]
+    titles += [*(["of predicted"] if has_formula else []), "acceptance", "tokens per round", "hit rate"]
     lines = [f"{head}; {found.conditions}", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in found.rows:
         cells = [row.name, f"{row.median:.1f}", str(row.against)]
@@ -122,8 +122,8 @@ ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class RatioSpec:
-    """A ratio: its `name`, the runner families on both sides, whose best is used, and the threads of theirs, if that
-    matters."""
+    """A ratio of the best runner of one set of families to the best of another. `threads`: only runners of `theirs`
+    with this many; None: all."""
 
     name: str
     ours: tuple[str, ...]
@@ -133,7 +133,7 @@ class RatioSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One ratio in one class: `against` is the best of theirs."""
+    """One ratio in one class. `against`: the best runner of the other side."""
 
     name: str
     kind: str
@@ -142,9 +142,9 @@ class Ratio:
 
 
 def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
-    """`threads`: of each of our workers."""
+    """Returns the ratios that a suite reports. `threads`: of each of our workers."""
     return (
-        RatioSpec(f"ar over {LLAMA_CPP}, as many threads", ("ar",), (LLAMA_CPP,), threads),
+        RatioSpec(f"ar over {LLAMA_CPP}, same number of threads", ("ar",), (LLAMA_CPP,), threads),
         RatioSpec("ssd over ar", ("ssd",), ("ar",)),
         RatioSpec("ssd over the best sd", ("ssd",), ("sd",)),
         RatioSpec("auto over the best mode", ("auto",), ("ar", "sd", "ssd")),
@@ -154,14 +154,14 @@ def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
 
 
 def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
-    """Returns every ratio with runners on both sides, for all classes together and for each. `classes` has each
-    prompt's class."""
+    """Returns every ratio that has runners on both sides, for all classes together and for each class. `classes`: the
+    class of each prompt."""
     found = []
     for spec in ratio_specs(threads):
         for kind in (ALL, *dict.fromkeys(classes)):
             of_kind = {
-                name: [run.timed for run, its in zip(made, classes, strict=True) if kind in (ALL, its)]
-                for name, made in runs.items()
+                name: [run.timed for run, run_kind in zip(of_name, classes, strict=True) if kind in (ALL, run_kind)]
+                for name, of_name in runs.items()
             }
             rates = {name: total_rate(timed) for name, timed in of_kind.items()}
             ours = [name for name in runs if _is_one_of(name, spec.ours, None)]
@@ -173,18 +173,18 @@ def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: i
 
 
 def ratio_table(found: Sequence[Ratio]) -> str:
-    """Returns a Markdown table: a line for each ratio, a column for each class, and the runner compared with."""
-    kinds = list(dict.fromkeys(one.kind for one in found))
+    """Returns a Markdown table: a line per ratio, a column per class, and the runner compared with."""
+    kinds = list(dict.fromkeys(r.kind for r in found))
     lines = [f"| | {' | '.join(kinds)} | compared with |", "|---" * (len(kinds) + 2) + "|"]
-    for name in dict.fromkeys(one.name for one in found):
-        of_name = {one.kind: one for one in found if one.name == name}
+    for name in dict.fromkeys(r.name for r in found):
+        of_name = {r.kind: r for r in found if r.name == name}
         cells = [str(of_name[ALL].value), *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL)]
         lines.append(f"| {name} | {' | '.join(cells)} | {of_name[ALL].against} |")
     return "\n".join(lines)
 
 
 def _is_one_of(name: str, families: Sequence[str], threads: int | None) -> bool:
-    """A family is a name's first word: "sd" matches "sd n-gram K=3" and not "ssd K=3"."""
+    """Whether a runner belongs to one of the families. A family is a name's first word: "sd n-gram K=3" is "sd"."""
     if threads is not None and not name.endswith(f", {threads} thread{'s' * (threads > 1)}"):
         return False
     return any(name == family or name.startswith((f"{family} ", f"{family},")) for family in families)
@@ -230,7 +230,7 @@ def _panel(axes: Axes, found: Section) -> None:
     axes.axvline(1.0, color="#555555", linewidth=0.8)
     conditions = textwrap.fill(found.conditions, TITLE_WIDTH)
     axes.set_title(f"{found.kind}, T = {found.temp:g}\n{conditions}", fontsize=9, loc="left")
-    axes.set_xlabel(f"times {found.baseline}", fontsize=8)
+    axes.set_xlabel(f"relative to {found.baseline}", fontsize=8)
     axes.tick_params(labelbottom=True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -241,7 +241,7 @@ SPECULATION = ("ar", "sd", "ssd")
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Milliseconds: median and 99th percentile."""
+    """Median and 99th percentile in milliseconds."""
 
     p50: Interval
     p99: Interval
@@ -252,8 +252,8 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentRow:
-    """One runner at one concurrency: tokens per second of all requests, its ratio to the peer, and the time to first
-    token and per token as clients see them."""
+    """One runner at one concurrency: tokens per second of all requests, their ratio to the peer's, and the time to
+    first token and per token as clients see it."""
 
     name: str
     rate: Interval
@@ -264,7 +264,7 @@ class ConcurrentRow:
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentSection:
-    """One concurrency, compared with `peer`: llama.cpp, or mlx-lm if that is the only one.
+    """One concurrency, compared with `peer`: llama.cpp, or mlx-lm without llama.cpp.
 
     `auto_over_best`: auto over `best`, the best of ar, sd and ssd, if all of them ran.
     """
@@ -313,9 +313,9 @@ def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
 def concurrent_table(found: ConcurrentSection) -> str:
     """Returns a Markdown table with a title line."""
     lines = [
-        f"{found.width} at once, T = {found.temp:g}, {found.rounds} rounds",
+        f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds",
         "",
-        f"| | tok/s of all [95 %] | against {found.peer} | first token, ms p50 / p99 | a token, ms p50 / p99 |",
+        f"| | total tok/s [95 %] | relative to {found.peer} | first token, ms p50 / p99 | per token, ms p50 / p99 |",
         "|---|---|---|---|---|",
     ]
     for row in found.rows:
@@ -324,7 +324,7 @@ def concurrent_table(found: ConcurrentSection) -> str:
         against = "" if row.against_peer is None else str(row.against_peer)
         lines.append(f"| {row.name} | {rate} | {against} | {row.first_ms} | {token} |")
     if found.auto_over_best is not None:
-        lines += ["", f"- auto over {found.best}, the best of the modes: {found.auto_over_best}"]
+        lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]
     return "\n".join(lines)
 
 
@@ -337,18 +337,18 @@ COLOURS = {
     "llama.cpp": "#8d6cc9",
 }
 PANELS: dict[str, Callable[[ConcurrentRow], Interval]] = {
-    "tokens per second, all together": lambda row: row.rate,
+    "total tokens per second": lambda row: row.rate,
     "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p50,
-    "a token, ms (p50; dotted p99)": lambda row: row.token_ms.p50,
+    "per token, ms (p50; dotted p99)": lambda row: row.token_ms.p50,
 }
 TAILS: dict[str, Callable[[ConcurrentRow], Interval]] = {
     "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p99,
-    "a token, ms (p50; dotted p99)": lambda row: row.token_ms.p99,
+    "per token, ms (p50; dotted p99)": lambda row: row.token_ms.p99,
 }
 
 
 def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: str) -> None:
-    """Draws rates and latencies over concurrency, a line of panels for each temperature.
+    """Draws rates and latencies over concurrency, with a line of panels per temperature.
 
     Raises:
         InvalidRequest: the file can't be written.
@@ -398,7 +398,7 @@ def _concurrent_panel(
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.minorticks_off()
-    axes.set_xlabel("requests at once")
+    axes.set_xlabel("concurrent requests")
     axes.set_ylim(bottom=0 if tail is None else None)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

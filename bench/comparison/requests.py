@@ -1,6 +1,6 @@
-"""Sends one or several requests at once, as clients do, and records when each chunk arrived.
+"""Sends single or concurrent requests, as clients do, and records when each chunk arrives.
 
-A token's time is the wait for its chunk divided by the chunk's tokens; a gap is the wait itself.
+A gap is the time between two chunks; a token's time is the gap before its chunk divided by the chunk's tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A chunk of `tokens` reached the client, in seconds on the clock of `Reply.sent`."""
+    """The arrival of a chunk of `tokens` at the client, in seconds on the clock of `Reply.sent`."""
 
     at: float
     tokens: int
@@ -30,7 +30,7 @@ class Arrival:
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A finished request with at least one arrival. `token_ids`, `text` and `reason` are optional. `cancelled`: the
-    client left before the end."""
+    client cancelled it."""
 
     sent: float
     arrivals: tuple[Arrival, ...]
@@ -61,15 +61,15 @@ class Reply:
 
 
 def timed(replies: Sequence[Reply]) -> Timed:
-    """All tokens of concurrent requests, over the time from the first sending to the last end."""
+    """Returns all tokens of concurrent requests, and the seconds from the first sending to the last end."""
     tokens = sum(arrival.tokens for reply in replies for arrival in reply.arrivals)
     return Timed(tokens, max(reply.ended for reply in replies) - min(reply.sent for reply in replies))
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request, sent `after` so many seconds. The client leaves after `until` tokens; None: at the end. K and B None:
-    the server's own."""
+    """A request that is sent `after` seconds, and cancelled after `until` tokens (None: not). K and B None: the
+    server's."""
 
     tokens: tuple[int, ...]
     sampling: SamplingParams
@@ -80,8 +80,8 @@ class TimedRequest:
     branches: int | None = None
 
 
-def send(client: BaseClient, request: TimedRequest, heard: Callable[[Arrival], None] = lambda _: None) -> Reply:
-    """Sends one request; `heard` receives each arrival."""
+def send(client: BaseClient, request: TimedRequest, on_arrival: Callable[[Arrival], None] = lambda _: None) -> Reply:
+    """Sends one request; calls `on_arrival` with each arrival."""
     time.sleep(request.after)
     sent = time.perf_counter()
     stream = client.stream(
@@ -97,7 +97,7 @@ def send(client: BaseClient, request: TimedRequest, heard: Callable[[Arrival], N
     for chunk in stream:
         if chunk.token_ids:
             arrivals.append(Arrival(time.perf_counter(), len(chunk.token_ids)))
-            heard(arrivals[-1])
+            on_arrival(arrivals[-1])
         token_ids += chunk.token_ids
         texts.append(chunk.text)
         if request.until is not None and len(token_ids) >= request.until:
@@ -106,48 +106,48 @@ def send(client: BaseClient, request: TimedRequest, heard: Callable[[Arrival], N
     return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
 
 
-def send_all(client: BaseClient, requests: Sequence[TimedRequest], places: int | None = None) -> Iterator[Reply]:
-    """Sends all at once, each `after` its time, or at most `places` at once.
+def send_all(client: BaseClient, requests: Sequence[TimedRequest], slots: int | None = None) -> Iterator[Reply]:
+    """Sends all requests, each `after` its time, with at most `slots` at once (None: all).
 
     Yields replies in the requests' order. Starts when the first reply is requested.
     """
-    with ThreadPoolExecutor(places or len(requests)) as threads:
+    with ThreadPoolExecutor(slots or len(requests)) as threads:
         yield from threads.map(lambda request: send(client, request), requests)
 
 
 # Prompts per forward to try with mlx-lm; its default is 8.
 PEER_READS = (1, 4, 8)
-# More than the requests of a round; each has its own seed.
+# Seeds between two rounds: more than the requests of a round, which have a seed each.
 SEEDS = 1000
 
 Texts = Sequence[tuple[int, ...]]
 
 
 BatchRunner: TypeAlias = Runner[Texts, list[Reply]]
-"""Completes all prompts, as many at once as it has places."""
+"""Completes all prompts, as many at once as it has slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModeBatch:
-    """One of our modes; each request has its own seed, counted from the sampling's."""
+    """One of our modes. Request n uses the sampling's seed plus n."""
 
     name: str
     client: Client
-    places: int
+    slots: int
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         first = sampling.seed or 0
         requests = [TimedRequest(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
-        return list(send_all(self.client, requests, self.places))
+        return list(send_all(self.client, requests, self.slots))
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBatch:
-    """A peer that completes a batch; `asked` are additional fields of its requests."""
+    """A peer that completes a batch; `extra` are additional fields of its requests."""
 
     name: str
     process: PeerProcess
-    asked: Mapping[str, int] = field(default_factory=dict)
+    extra: Mapping[str, int] = field(default_factory=dict)
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         answer = self.process.ask({
@@ -155,18 +155,18 @@ class PeerBatch:
             "max_tokens": sampling.max_tokens,
             "temp": sampling.temp,
             "seed": sampling.seed or 0,
-            **self.asked,
+            **self.extra,
         })  # fmt: skip
         return [Reply(r["sent"], tuple(Arrival(at, n) for at, n in r["arrivals"])) for r in answer["replies"]]
 
 
-def best_mlx_lm(process: PeerProcess, places: int, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
-    """mlx-lm's `BatchGenerator` with its best setting in a trial."""
-    tried = [
-        PeerBatch(f"{MLX_LM}, {reads} read together", process, {"places": places, "reads": reads})
+def best_mlx_lm(process: PeerProcess, slots: int, rounds: Sequence[Texts], sampling: SamplingParams) -> PeerBatch:
+    """Returns mlx-lm's `BatchGenerator` with the prefill batch size that is fastest in a trial."""
+    candidates = [
+        PeerBatch(f"{MLX_LM}, prefill batch {reads}", process, {"slots": slots, "reads": reads})
         for reads in PEER_READS
-        if reads <= places
+        if reads <= slots
     ]
-    found = run_interleaved(tried, rounds, sampling, lambda _: None, seeds=SEEDS)
-    best = max(tried, key=lambda way: total_rate([timed(replies) for replies in found[way.name]]))
+    trial = run_interleaved(candidates, rounds, sampling, lambda _: None, seeds=SEEDS)
+    best = max(candidates, key=lambda runner: total_rate([timed(replies) for replies in trial[runner.name]]))
     return replace(best, name=MLX_LM)

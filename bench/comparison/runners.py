@@ -1,4 +1,4 @@
-"""Starts the runners of one bench: clusters of our modes, and other engines. They end with it.
+"""Starts the runners of a bench, clusters of our modes and other engines, and stops them at its end.
 
 A family is one decoding method with all its settings. A trial on a few prompts selects the best of each family.
 """
@@ -32,7 +32,7 @@ from outrider.protocol.sampling import SamplingParams
 BASELINE = "ar"
 # Suffix of a runner that uses both cores.
 BOTH_CORES = ", both cores"
-# Prompts of the trial; two where a class has few.
+# Prompts of the trial, and the fewest for a class with few prompts.
 TRIAL_PROMPTS = 4
 FEWEST_TRIAL_PROMPTS = 2
 
@@ -48,16 +48,16 @@ class RunnerFamilies:
     weight_bytes: int
 
     def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
-        """Selects the best of each family by a trial on prompts that are not measured, because the best of many is
-        partly luck. SD with only the model is always kept, as the formula describes it."""
-        trial = run_interleaved([c for family in self.families for c in family], prompts, sampling, tell)
+        """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
+        is partly luck. SD with only the model is always kept, because the formula describes it."""
+        trial = run_interleaved([runner for family in self.families for runner in family], prompts, sampling, tell)
         rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
         chosen: dict[str, PromptRunner] = {}
         for family in self.families:
-            models = [contestant for contestant in family if contestant.name.startswith("sd model")]
-            for some in (family, models):
-                if some:
-                    best = max(some, key=lambda contestant: rates[contestant.name])
+            models = [runner for runner in family if runner.name.startswith("sd model")]
+            for candidates in (family, models):
+                if candidates:
+                    best = max(candidates, key=lambda runner: rates[runner.name])
                     chosen.setdefault(best.name, best)
         return list(chosen.values())
 
@@ -84,7 +84,7 @@ def start_runners(
             families += start.mlx_lm("", settings)
         families += start.llama_cpp(peers)
         if both_cores:
-            # SSD uses one core per worker; here the others get as many.
+            # SSD uses one core per worker; here the other runners get as many.
             threads = 2 * settings.threads
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
@@ -94,7 +94,7 @@ def start_runners(
 
 @dataclass(frozen=True, slots=True)
 class _Starter:
-    """Starts clusters and peers that end with `stack`."""
+    """Starts clusters and peers, which `stack` ends."""
 
     stack: ExitStack
     given: dict[str, Any]
@@ -103,18 +103,18 @@ class _Starter:
     tell: Tell
 
     def ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> tuple[Families, int]:
-        """Returns AR and SD with every draft source, unless `plain` also SSD and auto, and the size of the target's
+        """Returns AR, SD with every draft source and, unless `plain`, SSD and auto; and the bytes of the target's
         weights.
 
-        Without a draft model n-grams are the only source, and there is no SSD.
+        Without a draft model, n-grams are the only source, and SSD is omitted.
         """
-        copying = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
+        without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
         cluster, drafts = self._cluster(given), self.settings.draft_backend != "ngram"
-        copies = self._cluster({**copying, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
+        ngrams = self._cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
         if not plain:
             # A target without a drafter would not be pinned; all targets use the same core here.
-            pin_process(_target(copies.client()).pid, system.core_of("target", self.settings))
-        clients = {"n-gram": copies.client()}
+            pin_process(_target(ngrams.client()).pid, system.core_of("target", self.settings))
+        clients = {"n-gram": ngrams.client()}
         if drafts:
             clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
         families: Families = [
@@ -133,7 +133,7 @@ class _Starter:
         return families, _target(cluster.client()).weight_bytes
 
     def _colocated(self, given: dict[str, Any]) -> Families:
-        """Returns SD with the draft model in the target's process, where that is possible."""
+        """Returns SD with the draft model in the target's process, or nothing if the backend does not support that."""
         if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
             return []
         client = self._cluster({**given, "colocate": True}).client()
@@ -142,16 +142,15 @@ class _Starter:
 
     def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(mlx_lm(settings))
-        found: Families = [[PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
+        families: Families = [[PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
         if settings.draft_model is not None:
-            found.append(
+            families.append(
                 [PeerRunner(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths]
             )
-        return found
+        return families
 
     def llama_cpp(self, peers: ChosenPeers) -> Families:
-        """Returns llama.cpp with our target's threads and with twice as many, the latter also with its own
-        speculation."""
+        """Returns llama.cpp with our target's threads, and with twice as many without and with its own speculation."""
         if peers.gguf is None:
             return []
         twice = replace(self.settings, threads=2 * self.settings.threads)
@@ -159,12 +158,12 @@ class _Starter:
         for settings in (self.settings, twice):
             process = self.stack.enter_context(llama_cpp(settings, peers.gguf))
             families.append([PeerRunner(llama_name(settings.threads), process)])
-        tried: list[PromptRunner] = []
+        speculative: list[PromptRunner] = []
         for speculation in (*SPECULATIONS, *(WITH_DRAFT if peers.draft is not None else ())):
             self.tell(f"{LLAMA_CPP} {speculation.name}")
             process = self.stack.enter_context(llama_cpp(twice, peers.gguf, speculation=speculation, draft=peers.draft))
-            tried.append(PeerRunner(llama_name(twice.threads, speculation.name), process))
-        return [*families, tried]
+            speculative.append(PeerRunner(llama_name(twice.threads, speculation.name), process))
+        return [*families, speculative]
 
     def _cluster(self, given: dict[str, Any]) -> LocalCluster:
         return self.stack.enter_context(LocalCluster(progress=self.tell, **{"memory": False, **given}))
@@ -182,8 +181,8 @@ def pin_process(pid: int, core: int | None) -> None:
 
 
 def llama_name(threads: int, speculation: str = "") -> str:
-    with_it = f" {speculation}" if speculation else ""
-    return f"{LLAMA_CPP}{with_it}, {threads} thread{'s' * (threads > 1)}"
+    suffix = f" {speculation}" if speculation else ""
+    return f"{LLAMA_CPP}{suffix}, {threads} thread{'s' * (threads > 1)}"
 
 
 def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
@@ -191,7 +190,7 @@ def main_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
 
 
 def second_table_runs(runs: dict[str, list[Run]]) -> dict[str, list[Run]]:
-    """Returns the runs with both cores, and SSD and auto, which always use both."""
+    """Returns the runs with both cores, including those of SSD and auto, which always use both."""
     return {
         name: found for name, found in runs.items() if name.endswith(BOTH_CORES) or name.startswith(("ssd", "auto"))
     }

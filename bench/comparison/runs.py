@@ -1,4 +1,4 @@
-"""Interleaved runs of the same prompts, so that drift of the machine affects all alike, and their statistics.
+"""Interleaved runs of the same prompts, so that drift of the machine affects all equally, and their statistics.
 
 A runner is one of our modes with its K, or another engine on the same weights (`peers`). Rates are of decoding: from
 the first generated token to the last. Bootstrap intervals use a fixed seed.
@@ -41,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Tokens generated in a time."""
+    """Tokens, and the seconds in which they were generated."""
 
     tokens: int
     seconds: float
@@ -52,7 +52,7 @@ class Timed:
 
 
 def total_rate(runs: Sequence[Timed]) -> float:
-    """Tokens per second of all runs together."""
+    """Returns the tokens per second of all runs together."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
 
@@ -61,7 +61,7 @@ def median_rate(runs: Sequence[Timed]) -> float:
 
 
 def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
-    """Ratio of two rates on the same prompts; prompts are resampled."""
+    """Returns the ratio of two rates on the same prompts; the interval comes from resampling prompts."""
     pairs = list(zip(ours, theirs, strict=True))
 
     def of(chosen: Sequence[tuple[Timed, Timed]]) -> float:
@@ -71,33 +71,32 @@ def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
 
 
 def bootstrap(values: Sequence[V], estimate: Callable[[Sequence[V]], float]) -> Interval:
-    """The estimate on all values, with an interval from resampling."""
+    """Returns the estimate on all values, with an interval from resampling them."""
     draw = random.Random(SEED)
-    return _middle(estimate(values), [estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
+    return _interval(estimate(values), [estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)])
 
 
 def nested_bootstrap(
     rounds: Sequence[Sequence[Sequence[float]]], estimate: Callable[[Sequence[float]], float]
 ) -> Interval:
-    """As `bootstrap`, over the numbers of all requests of all rounds: rounds are resampled, and in each its
-    requests."""
+    """Like `bootstrap` over the numbers of all requests of all rounds; resamples rounds, and requests in each round."""
     draw = random.Random(SEED)
 
-    def drawn_again() -> list[float]:
+    def resampled() -> list[float]:
         requests = [r for chosen in draw.choices(rounds, k=len(rounds)) for r in draw.choices(chosen, k=len(chosen))]
         return [number for request in requests for number in request]
 
     everything = [number for requests in rounds for request in requests for number in request]
-    return _middle(estimate(everything), [estimate(drawn_again()) for _ in range(NESTED_RESAMPLES)])
+    return _interval(estimate(everything), [estimate(resampled()) for _ in range(NESTED_RESAMPLES)])
 
 
-def _middle(value: float, found: Sequence[float]) -> Interval:
-    ordered = sorted(found)
+def _interval(value: float, resampled: Sequence[float]) -> Interval:
+    ordered = sorted(resampled)
     return Interval(value, ordered[int(0.025 * len(ordered))], ordered[int(0.975 * len(ordered))])
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
-    """The share of n-grams that occurred before in the same text; near 1 the text loops."""
+    """Returns the share of n-grams that occurred before in the same text; near 1, the text loops."""
     counts = Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
     total = sum(counts.values())
     return (total - len(counts)) / total if total else 0.0
@@ -106,13 +105,13 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
 T = TypeVar("T", contravariant=True)
 R = TypeVar("R", covariant=True)
 
-# In the name of a runner whose draft model is in the target's process.
+# Part of the name of a runner with the draft model in the target's process.
 COLOCATED = "colocated"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt with one runner. `timings` are None for other engines."""
+    """The run of one prompt with one runner. `timings` is None for other engines."""
 
     tokens: tuple[int, ...]
     timed: Timed
@@ -135,7 +134,7 @@ PromptRunner: TypeAlias = Runner[Sequence[int], Run]
 @dataclass(frozen=True, slots=True)
 class ModeRunner:
     """One of our modes on a running cluster. `depth` None: the cluster's K. `sampling` overrides single parameters.
-    `drafter`: the only one to draft, if given."""
+    `drafter`: the only drafter to use; empty: all."""
 
     name: str
     client: Client
@@ -146,10 +145,9 @@ class ModeRunner:
     drafter: str = ""
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        own = replace(sampling, **self.sampling)
         result = self.client.generate(
             prompt,
-            own,
+            replace(sampling, **self.sampling),
             mode=self.mode,
             num_draft_tokens=self.depth,
             branches=self.branches,
@@ -164,7 +162,7 @@ def require_pace(result: GenerationResult) -> None:
     """Checks that a simulation kept its latency profile.
 
     Raises:
-        WorkerError: a worker could not, so the result does not describe the profile's machine.
+        WorkerError: a worker was too slow, so the result does not describe the profile's machine.
     """
     for note in result.notes:
         if NOT_KEPT in note:
@@ -179,8 +177,8 @@ def run_interleaved(
     between: Callable[[T, SamplingParams], None] | None = None,
     seeds: int = 1,
 ) -> dict[str, list[R]]:
-    """Runs every task with every runner, starting with a different one for each task. Returns results by name, in task
-    order.
+    """Runs every task with every runner, beginning with a different runner for each task. Returns results by runner
+    name, in task order.
 
     Task number n uses seed n * `seeds`. `between` is called after each task, while all runners are idle.
     """
@@ -191,6 +189,6 @@ def run_interleaved(
             tell(f"{number + 1} of {len(tasks)}: {runner.name}")
             runs[runner.name].append(runner.run(task, chosen))
         if between is not None:
-            tell(f"{number + 1} of {len(tasks)}: times alone")
+            tell(f"{number + 1} of {len(tasks)}: times in isolation")
             between(task, chosen)
     return runs

@@ -1,7 +1,7 @@
-"""Each runner's runs taken together, the formula's prediction for such rounds, and the notes under a bench's table.
+"""Summarizes each runner's runs, compares them with the formula's prediction, and writes the notes under the tables.
 
-The formula uses isolated times, and from the run only chain lengths, tokens per round, the share of chains on request,
-and the median turnaround.
+The formula takes times in isolation, and from the run only chain lengths, tokens per round, the share of chains on
+request, and the median turnaround.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outrider.protocol.messages import Timings
 class Summary:
     """Sums over runs. `tokens`, `rounds` and times are of decoding, without the prompt's round.
 
-    `rows[M]` counts verifies of M tokens. `drafted[i]` counts chains with a token i, `accepted[i]` those in which it
-    and all before it held. `asked` counts rounds that waited for a chain on request. `looked_up` and `hits` count
-    outcomes by accepted chain tokens. `turnaround_ms` is the median of hits, None without any.
+    `rows[M]` counts verifies of M tokens. `drafted[i]` counts chains with a token i, `accepted[i]` those with tokens 0
+    to i accepted. `asked` counts rounds that waited for a chain on request. `looked_up` and `hits` count outcomes by
+    accepted chain tokens. `turnaround_ms` is the median of hits, None without hits.
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class Summary:
 
     @property
     def acceptance(self) -> float | None:
-        """The share of drafted tokens that held; None without any."""
+        """The share of drafted tokens that were accepted; None without drafted tokens."""
         return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
 
     @property
@@ -54,10 +54,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class FormulaComparison:
-    """A round as measured and as the formula predicts, in milliseconds; rates in tokens per second.
+    """A round as measured and as predicted, in milliseconds; rates in tokens per second.
 
-    `verify_ms` is the mean verify of the run, `verify_alone_ms` what the same verifies take alone; `between_ms` and
-    `between_alone_ms` the target's wait before them.
+    `verify_ms` is the run's mean verify, `verify_alone_ms` the mean of the same verifies in isolation; `between_ms` and
+    `between_alone_ms` are the target's waits before them.
     """
 
     measured: float
@@ -69,7 +69,7 @@ class FormulaComparison:
 
     @property
     def share(self) -> float:
-        """Measured over predicted rate."""
+        """The measured rate divided by the predicted rate."""
         return self.measured / self.predicted
 
 
@@ -96,13 +96,13 @@ def summary(timings: Sequence[Timings]) -> Summary:
 
 
 def compare_plain(found: Summary, alone: IsolatedTimes) -> FormulaComparison:
-    """Compares plain decoding: one token after another, without waits."""
+    """Compares plain decoding: steps one after another, without waits."""
     step_ms = found.decode_ms / found.rounds
     return FormulaComparison(_rate(found), 1000 * ar_rate(alone.costs()), step_ms, alone.step_ms, 0.0, 0.0)
 
 
 def compare_speculative(found: Summary, alone: IsolatedTimes, depth: int, works_ahead: bool) -> FormulaComparison:
-    """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 on the run's own mix of rounds."""
+    """Compares SD with this K, or SSD (`works_ahead`), with theorem 7 for the run's mix of rounds."""
     costs = alone.costs(found.turnaround_ms)
     kinds = kinds_of(found, depth, works_ahead)
     verify_alone_ms = sum(kind.share * alone.verify_ms(kind.rows) for kind in kinds)
@@ -118,8 +118,8 @@ def compare_speculative(found: Summary, alone: IsolatedTimes, depth: int, works_
 
 
 def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
-    """Returns the run's rounds by verified rows. A chain on request counts with mean length; one from the cache must
-    have been drafted during the verify before. Chains longer than K are n-grams, which cost nothing."""
+    """Returns the run's rounds by verified rows. A chain on request counts with the mean length; a chain from the cache
+    was drafted during the previous verify. Chains longer than K are n-grams, which cost nothing."""
     chains = sum(found.rows[2:])
     drafted = sum(count * min(rows - 1, depth) for rows, count in enumerate(found.rows) if rows > 1)
     mean = round(drafted / chains) if chains else 0
@@ -134,7 +134,7 @@ def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
 
 
 def times_of_drafting(costs: Costs, depth: int) -> tuple[float, float]:
-    """T_p and T_SD: the work ahead and a chain on request, in units of the verify."""
+    """Returns T_p and T_SD: the work ahead and a chain on request, in units of the verify."""
     verify_ms = costs.verify_ms(depth + 1)
     return costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
 
@@ -153,13 +153,13 @@ def _sum(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 GIGA = 1e9
-# Fewer outcomes are too few for a share.
+# The fewest outcomes from which a share is computed.
 FEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSummary:
-    """One of our runners; `depth` is its K, None if that varies or there is none."""
+    """One of our runners. `depth` is its K, None if K varies or the runner does not draft."""
 
     name: str
     mode: str
@@ -168,17 +168,19 @@ class RunnerSummary:
 
 
 def summaries_of(best: Sequence[PromptRunner], runs: Mapping[str, Sequence[Run]], apart: str) -> list[RunnerSummary]:
-    """Returns our runners; names that end with `apart` belong to another table. Colocated ones are excluded: their
-    rounds are not the formula's."""
+    """Summarizes our runners, except those with names that end with `apart`, which belong to another table, and
+    colocated ones, which the formula does not describe."""
     return [
-        RunnerSummary(one.name, one.mode, one.depth, summary([run.timings for run in runs[one.name] if run.timings]))
-        for one in best
-        if isinstance(one, ModeRunner) and not one.name.endswith(apart) and COLOCATED not in one.name
+        RunnerSummary(
+            runner.name, runner.mode, runner.depth, summary([run.timings for run in runs[runner.name] if run.timings])
+        )
+        for runner in best
+        if isinstance(runner, ModeRunner) and not runner.name.endswith(apart) and COLOCATED not in runner.name
     ]
 
 
 def compare_all(subjects: Sequence[RunnerSummary], alone: IsolatedTimes) -> dict[str, FormulaComparison]:
-    """Returns the comparison by name: of AR, and of modes with a fixed K."""
+    """Returns comparisons by name, for AR and for modes with a fixed K."""
     return {s.name: _compare(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
 
 
@@ -189,29 +191,29 @@ def _compare(subject: RunnerSummary, alone: IsolatedTimes) -> FormulaComparison:
 
 
 def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int, weight_bytes: int) -> list[str]:
-    """Returns the notes. `weight_bytes` is what the target reads in one forward."""
+    """Returns the notes. `weight_bytes`: what the target reads in one forward."""
     comparison = compare_all(subjects, alone)
     depth = next((subject.depth for subject in subjects if subject.mode == "ssd"), None)
-    found = [_costs(alone)]
+    notes = [_costs(alone)]
     if depth is not None:
-        found.append(_ceiling(alone, depth, branches))
-    found += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
+        notes.append(_ceiling(alone, depth, branches))
+    notes += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
     streamed = ", ".join(f"{s.name} {_streamed(s.summary, weight_bytes):.1f}" for s in subjects)
-    found.append(f"- target weights read, GB/s while verifying ({weight_bytes / 1e6:.0f} MB a forward): {streamed}")
-    found += [f"- accepted by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
-    found += [
-        f"- hits by accepted tokens, {s.name}: {_hits(s.summary)}" for s in subjects if sum(s.summary.looked_up) > 0
+    notes.append(f"- target weights read during verifies, GB/s ({weight_bytes / 1e6:.0f} MB per forward): {streamed}")
+    notes += [f"- acceptance by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
+    notes += [
+        f"- hit rate by accepted tokens, {s.name}: {_hits(s.summary)}" for s in subjects if sum(s.summary.looked_up) > 0
     ]
-    return found
+    return notes
 
 
 def shares(subject: RunnerSummary) -> str:
-    """Returns where the time of this runner's rounds went, without isolated times."""
+    """Returns a note on how a round of this runner divides into verify, idle target and the rest."""
     found = subject.summary
     whole_ms, verify_ms, idle_ms = (total / found.rounds for total in (found.decode_ms, found.verify_ms, found.idle_ms))
-    hits = "" if found.hit_rate is None else f", hits {found.hit_rate:.0%}"
+    hits = "" if found.hit_rate is None else f", hit rate {found.hit_rate:.0%}"
     return (
-        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target without work {idle_ms:.2f}"
+        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {verify_ms:.2f} + target idle {idle_ms:.2f}"
         f" + rest {whole_ms - verify_ms - idle_ms:.2f}; {found.tokens / found.rounds:.2f} tokens{hits}"
     )
 
@@ -220,27 +222,27 @@ def _costs(alone: IsolatedTimes) -> str:
     first = alone.verify_ms(1)
     rows = ", ".join(f"{rows}: {ms / first:.2f}" for rows, ms in alone.verify_ms.points)
     return (
-        f"- alone: a token of plain decoding {alone.step_ms:.2f} ms; c(M), a verify of M tokens, {first:.2f} ms times"
-        f" {rows}"
+        f"- in isolation: a token of plain decoding {alone.step_ms:.2f} ms; c(M), a verify of M tokens, {first:.2f} ms"
+        f" times {rows}"
     )
 
 
 def _ceiling(alone: IsolatedTimes, depth: int, branches: int) -> str:
     ahead, chain = times_of_drafting(alone.costs(), depth)
     return (
-        f"- alone, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
-        f" a chain {alone.chain_ms(depth):.2f} ms, T_SD = {chain:.2f}; so SSD can gain at most {1 + chain:.2f}x on SD"
+        f"- in isolation, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
+        f" a chain {alone.chain_ms(depth):.2f} ms, T_SD = {chain:.2f}; upper bound of SSD over SD: {1 + chain:.2f}x"
     )
 
 
 def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
     whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / comparison.measured
     slower = comparison.verify_ms / comparison.verify_alone_ms
-    between = f" + between {comparison.between_ms:.2f} (formula {comparison.between_alone_ms:.2f})"
+    between = f" + between {comparison.between_ms:.2f} (predicted {comparison.between_alone_ms:.2f})"
     return (
-        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {comparison.verify_ms:.2f} (alone"
-        f" {comparison.verify_alone_ms:.2f}, so {slower:.2f} times){between if comparison.between_alone_ms else ''};"
-        f" formula {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
+        f"- a round of {subject.name}: {whole_ms:.2f} ms = verify {comparison.verify_ms:.2f} ({slower:.2f} times the"
+        f" {comparison.verify_alone_ms:.2f} in isolation){between if comparison.between_alone_ms else ''};"
+        f" predicted {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
     )
 
 
@@ -249,7 +251,7 @@ def _streamed(summary: Summary, weight_bytes: int) -> float:
 
 
 def _positions(summary: Summary) -> str:
-    """How often chain token i and all before it held, of the chains that had one."""
+    """Returns how often chain tokens 1 to i were accepted, of the chains with i tokens."""
     pairs = zip(summary.accepted, summary.drafted, strict=True)
     return "  ".join(f"{i}: {held / tried:.2f}" for i, (held, tried) in enumerate(pairs, 1) if tried)
 

@@ -1,8 +1,8 @@
-"""Times rounds of one kind over a known text, with one process working and all others idle.
+"""Times rounds of one kind over a known text; one process works and all others are idle.
 
-Each loop opens a request after the text's prompt, and closes it at its end. `numbers` count rounds from 1; the first
+Each loop opens a request after the text's prompt, and closes it at the end. `numbers` count rounds from 1; the first
 `WARM_UP` are not returned. `Stopwatch` takes such samples between the runs of a comparison, so that drift of the
-machine affects both alike.
+machine affects both equally.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def milliseconds(span: Span) -> float:
 WARM_UP = 2
 
 Text = tuple[int, Sequence[int]]
-"""The prompt's length, and the prompt with the target's continuation."""
+"""The length of the prompt, and the prompt with the target's continuation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPosition:
-    """A round's position in the text: `new` tokens become committed, and `chain` is verified after them."""
+    """A round's position in the text: the tokens `new` are committed, then `chain` is verified."""
 
     number: int
     base_len: int
@@ -62,17 +62,17 @@ class SdRound:
 
 
 def numbers_of(rounds: int) -> range:
-    """Returns the round numbers of `rounds` rounds and the warm-up."""
+    """Returns the round numbers of the warm-up and of `rounds` rounds."""
     return range(1, WARM_UP + rounds + 1)
 
 
 def whole(spans: Sequence[Span]) -> Span:
-    """From the first start to the last end."""
+    """Returns the span from the first start to the last end."""
     return Span(min(span.started_ns for span in spans), max(span.ended_ns for span in spans))
 
 
 def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[RoundPosition]:
-    """K+1 tokens per round; each round's chain is the text itself."""
+    """Yields positions K+1 tokens apart; the chain of each round is the text itself, so that all of it is accepted."""
     sent, text = known
     for number in numbers:
         at = known[0] + 1 + (number - 1) * (depth + 1)
@@ -81,14 +81,15 @@ def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[Ro
 
 
 def steps(spans: Sequence[Span]) -> list[float]:
-    """Milliseconds between plain tokens."""
+    """Returns the milliseconds between plain tokens."""
     return [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
 
 
 def verifies(
     bench: Workbench, known: Text, sampling: SamplingParams, rows: Iterable[int]
 ) -> Iterator[tuple[int, float]]:
-    """Verifies of the given sizes, one after the other; at the text's end it starts again after the prompt."""
+    """Yields rows and milliseconds of verifies with these row counts, one after another. At the text's end, the request
+    starts again after the prompt."""
     (start, text), number, at = known, 0, len(known[1])
     for count in rows:
         if at + count > len(text):
@@ -106,7 +107,7 @@ def verifies(
 def chains(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
 ) -> Iterator[tuple[float, float]]:
-    """Chains on request, one right after another: the work, and the answer's time beyond it."""
+    """Requests chains one right after another. Yields the milliseconds of the work, and of the answer beyond it."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
     for place in positions_of(known, 1, numbers):
@@ -119,7 +120,7 @@ def chains(
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
 ) -> Iterator[SdRound]:
-    """Drafts a chain, then verifies one as long. A drafter that has waited is slower than one that has not."""
+    """Alternates a chain on request with a verify of the same length. A drafter that has waited is slower."""
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
     sent, at, ended_ns = start, start + 1, 0
@@ -144,7 +145,7 @@ def aheads(
     numbers: Iterable[int],
     chain: int | None = None,
 ) -> Iterator[list[Span]]:
-    """The work ahead for the outcomes of a chain of K, or of `chain` tokens: the span of each forward."""
+    """Works ahead for the outcomes of chains of K, or of `chain` tokens. Yields the spans of each round's forwards."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
     for place in positions_of(known, depth if chain is None else chain, numbers):
@@ -171,10 +172,10 @@ def costs(
     Args:
         step_ms: a token of plain decoding.
         verify_ms: a verify by its rows.
-        chain_ms: a chain on request, by its length.
-        ahead_ms: the work ahead by its depth; 0 where no tree is waited for.
-        between_ms: the target's wait in SD beyond the chain's time.
-        turnaround_ms: its wait on a hit; None: the same. A chain on request has SD's wait.
+        chain_ms: a chain on request by its length.
+        ahead_ms: the work ahead by its depth; 0 if no round waits for a tree.
+        between_ms: the target's wait in SD beyond the chain's time; also that of a chain on request.
+        turnaround_ms: the target's wait on a hit; None: `between_ms`.
     """
     usual_ms = between_ms if turnaround_ms is None else turnaround_ms
     more_ms = max(between_ms - usual_ms, 0.0)
@@ -183,13 +184,13 @@ def costs(
 
 # Rounds of each kind in a sample.
 ROUNDS = 2
-# Rows timed beyond K+1, because n-grams may extend a chain.
+# Row counts to time beyond K+1, because n-grams may extend a chain.
 MORE_ROWS = (12, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class IsolatedTimes:
-    """Medians in milliseconds. `step_ms`: a run-ahead token of the target. `chain_ms(K)`: a chain from request to
+    """Medians in milliseconds. `step_ms`: a token of autonomous plain decoding. `chain_ms(K)`: a chain from request to
     answer. `ahead_ms(K)`: the work ahead, all branches K deep. `between_ms`: the target's wait in SD beyond the chain's
     time."""
 
@@ -200,7 +201,7 @@ class IsolatedTimes:
     between_ms: float
 
     def costs(self, turnaround_ms: float | None = None) -> Costs:
-        """Returns costs for the formula. `turnaround_ms` is a run's own, of its hits."""
+        """Returns costs for the formula. `turnaround_ms`: the turnaround of the run's hits."""
         return costs(
             self.step_ms,
             self.verify_ms,
@@ -212,8 +213,8 @@ class IsolatedTimes:
 
 
 class Stopwatch:
-    """Collects samples with K up to the greatest of `depths` and B = `branches`. One process works at a time; a chain
-    is requested right after a verify, as in SD."""
+    """Collects samples with all `depths` and B = `branches`. One process works at a time; a chain is requested right
+    after a verify, as in SD."""
 
     def __init__(self, bench: Workbench, depths: Sequence[int], branches: int) -> None:
         self._bench = bench
@@ -226,8 +227,8 @@ class Stopwatch:
         self._ahead: defaultdict[int, list[float]] = defaultdict(list)
 
     def sample(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        """Times everything once, over the text that the target generates after `prompt`: plain steps along all of it,
-        the rest from its middle, so that the context is as long as in a run on average. Takes a few seconds.
+        """Takes a sample of each kind over the text that the target generates after `prompt`, in a few seconds. Plain
+        steps are timed along the whole text, the rest from its middle, where the context has the mean length of a run.
 
         Raises:
             WorkerError: there is no drafter, or a worker was lost.
@@ -250,7 +251,7 @@ class Stopwatch:
                 self._ahead[depth].append(milliseconds(whole(spans)))
 
     def read(self) -> IsolatedTimes:
-        """Returns the medians of all samples; needs at least one."""
+        """Returns the medians of all samples, of which at least one is needed."""
         return IsolatedTimes(
             statistics.median(self._steps),
             medians(self._verify),

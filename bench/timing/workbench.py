@@ -1,4 +1,4 @@
-"""Real workers and messages without rounds, so that each step can be timed by itself.
+"""Drives real workers with single messages, so that each step of a round can be timed by itself.
 
 Times are spans that workers measure around evaluated work, on this machine's clock.
 """
@@ -43,14 +43,14 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class ParallelRound:
-    """A verify and the work ahead beside it; `pieces` in order of arrival, at least one."""
+    """A verify and the work ahead during it. `pieces`: at least one message, in order of arrival."""
 
     outcome: Outcome
     pieces: tuple[Branches, ...]
 
     @property
     def ahead(self) -> Span:
-        """From the drafter's first forward to its last."""
+        """The span from the drafter's first forward to its last."""
         return Span(self.pieces[0].work.started_ns, self.pieces[-1].work.ended_ns)
 
 
@@ -63,7 +63,7 @@ def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[
 
 
 class Workbench:
-    """Owns the workers of `pool`; a context manager. One request at a time: `open`, rounds, `close`."""
+    """A context manager that owns the workers of `pool`. It runs one request at a time: `open`, rounds, `close`."""
 
     def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
         self._pool = pool
@@ -89,15 +89,15 @@ class Workbench:
         """Checks for a draft worker.
 
         Raises:
-            WorkerError: there is none.
+            WorkerError: no draft worker runs.
         """
         if not self._pool.drafters():
-            raise WorkerError("this measurement needs a draft worker; choose a draft backend other than ngram and none")
+            raise WorkerError("this measurement needs a draft worker; choose a draft_backend other than ngram and none")
 
     # --- a request ------------------------------------------------------------------------------------------------
 
     def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
-        """Sends OPEN to the chosen workers; returns the target's first token, if it is among them."""
+        """Sends OPEN to the chosen workers. Returns the target's first token; None without the target."""
         opening = Open(REQUEST, 0, 0, np.asarray(tokens, np.int32), sampling)
         if drafter:
             self._to_drafters(opening)
@@ -111,7 +111,7 @@ class Workbench:
         self._to_drafters(Close(REQUEST))
 
     def text(self, prompt: Sequence[int], length: int, sampling: SamplingParams) -> tuple[tuple[int, ...], list[Span]]:
-        """Returns the prompt with `length` tokens of the target, and the span of each plain step."""
+        """Returns the prompt with `length` tokens that the target generated, and the span of each plain step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
         self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), autonomous=True, max_tokens=length - 1))
@@ -125,14 +125,14 @@ class Workbench:
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
-        """Sends one VERIFY."""
+        """Sends a VERIFY, and returns its outcome."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         return self._wait(Outcome)
 
     def work_ahead(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
     ) -> tuple[list[Branch], list[Span]]:
-        """Sends one COMMIT. Returns the branches at full depth, and the span of each forward."""
+        """Sends a COMMIT. Returns the branches at full depth, and the span of each forward."""
         self._commit(number, base_len, new, tuple(chain), depth, branches)
         found: dict[tuple[int, ...], Branch] = {}
         spans = []
@@ -146,7 +146,7 @@ class Workbench:
     def both(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
     ) -> ParallelRound:
-        """Sends VERIFY and COMMIT, and waits for both."""
+        """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         self._commit(number, base_len, new, tuple(chain), depth, branches)
         verified: Outcome | None = None
@@ -178,7 +178,7 @@ class Workbench:
     # --- waiting --------------------------------------------------------------------------------------------------
 
     def _wait(self, wanted: type[M] | tuple[type[M], ...]) -> M:
-        """Returns the next message of a wanted class, and drops others.
+        """Returns the next message of a wanted class, and drops other messages.
 
         Raises:
             WorkerError: a worker was lost or failed, or did not answer in time.

@@ -20,7 +20,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A command that gets as far as starting processes has missed the mistake."""
+    """Fails a test whose command starts processes instead of refusing its input."""
 
     def started(*_: Any, **__: Any) -> None:
         pytest.fail("processes were started")
@@ -43,18 +43,18 @@ def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--prompts", "0"], "prompts is 0; the class code has 1 to 24 beside"),
-        (["--prompts", "999"], "prompts is 999; the class code has 1 to 24 beside"),
+        (["--prompts", "0"], "prompts is 0; expected 1 to 24: the class code has 26"),
+        (["--prompts", "999"], "prompts is 999; expected 1 to 24: the class code has 26"),
         (["--classes", "poems"], "unknown prompts 'poems'; expected one of code, repeated, prose, json"),
         (["--classes", ""], "unknown prompts ''"),
         (["--depths", "0"], "num_draft_tokens is 0; expected a whole number from 1 to 32"),
-        (["--depths", "two"], "depths is 'two'; expected numbers with commas between"),
-        (["--temps", "hot"], "temps is 'hot'; expected numbers with commas between"),
+        (["--depths", "two"], "depths is 'two'; expected comma-separated numbers"),
+        (["--temps", "hot"], "temps is 'hot'; expected comma-separated numbers"),
         (["--temps=-1"], "temp is -1.0"),
-        (["--suite", "--prompts", "20"], "prompts is 20; the class chat has 1 to 19 beside the trial's"),
+        (["--suite", "--prompts", "20"], "prompts is 20; expected 1 to 19: the class chat has 20"),
         (["--suite", "--classes", "poems"], "expected one of chat, code, math, summary, extraction, editing"),
         (["--suite", "nowhere"], "nowhere has no prompts; expected files like chat.txt"),
-        (["--suite", "--both-cores"], "both-cores is for one class of prompts; leave it or suite out"),
+        (["--suite", "--both-cores"], "both-cores can't be combined with suite"),
         (["--max-tokens", "1"], "max_tokens is 1; expected a whole number from 2"),
     ],
 )
@@ -86,8 +86,8 @@ def test_a_peer_that_is_not_installed_is_named(capsys: Captured, monkeypatch: py
     ("peers", "words"),
     [
         ("llama.cpp", "llama.cpp is left out: it reads GGUF files; expected --model FILE.gguf"),
-        ("vllm", "peers is 'vllm'; expected none, or of mlx-lm, llama.cpp with commas between"),
-        ("", "peers is ''; expected none, or of mlx-lm, llama.cpp"),
+        ("vllm", "peers is 'vllm'; expected none, or comma-separated names of mlx-lm, llama.cpp"),
+        ("", "peers is ''; expected none, or comma-separated names of mlx-lm, llama.cpp"),
     ],
 )
 def test_a_peer_that_cannot_compete_is_refused(
@@ -110,7 +110,7 @@ def test_without_peers_none_need_be_installed(monkeypatch: pytest.MonkeyPatch, w
 def test_tune_without_a_draft_model_says_so(capsys: Captured, backend: str) -> None:
     code, said = complaint(capsys, "tune", "--draft-backend", backend)
     assert code == InvalidRequest.exit_code
-    assert f"tune probes a draft model; expected another backend than {backend}" in said
+    assert f"tune needs a draft model; draft_backend {backend} has none" in said
 
 
 def test_tune_for_a_model_that_is_not_there(capsys: Captured) -> None:

@@ -97,14 +97,14 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--concurrency", "many"], "concurrency is 'many'; expected numbers with commas between"),
+        (["--concurrency", "many"], "concurrency is 'many'; expected comma-separated numbers"),
         (["--concurrency", "4,0"], "concurrency is 0; expected a whole number from 1 to 256"),
         (["--concurrency", "4", "--modes", "ar,fast"], "modes is 'fast'; expected"),
         (["--concurrency", "4", "--rounds", "1"], "rounds is 1; expected a whole number from 2"),
         (["--concurrency", "4", "--classes", "poems"], "unknown prompts 'poems'"),
-        (["--concurrency", "4", "--depths", "2"], "depths is for one request at a time"),
-        (["--concurrency", "4", "--both-cores"], "both-cores is for one request at a time"),
-        (["--rounds", "4"], "rounds needs concurrency"),
+        (["--concurrency", "4", "--depths", "2"], "depths can't be combined with concurrency"),
+        (["--concurrency", "4", "--both-cores"], "both-cores can't be combined with concurrency"),
+        (["--rounds", "4"], "rounds is only used with concurrency"),
     ],
 )
 def test_a_bench_of_requests_at_once_refuses_in_a_sentence(

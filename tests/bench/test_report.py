@@ -24,7 +24,7 @@ def made(kind: str = "code") -> report.Section:
 def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
     table = report.table(made())
     assert "code, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
-    assert "of the formula" in table
+    assert "of predicted" in table
     row = next(line for line in table.splitlines() if line.startswith("| ssd"))
     assert [cell.strip() for cell in row.split("|")][2:5] == ["192.0", "3.00 [3.00, 3.00]", "0.95"]
     assert table.endswith("\n\n- a line")
@@ -32,7 +32,7 @@ def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
 
 def test_a_table_of_which_the_formula_says_nothing_has_no_such_column() -> None:
     second = report.section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores", {})
-    assert "of the formula" not in report.table(second)
+    assert "of predicted" not in report.table(second)
     assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
 
 

@@ -155,7 +155,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
         return read(trace)
 
     measured = Overlap(
-        verify=10.0, ahead=4.0, both=11.0, verify_beside=10.5, ahead_beside=4.5, depth=4, branches=16, rounds=3
+        verify=10.0, ahead=4.0, both=11.0, verify_in_both=10.5, ahead_in_both=4.5, depth=4, branches=16, rounds=3
     )
     monkeypatch.setattr("outrider.bench.commands.overlap._measure", lambda *_: measured)
     monkeypatch.setattr("outrider.bench.commands.overlap._real_rounds", real_rounds)
@@ -197,7 +197,7 @@ def test_without_matplotlib_overlap_tells_its_tables_and_a_note(
     told = capsys.readouterr()
     assert "overlap efficiency" in told.out and "work ahead" in told.out and "ten rounds" not in told.out
     assert (tmp_path / "x.json").is_file() and not (tmp_path / "x.png").exists()
-    assert told.err == f"Note: the picture was left out: Matplotlib is not installed ({install('bench')}).\n"
+    assert told.err == f"Note: no picture was drawn, because Matplotlib is not installed ({install('bench')}).\n"
 
 
 @pytest.mark.usefixtures("without_matplotlib")
@@ -209,7 +209,7 @@ def test_without_matplotlib_bench_starts_and_leaves_its_results(
 
     files.write(tmp_path, "bench", "title", ServeSettings(), {"sections": []}, drawing)
     told = capsys.readouterr()
-    assert told.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "the picture was left out" in told.err
+    assert told.out == f"title\nwritten: {tmp_path / 'bench.json'}\n" and "no picture was drawn" in told.err
     monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", lambda **_: pytest.fail("started"))
     with pytest.raises(pytest.fail.Exception, match="started"):
         main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])

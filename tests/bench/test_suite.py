@@ -48,7 +48,7 @@ MADE = {
 @pytest.mark.parametrize(
     ("question", "kind", "against", "value"),
     [
-        ("ar over llama.cpp, as many threads", "all", "llama.cpp, 1 thread", 50 / 40),
+        ("ar over llama.cpp, same number of threads", "all", "llama.cpp, 1 thread", 50 / 40),
         ("ssd over ar", "editing", "ar", 3),
         ("ssd over the best sd", "chat", "sd n-gram K=3", 80 / 60),
         ("ssd over the best sd", "editing", "sd model K=2", 1.5),
@@ -234,7 +234,7 @@ def test_memory_is_that_of_a_process_and_all_below_it() -> None:
     assert suite.total_memory(process.pid) == 0 or os.name != "posix"
 
 
-def test_pieces_of_a_text_begin_differently() -> None:
-    pieces = suite._pieces(range(1000), 4, 1500)
+def test_prompts_of_a_footprint_begin_differently() -> None:
+    pieces = suite._prompts(range(1000), 4, 1500)
     assert [len(piece) for piece in pieces] == [1500] * 4
     assert len({piece[0] for piece in pieces}) == 4

@@ -86,11 +86,11 @@ def test_the_lines_tell_costs_ceiling_and_where_a_round_went() -> None:
     for words in (
         "10.00 ms times 1: 1.00, 2: 1.10, 3: 1.20, 4: 1.30",
         "T_p = 0.62",
-        "T_SD = 0.38; so SSD can gain at most 1.38x on SD",
-        "a round of ssd K=3: 13.95 ms = verify 12.30 (alone 12.30, so 1.00 times) + between 1.65 (formula",
+        "T_SD = 0.38; upper bound of SSD over SD: 1.38x",
+        "a round of ssd K=3: 13.95 ms = verify 12.30 (1.00 times the 12.30 in isolation) + between 1.65 (predicted",
         "ssd K=3 6.5",
-        "accepted by position, ssd K=3: 1: 0.83  2: 0.56  3: 0.50",
-        "hits by accepted tokens, ssd K=3: 0: 0.50 of 8  1: 1.00 of 5  2: 0.80 of 5",
+        "acceptance by position, ssd K=3: 1: 0.83  2: 0.56  3: 0.50",
+        "hit rate by accepted tokens, ssd K=3: 0: 0.50 of 8  1: 1.00 of 5  2: 0.80 of 5",
     ):
         assert words in found
 
