@@ -1,10 +1,10 @@
-"""What the second turn of a conversation costs: how long target and drafter read it, over how long they read the first.
+"""Measures the second turn of a conversation: how long target and drafter read it, relative to the first turn.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 python -m tools.conversation
     ... -m tools.conversation --tokens 400 --turns 9
 
-Both models are in this process, on their own caches, without sockets: the first turn's text is read, then the same text
-with 48 tokens more, what was said and asked since. Medians; on Linux the preloaded library is what workers compute by.
+Both models run in this process with their own caches, without sockets. The text of the first turn is read, then the
+same text with 48 more tokens (the answer and the next question). Prints medians; on Linux preload the workers' BLAS.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Turn = Callable[[Sequence[int]], float]
 
 
 def drafts(path: str) -> Turn:
-    """One turn on the drafter: the seconds in which it reads the text, which it keeps afterwards."""
+    """Returns a function that reads a text with the drafter, keeps it in the prompt cache, and returns the seconds."""
     drafter = MlxDrafter.load(path, lambda stage: None)
     drafter.prompt_cache.allow(ROOM)
 
@@ -50,7 +50,7 @@ def drafts(path: str) -> Turn:
 
 
 def targets(path: str) -> Turn:
-    """The same on the target."""
+    """Returns the same function for the target."""
     model = load(path)
     kv_cache = open_kv_cache(model)
     cache = PromptCache(sequence_cost(kv_cache), ROOM)
@@ -71,8 +71,8 @@ def targets(path: str) -> Turn:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=700, help="of the first turn")
-    parser.add_argument("--turns", type=int, default=5, help="conversations, one after the other")
+    parser.add_argument("--tokens", type=int, default=700, help="tokens of the first turn")
+    parser.add_argument("--turns", type=int, default=5, help="conversations, one after another")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,12 +80,12 @@ def run(options: argparse.Namespace) -> int:
     for name, turn in (("target", targets(str(EMBEDDED_TARGET))), ("drafter", drafts(str(EMBEDDED_DRAFT)))):
         first, second = [], []
         for number in range(options.turns + 1):
-            # A token of its own in front: each conversation begins cold.
+            # A different first token, so that each conversation begins with a cold cache.
             text = [number + 5, *everything[: options.tokens - 1]]
             first.append(turn(text))
             second.append(turn([*text, *everything[-NEW:]]))
         cold, warm = median(first[1:]), median(second[1:])
-        print(f"{name}: first turn {1000 * cold:.1f} ms, second {1000 * warm:.1f} ms: {warm / cold:.3f} of it")
+        print(f"{name}: first turn {1000 * cold:.1f} ms, second {1000 * warm:.1f} ms, ratio {warm / cold:.3f}")
     return 0
 
 

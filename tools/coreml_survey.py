@@ -1,7 +1,7 @@
-"""`python -m tools.coreml_survey`: every mode, weight kind and compute unit of a draft tried out; a table.
+"""Tries a draft's Core ML package with every mode, weight kind and compute unit, and prints a table.
 
-The part of launch/mac_check.sh that only a Mac can answer. Each trial runs in a process of its own and may crash there.
-On other systems the interpreter stands in for the device, which shows that the survey itself works.
+`launch/mac_check.sh` runs it on a Mac. Each trial runs in a process of its own, which may crash. On other systems the
+interpreter replaces the device, to test the survey itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DECODE_STEPS = 60
 
 
 def cells(row: Tried) -> tuple[str, ...]:
-    """One row of the table."""
+    """Returns the cells of a table row."""
     trial, verdict = row.verdict.trial, row.verdict
     head = (row.variant.mode.value, row.variant.weights, verdict.units, "yes" if verdict.good else "NO")
     if trial is None:
@@ -48,7 +48,7 @@ def cells(row: Tried) -> tuple[str, ...]:
 
 
 def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
-    """Converts the draft for each mode and weight kind, into `folder`, and tries each on the units it is meant for."""
+    """Converts the draft for each mode and weight kind into `folder`, and tries each package on its compute units."""
     for mode in Mode:
         for units, kinds in _ON_A_MAC if sys.platform == "darwin" else _ELSEWHERE:
             for weights in kinds:
@@ -58,7 +58,7 @@ def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
 
 
 def slowdown(target: str, package: Package, units: str) -> str:
-    """A sentence: the target's decoding alone, and while `package` drafts on `units` in another process."""
+    """Returns a sentence that compares the target's decoding alone and while `package` drafts on `units`."""
     loaded = load_model(target)
 
     def decode() -> float:
@@ -81,14 +81,14 @@ def slowdown(target: str, package: Package, units: str) -> str:
         try:
             time.sleep(20 if sys.platform == "darwin" else 4)  # loading and the comparison come first
             ended = drafting.poll()
-            beside = decode()
+            drafted = decode()
         finally:
             drafting.kill()
             drafting.wait()
-    note = "" if ended is None else f" (the drafting process had ended with {ended})"
+    note = "" if ended is None else f" (invalid: the drafting process ended with {ended})"
     return (
-        f"target decoding: {alone:.2f} ms a token alone, {beside:.2f} ms while drafting on {units}: "
-        f"{100 * (beside / alone - 1):+.1f} %{note}"
+        f"target decoding: {alone:.2f} ms per token alone, {drafted:.2f} ms while drafting on {units}: "
+        f"{100 * (drafted / alone - 1):+.1f} %{note}"
     )
 
 
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--target", help="measure how much its decoding slows down while the draft runs")
     parser.add_argument("--predictions", type=int, default=1000)
-    parser.add_argument("--folder", type=Path, help="where packages are kept (the cache)")
+    parser.add_argument("--folder", type=Path, help="folder for packages (default: the cache)")
     options = parser.parse_args()
     try:
         checkpoint = selection.checkpoint_of(options.model)

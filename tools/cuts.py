@@ -1,13 +1,12 @@
-"""The link to a drafter on another host is cut and healed at random while texts grow: each must be what it is without.
+"""Cuts and heals the link to a drafter on another host during requests, and checks that no text changes.
 
-    python -m tools.cuts                      # 30 cuts of half a second to 15 s, 2 ms there and back, 1 % lost
+    python -m tools.cuts                      # 30 cuts of half a second to 15 s; round trip 2 ms, 1 % loss
     python -m tools.cuts --cuts 6 --seconds 1,3
 
-Every other cut is somewhere on the way, where no end's system knows of it; the others pull the cable out of the
-drafter's host. Four requests are always in flight, as in `tests.harness.chaos`; who drafts for them is on the other
-host alone. Needs root, for the namespaces. Prints how soon the drafter was back once the link was healed, and the
-longest wait for a chunk; the exit code is 1 where a text is another one, a request fails, or the drafter does not come
-back.
+Every other cut is in the middle of the link, where neither host notices it; the others unplug the cable of the
+drafter's host. Four requests are always in flight, as in `tests.harness.chaos`; the only drafter is on the other host.
+Needs root, for the network namespaces. Prints how soon the drafter returned after the link was healed, and the longest
+wait for a chunk. The exit code is 1 if a text differs, a request fails, or the drafter does not return.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.harness.two_hosts.hosts import TwoHosts
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of the link between `hosts` for so long, once so many more chunks have come; `pulled` as in `TwoHosts.cut`."""
+    """A cut of the link between `hosts` for `seconds`, `after` this many chunks; `pulled` as in `TwoHosts.cut`."""
 
     hosts: TwoHosts
     seconds: float
@@ -41,7 +40,7 @@ class Cut:
     after: int
 
     def __str__(self) -> str:
-        return f"{'pulled' if self.pulled else 'cut'} for {self.seconds:g} s"
+        return f"{'unplugged' if self.pulled else 'cut'} for {self.seconds:g} s"
 
     def fall(self, client: Client, growth: Growth) -> Struck:
         growth.wait(self.after)
@@ -55,28 +54,25 @@ class Cut:
 
 
 def report(course: Course) -> str:
-    """What came of it, a line for each length of cut."""
-    verdicts = [one.verdict for one in course.found]
+    """Returns a summary with a line per kind and length of cut."""
+    verdicts = [text.verdict for text in course.found]
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in (SAME, TIE, DIFFERENT))
     lines = [f"{len(course.strikes)} cuts, {len(verdicts)} texts: {counts}"]
-    for name in sorted({str(one.strike) for one in course.strikes}):
-        back = [one.resumed_s for one in course.strikes if str(one.strike) == name]
-        lines.append(
-            f"{name}, {len(back)} times: back {statistics.median(back):.1f} s after (median), {max(back):.1f} at most"
-        )
-    lines.append(f"the longest wait for a chunk: {max(course.waits_ms, default=0.0):.0f} ms")
+    for name in sorted({str(struck.strike) for struck in course.strikes}):
+        times = [struck.resumed_s for struck in course.strikes if str(struck.strike) == name]
+        median_s = statistics.median(times)
+        lines.append(f"{name}, {len(times)} times: drafter back after {median_s:.1f} s (at most {max(times):.1f} s)")
+    lines.append(f"longest wait for a chunk: {max(course.waits_ms, default=0.0):.0f} ms")
     return "\n".join(lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cuts", type=int, default=30, metavar="N", help="how many, default 30")
-    parser.add_argument(
-        "--seconds", default="0.5,1,3,7,15", metavar="S,S,...", help="for how long, default 0.5,1,3,7,15"
-    )
-    parser.add_argument("--rtt-ms", type=float, default=2.0, metavar="MS", help="there and back, default 2")
-    parser.add_argument("--loss", type=float, default=0.01, metavar="SHARE", help="of packets each way, default 0.01")
-    parser.add_argument("--texts", type=int, default=24, metavar="N", help="how many different requests, default 24")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests and moments, default 0")
+    parser.add_argument("--cuts", type=int, default=30, metavar="N", help="number of cuts (default: 30)")
+    parser.add_argument("--seconds", default="0.5,1,3,7,15", metavar="S,S,...", help="lengths of cuts (0.5,1,3,7,15)")
+    parser.add_argument("--rtt-ms", type=float, default=2.0, metavar="MS", help="round-trip time (default: 2)")
+    parser.add_argument("--loss", type=float, default=0.01, metavar="SHARE", help="lost packets, each way (0.01)")
+    parser.add_argument("--texts", type=int, default=24, metavar="N", help="different requests (default: 24)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of requests and cuts (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -89,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     with TwoHosts(options.seed) as hosts:
         hosts.shape(options.rtt_ms, options.loss)
         with far_cluster(hosts, max_active=AT_ONCE) as client:
-            screen.show("what the texts are undisturbed")
+            screen.show("undisturbed texts")
             course = Course(client, texts, options.seed)
             kinds = [(length, pulled) for length in lengths for pulled in (False, True)]
             cuts = [Cut(hosts, *kinds[n % len(kinds)], rng.randint(1, MOST_CHUNKS)) for n in range(count)]
@@ -98,9 +94,9 @@ def run(options: argparse.Namespace) -> int:
             except OutriderError as error:
                 failed = f"{type(error).__name__}: {error}"
     screen.clear()
-    told = [str(one) for one in course.found if one.verdict != SAME]
-    print("\n".join([*told, report(course), *([failed] if failed else [])]))
-    return int(bool(failed) or any(one.verdict == DIFFERENT for one in course.found))
+    notable = [str(text) for text in course.found if text.verdict != SAME]
+    print("\n".join([*notable, report(course), *([failed] if failed else [])]))
+    return int(bool(failed) or any(text.verdict == DIFFERENT for text in course.found))
 
 
 if __name__ == "__main__":

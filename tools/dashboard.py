@@ -1,9 +1,9 @@
-"""Asks a real Prometheus every question of the Grafana dashboard, about a server that it scrapes meanwhile.
+"""Runs every query of the Grafana dashboard in a real Prometheus that scrapes a running server.
 
     outrider serve --port 8080 &
     python -m tools.dashboard --url http://127.0.0.1:8080
 
-needs `prometheus` on the path and, of the checkout, docs/grafana.json. It fails when a question can't be answered.
+Needs `prometheus` on the path, and docs/grafana.json of the checkout. Fails if a query has no result.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ scrape_configs: [{{job_name: outrider, static_configs: [{{targets: ["{target}"]}
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Query:
     """A panel's PromQL, with the dashboard's variables filled in."""
 
     panel: str
-    query: str
+    promql: str
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, help="where the server speaks HTTP")
+    parser.add_argument("--url", required=True, help="HTTP address of the server")
     parser.add_argument("--dashboard", type=Path, default=Path("docs/grafana.json"), metavar="FILE")
 
 
@@ -58,52 +58,50 @@ def run(options: argparse.Namespace) -> int:
         raise EndpointError(f"{options.url} does not answer ({error}); expected a running `outrider serve`") from None
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{options.dashboard} can't be read ({error}); expected docs/grafana.json") from None
-    asked = questions(dashboard, model)
     with TemporaryDirectory() as folder, _prometheus(program, Path(folder), urlsplit(options.url).netloc) as base:
         for _ in range(SCRAPES):
-            _work(options.url)
+            _send_requests(options.url)
             time.sleep(1.0)
-        told = [(one, _answer(base, one.query)) for one in asked]
-    for one, answer in told:
-        print(f"{one.panel:32} {answer}")
-    bad = [one.panel for one, answer in told if not answer[:1].isdigit() or answer.startswith("0 ") or "NaN" in answer]
-    print(
-        f"{len(told) - len(bad)} of {len(told)} questions were answered" + (f"; not: {', '.join(bad)}" if bad else "")
-    )
+        results = [(query.panel, _result(base, query.promql)) for query in queries(dashboard, model)]
+    for panel, result in results:
+        print(f"{panel:32} {result}")
+    bad = [panel for panel, text in results if not text[:1].isdigit() or text.startswith("0 ") or "NaN" in text]
+    failed = f"; without: {', '.join(bad)}" if bad else ""
+    print(f"{len(results) - len(bad)} of {len(results)} queries have a result{failed}")
     return 1 if bad else 0
 
 
-def questions(dashboard: dict[str, Any], model: str) -> list[Question]:
-    """All that its panels ask about `model`."""
+def queries(dashboard: dict[str, Any], model: str) -> list[Query]:
+    """Returns the queries of all panels about `model`."""
     return [
-        Question(panel["title"], target["expr"].replace("$model_name", model).replace("$__rate_interval", "10s"))
+        Query(panel["title"], target["expr"].replace("$model_name", model).replace("$__rate_interval", "10s"))
         for panel in dashboard["panels"]
         for target in panel.get("targets", ())
     ]
 
 
-def _work(url: str) -> None:
-    """Something to be counted: an answer by each mode, and one that is refused."""
+def _send_requests(url: str) -> None:
+    """Sends a request in each mode, and one that is refused, so that all metrics count something."""
     bodies: list[dict[str, Any]] = [{"speculation": {"mode": mode}} for mode in ("ar", "sd", "ssd")]
     for body in (*bodies, {"max_tokens": -1}):
         data = json.dumps({"prompt": "def fibonacci(n):", "max_tokens": 24, **body}).encode()
-        asked = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
-        with suppress(HTTPError), urlopen(asked) as answer:
+        request = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+        with suppress(HTTPError), urlopen(request) as answer:
             answer.read()
 
 
-def _answer(base: str, query: str) -> str:
-    """How many series there are and the first one's value, or what was wrong."""
+def _result(base: str, promql: str) -> str:
+    """Returns the number of series and the first one's value, or Prometheus' error."""
     try:
-        found = _get(f"{base}/api/v1/query?{urlencode({'query': query}, quote_via=quote)}")["data"]["result"]
+        series = _get(f"{base}/api/v1/query?{urlencode({'query': promql}, quote_via=quote)}")["data"]["result"]
     except HTTPError as error:
         return str(json.load(error)["error"])
-    return f"{len(found)} series" + (f", the first is {found[0]['value'][1]}" if found else "")
+    return f"{len(series)} series" + (f", the first is {series[0]['value'][1]}" if series else "")
 
 
 @contextmanager
 def _prometheus(program: str, folder: Path, target: str) -> Iterator[str]:
-    """The URL of one that scrapes `target` every second and keeps what it finds in `folder`."""
+    """Runs a Prometheus that scrapes `target` every second and stores its data in `folder`. Yields its URL."""
     (folder / "prometheus.yml").write_text(CONFIG.format(target=target), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -116,7 +114,7 @@ def _prometheus(program: str, folder: Path, target: str) -> Iterator[str]:
                 break
             time.sleep(0.1)
         else:
-            raise EndpointError(f"prometheus does not answer at {address}; its words above tell why")
+            raise EndpointError(f"prometheus does not answer at {address}; see its messages above")
         yield f"http://{address}"
     finally:
         process.terminate()

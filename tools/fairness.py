@@ -1,12 +1,11 @@
-"""Nobody waits for somebody else's work: equal requests end alike, and a long prompt holds up nobody who decodes.
+"""Measures fairness: equal requests take about the same time, and a long prompt does not stall decoding requests.
 
     python -m tools.fairness                        # ar, sd, ssd and auto, three rounds each: some minutes
     python -m tools.fairness --modes ar --rounds 1
 
-*Equal*: 16 requests of one length at once; the slowest one's time over the median. *Newcomer*: 8 requests decode when
-one with a prompt of 900 tokens arrives; the longest gap between two chunks of any of the 8, until the newcomer's first
-token, over their median gap. Prints both for each mode, the median and the worst round; the exit code is 1 where a
-median is above what is asked for.
+*Equal*: 16 concurrent requests of one length; the slowest time over the median. *Newcomer*: a prompt of 900 tokens
+arrives while 8 requests decode; their longest gap between two chunks until the newcomer's first token, over their
+median gap. Prints the median and the worst round of both by mode. The exit code is 1 if a median exceeds its limit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tests.harness.default_model import default_codec
 
 EQUAL, PROMPT_TOKENS, TOKENS = 16, 64, 96
 DECODING, DECODED, LONG_PROMPT = 8, 224, 900
-# The newcomer comes when those who decode have had so many tokens each, on average.
+# The newcomer arrives when the decoding requests have this many tokens each, on average.
 SETTLED = 24
 MOST_SLOWER, MOST_GAP = 1.3, 3.0
 
@@ -40,16 +39,16 @@ Text = tuple[int, ...]
 
 
 def slowest(client: Client, mode: str, text: Text, sampling: SamplingParams) -> float:
-    """The slowest of equal requests over the median one."""
-    alike = replace(sampling, max_tokens=TOKENS)
-    cut = text[:PROMPT_TOKENS]
-    questions = [TimedRequest(cut, replace(alike, seed=(sampling.seed or 0) + n), mode) for n in range(EQUAL)]
-    times = [reply.ended - reply.sent for reply in send_all(client, questions)]
+    """Returns the slowest time of equal requests over the median."""
+    first, prompt = sampling.seed or 0, text[:PROMPT_TOKENS]
+    samplings = [replace(sampling, max_tokens=TOKENS, seed=first + n) for n in range(EQUAL)]
+    requests = [TimedRequest(prompt, sampling, mode) for sampling in samplings]
+    times = [reply.ended - reply.sent for reply in send_all(client, requests)]
     return max(times) / statistics.median(times)
 
 
 def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams) -> float:
-    """The longest gap of those who decode while a newcomer's prompt is read, over their median gap."""
+    """Returns the longest gap of decoding requests while a newcomer's prompt is read, over their median gap."""
     long = replace(sampling, max_tokens=DECODED)
     settled = threading.Semaphore(0)
     with ThreadPoolExecutor(DECODING + 1) as threads:
@@ -69,23 +68,23 @@ def longest_gap(client: Client, mode: str, text: Text, sampling: SamplingParams)
 
 
 def stall(decoding: Sequence[Reply], newcomer: Reply) -> float:
-    """The longest gap that touches the newcomer's reading, over the median of all."""
+    """Returns the longest gap that overlaps the reading of the newcomer's prompt, over the median of all gaps."""
     begun, read = newcomer.sent, newcomer.arrivals[0].at
-    touched = [
+    overlapping = [
         gap
         for reply in decoding
         for gap, arrival in zip(reply.gaps_ms, reply.arrivals[1:], strict=True)
         if begun <= arrival.at and arrival.at - gap / 1000 <= read
     ]
-    return max(touched) / statistics.median(chain.from_iterable(reply.gaps_ms for reply in decoding))
+    return max(overlapping) / statistics.median(chain.from_iterable(reply.gaps_ms for reply in decoding))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--modes", default="ar,sd,ssd,auto", help="with commas between")
-    parser.add_argument("--rounds", type=int, default=3, help="of each, after one to warm up; default 3")
-    readers = "that read the newcomer's prompt instead of the target; default 0"
+    parser.add_argument("--modes", default="ar,sd,ssd,auto", help="comma-separated modes (default: ar,sd,ssd,auto)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each mode after one to warm up (default: 3)")
+    readers = "prefill workers, which read the newcomer's prompt instead of the target (default: 0)"
     parser.add_argument("--prefill-workers", type=int, default=0, help=readers)
-    parser.add_argument("--temp", type=float, default=0.8, help="default 0.8")
+    parser.add_argument("--temp", type=float, default=0.8, help="temperature (default: 0.8)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -96,10 +95,10 @@ def run(options: argparse.Namespace) -> int:
     text = codec.encode("\n".join(prompt.text for prompt in load("code")))
     trials: dict[str, tuple[Callable[[Client, str, Text, SamplingParams], float], float]] = {
         f"equal requests, {EQUAL}: slowest over median": (slowest, MOST_SLOWER),
-        f"newcomer of {LONG_PROMPT} beside {DECODING}: longest gap over median": (longest_gap, MOST_GAP),
+        f"newcomer of {LONG_PROMPT} tokens, {DECODING} decoding: longest gap over median": (longest_gap, MOST_GAP),
     }
     screen, missed = Screen(), False
-    # Without a prompt cache, or the newcomer of the second round would have nothing to read.
+    # No prompt cache, so that the newcomer of the second round is read, too.
     with LocalCluster(
         progress=screen.show,
         max_active=EQUAL,
@@ -115,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
                     found.append(trial(cluster.client(), mode, text, replace(sampling, seed=100 * turn)))
                 screen.clear()
                 middle, worst = statistics.median(found[1:]), max(found[1:])
-                print(f"{name}, {mode:4} {middle:.2f} (worst {worst:.2f}), asked {most:g}", flush=True)
+                print(f"{name}, {mode:4} {middle:.2f} (worst {worst:.2f}), limit {most:g}", flush=True)
                 missed |= middle > most
     return int(missed)
 

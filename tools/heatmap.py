@@ -1,9 +1,9 @@
-"""Where working ahead pays: SSD against the better of AR and SD, over acceptance, draft latency, link and batch.
+"""Draws where working ahead pays: SSD over the better of AR and SD, by acceptance, draft latency, link and batch.
 
     python -m tools.heatmap bench/profiles/h100-llama-70b.json --out docs/where-ssd-pays.png
 
-Keeps the profile's target, bonus ranks and the shape of its draft curve; each cell gives SD and SSD their best K. All
-from `simulator.py`: arithmetic, no process.
+The profile's target, bonus ranks and the shape of its draft curve are kept; each cell uses the best K of SD and SSD.
+`simulator.py` computes everything by arithmetic, without processes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 ACCEPTANCES = (0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 # A draft step of one row, in target steps of one token.
 STEPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45, 0.7)
-# There and back, in target steps of one token.
+# Round-trip times of the link, in target steps of one token.
 ROUND_TRIPS = (0.0, 0.1, 0.5)
 BATCHES = (1, 8)
 DEPTHS = (1, 2, 3, 5, 8)
 BRANCHES = 16
 TOKENS = 1500
-# Colours end here; a cell beyond shows its number all the same.
+# Limits of the colours; a cell beyond them still shows its number.
 LEAST, MOST = 0.7, 1.9
 
 
@@ -43,7 +43,7 @@ class Panel:
     round_trip: float
     gains: tuple[tuple[float, ...], ...]
     plain: tuple[tuple[bool, ...], ...]
-    """Where AR is better than SD."""
+    """Whether AR is better than SD, by row and column."""
 
 
 def panel(profile: Profile, batch: int, round_trip: float) -> Panel:
@@ -53,7 +53,7 @@ def panel(profile: Profile, batch: int, round_trip: float) -> Panel:
 
 
 def _cell(profile: Profile, batch: int, round_trip: float, rate: float, step: float) -> tuple[float, float, float]:
-    """Tokens per second of AR, of SD and of SSD."""
+    """Returns the tokens per second of AR, SD and SSD."""
     token_ms = profile.target.milliseconds(1)
     scale = step * token_ms / profile.draft.milliseconds(1)
     machine = replace(
@@ -81,8 +81,8 @@ def draw(panels: Sequence[Panel], profile: Profile, path: Path) -> None:
         axes.set_ylabel("acceptance of a draft token")
     figure.colorbar(image, ax=grid, shrink=0.6, label="SSD / the better of AR and SD", extend="both")
     figure.suptitle(
-        f"{profile.name}: what working ahead gains\nits target and bonus ranks; B = {BRANCHES}, the best K for each;"
-        " right of and under the dashed line AR beats SD",
+        f"{profile.name}: the gain of working ahead\nB = {BRANCHES}, best K for each;"
+        " right of and below the dashed line AR is faster than SD",
         fontsize=11,
     )
     picture.save(figure, path, 90)
@@ -101,7 +101,7 @@ def _draw_panel(axes: Axes, found: Panel):  # type: ignore[no-untyped-def]  # ma
         axes.contour([[float(cell) for cell in row] for row in found.plain], [0.5], colors="k", linestyles="--")
     axes.set_xticks(range(len(STEPS)), [f"{step:g}" for step in STEPS], fontsize=8)
     axes.set_yticks(range(len(ACCEPTANCES)), [f"{rate:.2f}" for rate in ACCEPTANCES], fontsize=8)
-    link = f"link there and back {found.round_trip:g} target tokens" if found.round_trip else "a link of no length"
+    link = f"round trip {found.round_trip:g} target tokens" if found.round_trip else "no link latency"
     axes.set_title(f"batch {found.batch}, {link}", fontsize=10, loc="left")
     return image
 

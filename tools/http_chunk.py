@@ -1,12 +1,12 @@
-"""What a chunk costs the HTTP process, by itself: before a played orchestrator, while others use cores and caches.
+"""Measures the CPU time of a chunk in the HTTP process, with a scripted orchestrator, while cores and caches are busy.
 
     python -m tools.http_chunk                                    # 30 texts of 20 chunks and of 1: a minute
-    python -m tools.http_chunk --against ../before --texts 60     # beside another checkout, text by text
-    python -m tools.http_chunk --with PYTHONMALLOC=malloc         # the same code, once in this environment
+    python -m tools.http_chunk --against ../before --texts 60     # compared with another checkout, text by text
+    python -m tools.http_chunk --with PYTHONMALLOC=malloc         # compared with the same code without this variable
 
-Two processes multiply matrices that no cache holds, as a target and a drafter do, and every text comes in even steps.
-Prints the CPU of a chunk, all that a request costs shared by its chunks, that of a request of one chunk, and with two
-sides the one over the other, text by text, with 95 % intervals over texts. Linux only: it reads a process's own clock.
+Two processes multiply matrices larger than any cache, as a target and a drafter do; each text arrives at an even pace.
+Prints the CPU time per chunk (of a whole request, divided by its chunks), that of a request of one chunk, and the ratio
+of two sides, with 95 % intervals over texts. Linux only, because it reads another process's CPU clock.
 """
 
 from __future__ import annotations
@@ -30,83 +30,84 @@ from tools.versions import require_checkout
 SIDE = "tools.http_chunk_side"
 WARM_UP = 5
 WEIGHTS = (4096, 4096)
-"""64 MiB: more than a cache has."""
+"""64 MiB, larger than any cache."""
 
 Costs = list[tuple[float, int]]
-"""Milliseconds of CPU and chunks, a text each."""
+"""CPU milliseconds and chunks of each text."""
 
 
 def stream() -> None:
-    """Reads all weights again and again, until it is ended."""
+    """Reads all weights repeatedly until the process is killed."""
     weights, row = np.ones(WEIGHTS, np.float32), np.ones(WEIGHTS[1], np.float32)
     while True:
         weights @ row
 
 
 @contextmanager
-def company(count: int) -> Iterator[None]:
-    """So many processes that keep a core and its caches busy."""
+def load(count: int) -> Iterator[None]:
+    """Runs `count` processes that keep a core and its caches busy."""
     context = get_context("spawn")
-    streaming = [context.Process(target=stream, daemon=True) for _ in range(count)]
-    for one in streaming:
-        one.start()
+    processes = [context.Process(target=stream, daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
     try:
         yield
     finally:
-        for one in streaming:
-            one.kill()
-            one.join()
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def side(folder: Path, more: Mapping[str, str]) -> HelperProcess:
-    """HTTP of that checkout, with `more` in its environment."""
+    """Starts the HTTP process of a checkout, with `more` in its environment."""
     own = {"PYTHONPATH": str(folder.resolve()), "OPENBLAS_NUM_THREADS": "1"}
     return HelperProcess(SIDE, environment={**os.environ, **own, **more})
 
 
-def a_chunk(texts: Sequence[tuple[float, int]]) -> float:
+def per_chunk(texts: Sequence[tuple[float, int]]) -> float:
     return sum(ms for ms, _ in texts) / sum(chunks for _, chunks in texts)
 
 
-def told(name: str, sides: Mapping[str, Costs]) -> Iterator[str]:
+def report(name: str, sides: Mapping[str, Costs]) -> Iterator[str]:
     for side_name, texts in sides.items():
-        yield f"{name}, {side_name}: {bootstrap(texts, a_chunk)} ms of CPU a chunk"
+        yield f"{name}, {side_name}: {bootstrap(texts, per_chunk)} ms of CPU per chunk"
     if len(sides) == 2:
         pairs = list(zip(*sides.values(), strict=True))
-        ratio = bootstrap(pairs, lambda drawn: a_chunk([one for one, _ in drawn]) / a_chunk([two for _, two in drawn]))
+        ratio = bootstrap(pairs, lambda drawn: per_chunk([a for a, _ in drawn]) / per_chunk([b for _, b in drawn]))
         yield f"{name}, {' / '.join(sides)}: {ratio}"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="the root of another checkout")
-    parser.add_argument("--with", action="append", default=[], dest="more", metavar="NAME=VALUE", help="for this side")
-    parser.add_argument("--texts", type=int, default=30, help="of each length and side, default 30")
-    parser.add_argument("--chunks", type=int, default=20, help="of a text, default 20")
-    parser.add_argument("--tokens", type=int, default=5, help="of a chunk, default 5")
-    parser.add_argument("--gap-ms", type=float, default=20.0, help="between chunks, default 20")
-    parser.add_argument("--company", type=int, default=2, help="processes beside it, default 2")
+    variable = "environment variable of this side"
+    parser.add_argument("--with", action="append", default=[], dest="more", metavar="NAME=VALUE", help=variable)
+    parser.add_argument("--texts", type=int, default=30, help="texts of each length and side (default: 30)")
+    parser.add_argument("--chunks", type=int, default=20, help="chunks per text (default: 20)")
+    parser.add_argument("--tokens", type=int, default=5, help="tokens per chunk (default: 5)")
+    parser.add_argument("--gap-ms", type=float, default=20.0, help="milliseconds between chunks (default: 20)")
+    parser.add_argument("--load", type=int, default=2, help="processes that keep cores and caches busy (default: 2)")
 
 
 def run(options: argparse.Namespace) -> int:
     texts = values.whole("texts", options.texts, 1, 10_000)
     pace = {"tokens": options.tokens, "gap_ms": options.gap_ms}
-    more = dict(one.partition("=")[::2] for one in options.more)
-    places = {"this": (PACKAGE.parent, more)}
+    more = dict(variable.partition("=")[::2] for variable in options.more)
+    sides = {"this": (PACKAGE.parent, more)}
     if options.against is not None or more:
         other = options.against or PACKAGE.parent
         require_checkout(other)
-        places["the other"] = (other, {})
+        sides["the other"] = (other, {})
     with ExitStack() as stack:
-        helpers = {name: stack.enter_context(side(*place)) for name, place in places.items()}
-        stack.enter_context(company(options.company))
+        helpers = {name: stack.enter_context(side(*settings)) for name, settings in sides.items()}
+        stack.enter_context(load(options.load))
         for chunks in (options.chunks, 1):
-            found: dict[str, Costs] = {name: [] for name in helpers}
+            costs: dict[str, Costs] = {name: [] for name in helpers}
             for number in range(texts + WARM_UP):
                 for name in sorted(helpers, reverse=bool(number % 2)):
                     cost = helpers[name].ask({**pace, "chunks": chunks})
                     if number >= WARM_UP:
-                        found[name].append((cost["cpu_ms"], cost["chunks"]))
-            print(*told(f"{chunks} chunks", found), sep="\n", flush=True)
+                        costs[name].append((cost["cpu_ms"], cost["chunks"]))
+            print(*report(f"{chunks} chunks", costs), sep="\n", flush=True)
     return 0
 
 

@@ -1,12 +1,13 @@
-"""What HTTP costs beside the Python client, before one cluster of the embedded pair.
+"""Measures the cost of HTTP compared with the Python client, on one cluster of the embedded pair.
 
-    python -m tools.http_cost                       # 24 prompts alone, 6 rounds of 8 at once: five minutes
+    python -m tools.http_cost                       # 24 single prompts, 6 rounds of 8 concurrent ones: five minutes
     python -m tools.http_cost --prompts 4 --rounds 1 --modes ssd
 
-Every prompt is asked for both ways, one right after the other and another one first each time, over connections that
-are kept; texts must be the same. *Alone*: tokens per second from sending to the end, the time to the first text, and
-the CPU of the server's process a chunk. *At once*: tokens per second of all. With 95 % intervals over prompts and
-rounds. CPU, too, grows with what else the machine does. The exit code is 1 where a value misses what is asked for.
+Each prompt is sent both ways, one right after the other, beginning with a different one each time, over persistent
+connections; the texts must be equal. *One stream*: tokens per second from sending to the end, the time to the first
+text, and the CPU time per chunk of the server's process. *Several streams*: total tokens per second. With 95 %
+intervals over prompts or rounds. Other load on the machine increases the CPU time, too. The exit code is 1 if a limit
+is missed.
 """
 
 from __future__ import annotations
@@ -30,55 +31,56 @@ from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
-from tools.web.reading import EventReader, Heard
+from tools.web.reading import EventReader, StreamTimes
 from tools.web.site import Site, site
 
-ALONE_ASKED, AT_ONCE_ASKED, FIRST_MS_ASKED, CPU_MS_ASKED = 0.92, 0.95, 5.0, 0.5
+# Limits: ratios of tokens per second (one stream, several), milliseconds later, and CPU milliseconds per chunk.
+ONE_LIMIT, SEVERAL_LIMIT, FIRST_MS_LIMIT, CPU_MS_LIMIT = 0.92, 0.95, 5.0, 0.5
 HTTP, CLIENT = "http", "client"
 WARM_UP = 2
 
 Text = tuple[int, ...]
-Ask = Callable[[Text, SamplingParams], Heard]
+Ask = Callable[[Text, SamplingParams], StreamTimes]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one way gave for a prompt, or for those of a round; `cpu_s` of the server's process."""
+    """The streams of a prompt, or of the prompts of a round, one way; `cpu_s`: of the server's process."""
 
-    heard: tuple[Heard, ...]
+    streams: tuple[StreamTimes, ...]
     cpu_s: float
 
     @property
     def timed(self) -> Timed:
-        sent, ended = min(one.sent for one in self.heard), max(one.ended for one in self.heard)
-        return Timed(sum(one.tokens for one in self.heard), ended - sent)
+        sent, ended = min(stream.sent for stream in self.streams), max(stream.ended for stream in self.streams)
+        return Timed(sum(stream.tokens for stream in self.streams), ended - sent)
 
     @property
     def first_ms(self) -> float:
-        return 1000 * (self.heard[0].first - self.heard[0].sent)
+        return 1000 * (self.streams[0].first - self.streams[0].sent)
 
     @property
     def chunks(self) -> int:
-        return sum(one.chunks for one in self.heard)
+        return sum(stream.chunks for stream in self.streams)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A value, and whether it is what was asked for."""
+class Result:
+    """A value, its limit, and whether the value keeps it."""
 
     name: str
     value: Interval
     unit: str
-    asked: str
+    limit: str
     holds: bool
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.value}{self.unit}, asked {self.asked}{'' if self.holds else ': MISSED'}"
+        return f"{self.name}: {self.value}{self.unit}, limit {self.limit}{'' if self.holds else ': MISSED'}"
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
-    """One way to ask, from as many places at once as there are prompts in a task."""
+class Sender:
+    """Sends the prompts of a task concurrently, by HTTP or by the client."""
 
     name: str
     asks: Sequence[Ask]
@@ -87,17 +89,17 @@ class Many:
 
     def run(self, prompts: Sequence[Text], sampling: SamplingParams) -> Turn:
         before = self.site.cpu_s
-        seeds = [replace(sampling, seed=(sampling.seed or 0) + place) for place in range(len(prompts))]
-        heard = tuple(self.threads.map(lambda ask, *asked: ask(*asked), self.asks, prompts, seeds))
-        return Turn(heard, self.site.cpu_s - before)
+        samplings = [replace(sampling, seed=(sampling.seed or 0) + n) for n in range(len(prompts))]
+        streams = tuple(self.threads.map(lambda ask, *request: ask(*request), self.asks, prompts, samplings))
+        return Turn(streams, self.site.cpu_s - before)
 
 
-def by_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams) -> Heard:
-    reply = send(client, TimedRequest(prompt, sampling, mode))
-    return Heard(reply.sent, reply.arrivals[0].at, reply.ended, len(reply.arrivals), len(reply.token_ids), reply.text)
+def by_client(client: Client, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
+    r = send(client, TimedRequest(prompt, sampling, mode))
+    return StreamTimes(r.sent, r.arrivals[0].at, r.ended, len(r.arrivals), len(r.token_ids), r.text)
 
 
-def by_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingParams) -> Heard:
+def by_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingParams) -> StreamTimes:
     return reader.ask({
         "prompt": list(prompt),
         "max_tokens": sampling.max_tokens,
@@ -109,100 +111,101 @@ def by_http(reader: EventReader, mode: str, prompt: Text, sampling: SamplingPara
 
 
 def require_same(found: dict[str, list[Turn]]) -> None:
-    """
+    """Checks that both ways gave the same texts.
+
     Raises:
-        WorkerError: a text is not the same both ways.
+        WorkerError: a text differs.
     """
-    texts = [[one.text for turn in made for one in turn.heard] for made in found.values()]
+    texts = [[stream.text for turn in turns for stream in turn.streams] for turns in found.values()]
     if any(other != texts[0] for other in texts):
         raise WorkerError("texts differ between HTTP and the Python client; expected the same for the same seed")
 
 
 def compared(found: dict[str, list[Turn]]) -> Interval:
-    """Tokens per second of HTTP over those of the client."""
+    """Returns the tokens per second of HTTP over those of the client."""
     return ratio([turn.timed for turn in found[HTTP]], [turn.timed for turn in found[CLIENT]])
 
 
 def later_ms(found: dict[str, list[Turn]]) -> Interval:
-    """How much later the first text comes by HTTP, in the middle."""
-    waits = [one.first_ms - other.first_ms for one, other in zip(found[HTTP], found[CLIENT], strict=True)]
-    return bootstrap(waits, lambda chosen: sorted(chosen)[len(chosen) // 2])
+    """Returns the median of how much later the first text arrives by HTTP."""
+    waits = [http.first_ms - client.first_ms for http, client in zip(found[HTTP], found[CLIENT], strict=True)]
+    return bootstrap(waits, lambda drawn: sorted(drawn)[len(drawn) // 2])
 
 
 def cpu_ms(found: dict[str, list[Turn]]) -> Interval:
-    """The server's CPU for a chunk, all that a request costs shared by its chunks."""
+    """Returns the server's CPU milliseconds per chunk, from whole requests divided by their chunks."""
     return bootstrap(
-        found[HTTP], lambda chosen: 1000 * sum(turn.cpu_s for turn in chosen) / sum(turn.chunks for turn in chosen)
+        found[HTTP], lambda drawn: 1000 * sum(turn.cpu_s for turn in drawn) / sum(turn.chunks for turn in drawn)
     )
 
 
-def judged(mode: str, alone: dict[str, list[Turn]], together: dict[str, list[Turn]], places: int) -> list[Found]:
-    one, all_, first, cpu = compared(alone), compared(together), later_ms(alone), cpu_ms(alone)
-    many = cpu_ms(together)
-    name = f"{mode}, one stream"
+def results(mode: str, one: dict[str, list[Turn]], several: dict[str, list[Turn]], streams: int) -> list[Result]:
+    """Returns all values for `one` stream and for `several`."""
+    rate, total, later, cpu, cpu_several = compared(one), compared(several), later_ms(one), cpu_ms(one), cpu_ms(several)
+    first, all_ = f"{mode}, one stream", f"{mode}, {streams} streams"
+
+    def least(name: str, value: Interval, limit: float) -> Result:
+        return Result(name, value, "", f">= {limit}", value.value >= limit)
+
+    def most_ms(name: str, value: Interval, limit: float) -> Result:
+        return Result(name, value, " ms", f"<= {limit}", value.value <= limit)
+
     return [
-        Found(f"{name}: tokens/s, HTTP / client", one, "", f">= {ALONE_ASKED}", one.value >= ALONE_ASKED),
-        Found(f"{name}: first text later by", first, " ms", f"<= {FIRST_MS_ASKED}", first.value <= FIRST_MS_ASKED),
-        Found(f"{name}: CPU a chunk", cpu, " ms", f"<= {CPU_MS_ASKED}", cpu.value <= CPU_MS_ASKED),
-        Found(
-            f"{mode}, {places} streams: tokens/s of all, HTTP / client",
-            all_,
-            "",
-            f">= {AT_ONCE_ASKED}",
-            all_.value >= AT_ONCE_ASKED,
-        ),
-        Found(f"{mode}, {places} streams: CPU a chunk", many, " ms", f"<= {CPU_MS_ASKED}", many.value <= CPU_MS_ASKED),
+        least(f"{first}: tokens/s, HTTP / client", rate, ONE_LIMIT),
+        most_ms(f"{first}: first text later by", later, FIRST_MS_LIMIT),
+        most_ms(f"{first}: CPU per chunk", cpu, CPU_MS_LIMIT),
+        least(f"{all_}: total tokens/s, HTTP / client", total, SEVERAL_LIMIT),
+        most_ms(f"{all_}: CPU per chunk", cpu_several, CPU_MS_LIMIT),
     ]
 
 
-def told(name: str, found: dict[str, list[Turn]]) -> str:
-    """Both ways in absolute numbers."""
-    rates = ", ".join(f"{way} {total_rate([turn.timed for turn in made]):.1f}" for way, made in found.items())
-    made = found[HTTP]
-    tokens = sum(turn.timed.tokens for turn in made) / sum(turn.chunks for turn in made)
-    return f"{name}: tokens/s {rates}; {tokens:.2f} tokens a chunk"
+def absolute(name: str, found: dict[str, list[Turn]]) -> str:
+    """Returns both ways in absolute numbers."""
+    rates = ", ".join(f"{sender} {total_rate([turn.timed for turn in turns]):.1f}" for sender, turns in found.items())
+    tokens = sum(turn.timed.tokens for turn in found[HTTP]) / sum(turn.chunks for turn in found[HTTP])
+    return f"{name}: tokens/s {rates}; {tokens:.2f} tokens per chunk"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--modes", default="ar,ssd", help="with commas between, default ar,ssd")
-    parser.add_argument("--prompts", type=int, default=24, help="asked one at a time; default 24")
-    parser.add_argument("--rounds", type=int, default=6, help="of several at once; default 6")
-    parser.add_argument("--places", type=int, default=8, help="how many at once; default 8")
-    parser.add_argument("--tokens", type=int, default=128, help="of each text, default 128")
-    parser.add_argument("--temp", type=float, default=0.0, help="default 0")
+    parser.add_argument("--modes", default="ar,ssd", help="comma-separated modes (default: ar,ssd)")
+    parser.add_argument("--prompts", type=int, default=24, help="single prompts (default: 24)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of concurrent prompts (default: 6)")
+    parser.add_argument("--streams", type=int, default=8, help="concurrent prompts per round (default: 8)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per text (default: 128)")
+    parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
     modes = modes_of(options.modes)
-    places = values.whole("places", options.places, 2, 64)
+    streams = values.whole("streams", options.streams, 2, 64)
     rounds = values.whole("rounds", options.rounds, 1, 1000)
     length = values.whole("tokens", options.tokens, 2, 600)
     prompts = mixed_tokens(options.prompts)
-    alone = [[prompt] for prompt in prompts]
-    together = [[prompts[(number + n) % len(prompts)] for n in range(places)] for number in range(rounds)]
+    singles = [[prompt] for prompt in prompts]
+    together = [[prompts[(number + n) % len(prompts)] for n in range(streams)] for number in range(rounds)]
     screen, missed = Screen(), False
     sampling = SamplingParams(max_tokens=length, temp=options.temp, ignore_eos=True)
     with ExitStack() as stack:
-        start = LocalCluster(progress=screen.show, max_active=places, prompt_cache=False, memory=False)
+        start = LocalCluster(progress=screen.show, max_active=streams, prompt_cache=False, memory=False)
         cluster = stack.enter_context(start)
-        where = stack.enter_context(site(cluster, find_model(str(EMBEDDED_TARGET))))
-        readers, client = [EventReader(where.url) for _ in range(places)], cluster.client()
-        threads = stack.enter_context(ThreadPoolExecutor(places))
+        server = stack.enter_context(site(cluster, find_model(str(EMBEDDED_TARGET))))
+        readers, client = [EventReader(server.url) for _ in range(streams)], cluster.client()
+        threads = stack.enter_context(ThreadPoolExecutor(streams))
         for mode in modes:
-            ways = [
-                Many(HTTP, [partial(by_http, reader, mode) for reader in readers], where, threads),
-                Many(CLIENT, [partial(by_client, client, mode)] * places, where, threads),
+            senders = [
+                Sender(HTTP, [partial(by_http, reader, mode) for reader in readers], server, threads),
+                Sender(CLIENT, [partial(by_client, client, mode)] * streams, server, threads),
             ]
-            run_interleaved(ways, alone[:WARM_UP], sampling, screen.show)
-            one = run_interleaved(ways, alone, sampling, screen.show)
-            all_ = run_interleaved(ways, together, sampling, screen.show, seeds=places)
+            run_interleaved(senders, singles[:WARM_UP], sampling, screen.show)
+            one = run_interleaved(senders, singles, sampling, screen.show)
+            several = run_interleaved(senders, together, sampling, screen.show, seeds=streams)
             require_same(one)
-            require_same(all_)
+            require_same(several)
             screen.clear()
-            print(told(f"{mode}, one stream", one), told(f"{mode}, {places} streams", all_), sep="\n")
-            for found in judged(mode, one, all_, places):
-                print(found, flush=True)
-                missed |= not found.holds
+            print(absolute(f"{mode}, one stream", one), absolute(f"{mode}, {streams} streams", several), sep="\n")
+            for result in results(mode, one, several, streams):
+                print(result, flush=True)
+                missed |= not result.holds
     return int(missed)
 
 

@@ -1,12 +1,12 @@
-"""Requests at random times around what the server can bear, and mlx_lm.server beside it on the same weights.
+"""Sends requests at random times around the server's capacity, also to mlx_lm.server with the same weights.
 
     python -m tools.load                                    # 500 requests at each of three loads: half an hour
     python -m tools.load --requests 240 --shares 1 --plot load.png      # some minutes
 
-The requests are sent by locust (`pip install locust`), streamed, one a prompt of its own; each block of them goes to
-every way in turn, at the same times. The capacity is what the better of our modes makes when many wait; a load is a
-share of it, as requests a second, Poisson. mlx_lm.server runs twice, as its users start it: with the draft, where it
-takes a request at a time, and without, where it batches. The exit code is 1 when a request of ours ended with an error.
+locust (`pip install locust`) sends the requests, streamed, each with its own prompt; each block of requests goes to
+every server in turn, at the same times. The capacity is the requests per second of our best mode when many wait; a load
+is a Poisson process with a share of it. mlx_lm.server runs twice, as its users start it: with the draft, for a request
+at a time, and without, in batches. The exit code is 1 if a request to Outrider failed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """Where requests go, and what each says beside its prompt. `mark` keeps its prompts apart from those of others."""
+class Server:
+    """A server, and the fields of its requests besides the prompt. `mark` makes its prompts different from others'."""
 
     name: str
     url: str
@@ -59,7 +59,7 @@ class Way:
         return generate(self.url, block.times, self.bodies(block.begin, len(block.times)))
 
     def bodies(self, begin: int, count: int) -> list[dict[str, Any]]:
-        """No two begin alike, so that none is known from one before."""
+        """Returns requests with different beginnings, so that no prompt is in a prompt cache."""
         texts = [prompt.text for prompt in mixed(PROMPTS)]
         return [
             {**self.body, "prompt": f"# {number}.{self.mark}\n{texts[number % PROMPTS]}"}
@@ -68,38 +68,40 @@ class Way:
 
 
 @contextmanager
-def ways(modes: Sequence[str], peers: bool, body: dict[str, Any], tell: Callable[[str], None]) -> Iterator[list[Way]]:
-    """Every way, its server running."""
+def servers(
+    modes: Sequence[str], peers: bool, body: dict[str, Any], tell: Callable[[str], None]
+) -> Iterator[list[Server]]:
+    """Runs Outrider, as a server for each mode, and mlx_lm.server, if `peers`."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         cluster = stack.enter_context(LocalCluster(progress=tell, memory=False))
         ours = stack.enter_context(site(cluster, find_model(str(EMBEDDED_TARGET))))
-        found = [Way(mode, ours.url, {**body, "speculation": {"mode": mode}}, n) for n, mode in enumerate(modes)]
+        running = [Server(mode, ours.url, {**body, "speculation": {"mode": mode}}, n) for n, mode in enumerate(modes)]
         if peers:
             tell("starting mlx_lm.server")
             model, draft = (as_float32(path, folder / path.name) for path in (EMBEDDED_TARGET, EMBEDDED_DRAFT))
-            for name, its_draft in ((PEER, None), (PEER_DRAFT, draft)):
-                url = stack.enter_context(mlx_lm_server(model, its_draft, folder / f"{name}.log"))
-                found.append(Way(name, url, body, len(found)))
-        yield found
+            for name, peer_draft in ((PEER, None), (PEER_DRAFT, draft)):
+                url = stack.enter_context(mlx_lm_server(model, peer_draft, folder / f"{name}.log"))
+                running.append(Server(name, url, body, len(running)))
+        yield running
 
 
-def capacity(way: Way, tell: Callable[[str], None]) -> float:
-    """Requests a second when many wait.
+def capacity(server: Server, tell: Callable[[str], None]) -> float:
+    """Returns the requests per second when many wait.
 
     Raises:
-        WorkerError: one failed.
+        WorkerError: a request failed.
     """
-    tell(f"capacity: {way.name}")
-    answers = generate(way.url, [0.0] * CAPACITY_REQUESTS, way.bodies(10**6, CAPACITY_REQUESTS))
-    heard = [answer.heard for answer in answers if answer.heard is not None]
-    if len(heard) < len(answers):
-        raise WorkerError(f"{way.name}: {next(answer.error for answer in answers if answer.error)}")
-    return len(heard) / timed(heard).seconds
+    tell(f"capacity: {server.name}")
+    answers = generate(server.url, [0.0] * CAPACITY_REQUESTS, server.bodies(10**6, CAPACITY_REQUESTS))
+    streams = [answer.stream for answer in answers if answer.stream is not None]
+    if len(streams) < len(answers):
+        raise WorkerError(f"{server.name}: {next(answer.error for answer in answers if answer.error)}")
+    return len(streams) / timed(streams).seconds
 
 
 def blocks(rate: float, count: int, each: int, share: float) -> list[Block]:
-    """So many requests, `each` in a block, at `rate` a second; at another load all are others."""
+    """Returns `count` requests at `rate` per second, `each` in a block. Their numbers differ between loads."""
     first = round(1000 * share) * 1000
     return [
         Block(first + begin, poisson(min(each, count - begin), rate, f"{share} {begin}"))
@@ -108,15 +110,15 @@ def blocks(rate: float, count: int, each: int, share: float) -> list[Block]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=500, help="by each way at each load, default 500")
-    parser.add_argument("--each", type=int, default=60, help="requests in a block, default 60")
-    parser.add_argument("--shares", default="0.7,1,1.2", help="loads as shares of the capacity, with commas between")
-    parser.add_argument("--rate", type=float, help="the capacity, requests a second; default: it is measured")
-    parser.add_argument("--modes", default="ar,auto", help="with commas between, default ar,auto")
-    parser.add_argument("--no-peers", action="store_true", help="leave mlx_lm.server out")
-    parser.add_argument("--tokens", type=int, default=48, help="of each text, default 48")
-    parser.add_argument("--temp", type=float, default=0.0, help="default 0")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
+    parser.add_argument("--requests", type=int, default=500, help="requests per server and load (default: 500)")
+    parser.add_argument("--each", type=int, default=60, help="requests per block (default: 60)")
+    parser.add_argument("--shares", default="0.7,1,1.2", help="loads as comma-separated shares of the capacity")
+    parser.add_argument("--rate", type=float, help="capacity in requests per second (default: measure it)")
+    parser.add_argument("--modes", default="ar,auto", help="comma-separated modes (default: ar,auto)")
+    parser.add_argument("--no-peers", action="store_true", help="omit mlx_lm.server")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per text (default: 48)")
+    parser.add_argument("--temp", type=float, default=0.0, help="temperature (default: 0)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture here")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -127,25 +129,22 @@ def run(options: argparse.Namespace) -> int:
     modes, shares = modes_of(options.modes), numbers("shares", options.shares, float)
     screen, rows = Screen(), list[LatencyRow]()
     body = {"max_tokens": length, "temperature": options.temp}
-    with ways(modes, not options.no_peers, body, screen.show) as field:
-        ours = [way for way in field if way.name in modes]
-        rate = options.rate or max(capacity(way, screen.show) for way in ours)
+    with servers(modes, not options.no_peers, body, screen.show) as running:
+        rate = options.rate or max(capacity(server, screen.show) for server in running if server.name in modes)
         screen.clear()
-        print(f"capacity: {rate:.2f} requests a second, of {length} tokens each", flush=True)
+        print(f"capacity: {rate:.2f} requests per second of {length} tokens each", flush=True)
         for share in shares:
-            found = run_interleaved(field, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
+            found = run_interleaved(running, blocks(share * rate, count, each, share), SamplingParams(), screen.show)
             rows += [row(name, share, answers) for name, answers in found.items()]
             screen.clear()
-            print(f"\n{share:g} of it, {count} requests by each way\n\n{table(rows[-len(field) :])}", flush=True)
-    for one in rows:
-        for error in one.errors[:3]:
-            print(f"{one.name}: {error}")
+            print(f"\n{share:g} of it, {count} requests per server\n\n{table(rows[-len(running) :])}", flush=True)
+    for result in rows:
+        for error in result.errors[:3]:
+            print(f"{result.name}: {error}")
     if options.plot is not None:
-        title = (
-            f"Requests at random times, {length} tokens each, {count} by each way; the capacity is {rate:.1f} a second"
-        )
-        draw(rows, options.plot, title)
-    return int(any(one.errors for one in rows if one.name in modes))
+        requests = f"{count} requests per server at random times, {length} tokens each"
+        draw(rows, options.plot, f"{requests}; capacity: {rate:.1f} per second")
+    return int(any(result.errors for result in rows if result.name in modes))
 
 
 if __name__ == "__main__":

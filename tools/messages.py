@@ -1,10 +1,10 @@
-"""Every sentence that the product can say to a user, on one page, to be read from top to bottom: docs/messages.md.
+"""Writes docs/messages.md, a page for review with all messages that the product shows to users.
 
     python -m tools.messages --write docs/messages.md
 
-Gathered from the source by its syntax, without running it: string literals of at least three words that are no
-docstrings. What is raised is an error, what `add_argument` and its like take is help, what a logger takes is the log;
-all else (notes, labels, parts of sentences) is the rest. `{...}` stands for a value.
+The messages are gathered from the source's syntax tree: string literals of at least three words, except docstrings.
+Literals in `raise` are errors, arguments like `help=` are help, arguments of a logger are log lines; the others are
+notes, labels and parts of sentences. `{...}` stands for a value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ why, and what to do, in plain English. `{...}` stands for a value.
 
 @dataclass(frozen=True, slots=True, order=True)
 class Message:
-    """One sentence, or a part of one."""
+    """A message, or a part of one."""
 
     file: str
     line: int
@@ -47,17 +47,17 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """All, in the order of the source."""
+    """Returns all messages in the order of the source."""
     found: list[Message] = []
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if not any(parent.is_symlink() for parent in path.parents):  # in a checkout `outrider/` links to the rooms
+            if not any(parent.is_symlink() for parent in path.parents):  # `outrider/` has links to the other folders
                 found += _of_module(path)
     return found + sorted(_of_page(ROOT / "server" / "page" / "index.html"))
 
 
 def page() -> str:
-    """The document."""
+    """Returns the page."""
     found, lines = messages(), [HEAD]
     for kind in KINDS:
         lines.append(f"\n## {kind.capitalize()}\n")
@@ -128,7 +128,7 @@ def _of_page(path: Path) -> Iterator[Message]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--write", type=Path, metavar="PATH", help="write the page there (default: print it)")
+    parser.add_argument("--write", type=Path, metavar="PATH", help="write the page to this file (default: print it)")
 
 
 def run(options: argparse.Namespace) -> int:

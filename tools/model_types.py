@@ -1,12 +1,12 @@
-"""What each of mlx-lm's model types can do here: tiny random models of each are loaded, tried, and made to write.
+"""Tests what each of mlx-lm's model types can do: loads tiny random models of each type, and generates with them.
 
     python -m tools.model_types                        # the table: ten minutes on two cores
     python -m tools.model_types --write docs/models.md # the same, into that page
-    python -m tools.model_types --serve llama4 ...     # these as target and draft of a real cluster
+    python -m tools.model_types --serve llama4 ...     # these types as target and draft of a real cluster
 
-A type is asked for what it says it can: the text of its plain decoding and of chains right and wrong is held against
-mlx-lm's own loop, past its window, and its token tree against its logits. Each type is tried twice, with one matrix for
-embeddings and output layer and with two, in a process that may die.
+The abilities that a type reports are checked: texts by plain decoding and by right and wrong chains are compared with
+mlx-lm's own loop, past its window, and its token tree with its logits. Each type is tried with tied and with untied
+embeddings, in a process that may crash.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BEGIN = "<!-- python -m tools.model_types --write docs/models.md -->"
 
 @dataclass(frozen=True, slots=True)
 class ModelTypeRow:
-    """A type as `target` and as `draft`; `why` it is not all it could be. `tied`: its embeddings; None: either way."""
+    """A type's abilities as `target` and as `draft`, and `why` they are limited. `tied`: its embeddings; None: both."""
 
     name: str
     tied: bool | None
@@ -63,7 +63,7 @@ class ModelTypeRow:
 
 
 def examine(name: str, tied: bool) -> ModelTypeRow:
-    """Tries one type in this process; whatever it does, this is a row."""
+    """Tries one type in this process. Returns a row for every error, too."""
     try:
         with named_errors("the trial"):
             return _examine(name, tied)
@@ -77,7 +77,7 @@ def _examine(name: str, tied: bool) -> ModelTypeRow:
             with named_errors("building"):
                 path = write_model(Path(folder), config_of(name, tied))
         except SystemExit:
-            return ModelTypeRow(name, tied, NOT_BUILT, why="mlx-lm needs a library for it that is not installed")
+            return ModelTypeRow(name, tied, NOT_BUILT, why="mlx-lm needs a library that is not installed")
         except OutriderError as error:
             return ModelTypeRow(name, tied, NOT_BUILT, why=_short(error))
         try:
@@ -101,7 +101,7 @@ def _examine(name: str, tied: bool) -> ModelTypeRow:
 
 
 def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
-    """Greedy text, token by token and by chains of which parts hold."""
+    """Whether greedy texts, token by token and by partly accepted chains, equal mlx-lm's."""
     prompt = [(31 * i + 7) % 250 + 2 for i in range(_PROMPT)]
     truth = [int(token) for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=_LENGTH)]
     params = SamplingParams(max_tokens=_LENGTH)
@@ -119,7 +119,7 @@ def _writes_as_mlx_lm(model: LoadedModel, chains: bool) -> bool:
 
 
 def walk(names: Sequence[str]) -> Iterator[ModelTypeRow]:
-    """All of these types, tied and untied, one after the other, in a process that is replaced when a type ends it."""
+    """Yields rows of all these types, tied and untied, from a process that is replaced if a type ends it."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, context, initializer=_quiet)
     for name, tied in product(names, (True, False)):
@@ -132,7 +132,7 @@ def walk(names: Sequence[str]) -> Iterator[ModelTypeRow]:
 
 
 def merged(rows: Sequence[ModelTypeRow]) -> list[ModelTypeRow]:
-    """A row for each type that is the same tied and untied, in the place of its two."""
+    """Merges the two rows of each type that is the same tied and untied."""
     either = [replace(row, tied=None) for row in rows]
     return [
         plain if either.count(plain) > 1 else row
@@ -143,22 +143,22 @@ def merged(rows: Sequence[ModelTypeRow]) -> list[ModelTypeRow]:
 
 def _quiet() -> None:
     logging.disable(logging.ERROR)
-    mx.disable_compile()  # of each type's kernels, which takes longer than all the rest
+    mx.disable_compile()  # compiling each type's kernels would take most of the time
 
 
 def _short(error: OutriderError) -> str:
-    """A sentence for a cell of the table: no paths, and not what to do."""
+    """Shortens an error for a cell of the table: without paths and advice."""
     said = str(error).partition(" can't be loaded as ")
     return (said[2].partition(": ")[2] or said[0]).partition("; ")[0].replace("|", "/").strip(": ")[:160]
 
 
 def _reason(sentence: str) -> str:
-    """What stands in brackets in it."""
+    """Returns the text in brackets in a sentence."""
     return sentence.partition("(")[2].rpartition(")")[0].replace("|", "/")[:160]
 
 
 def page(head: str, rows: Sequence[ModelTypeRow]) -> str:
-    """The page whose text is `head`, up to where the table begins."""
+    """Returns the page: the text of `head` up to the table, and a new table."""
     counts = Counter(row.target for row in rows)
     drafts = Counter(row.draft for row in rows)
     types, tried = len({row.name for row in rows}), len(rows) - counts[NOT_BUILT]
@@ -177,7 +177,7 @@ As drafts {drafts["tree"]} grow a tree in one row, {drafts["rows"]} in rows, {dr
 
 
 def serve(name: str) -> str:
-    """A cluster of this type, drafting for itself where it can; what it answered, or its refusal."""
+    """Runs a cluster with this type as target and draft. Returns a sentence with its answers, or its refusal."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder), config_of(name))
         write_tokenizer(path)
@@ -196,9 +196,9 @@ def serve(name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("types", nargs="*", help="default: all")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this page")
-    parser.add_argument("--serve", action="store_true", help="run each in a cluster of processes instead")
+    parser.add_argument("types", nargs="*", help="model types (default: all)")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this page")
+    parser.add_argument("--serve", action="store_true", help="run each type in a cluster instead")
 
 
 def run(options: argparse.Namespace) -> int:

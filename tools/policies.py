@@ -1,4 +1,4 @@
-"""What each thing adds to the paper's policy on a profile's machine: `simulator.py`'s arithmetic, no processes.
+"""Prints what each step adds to the paper's policy on a profile's machine, by `simulator.py`'s arithmetic.
 
 python -m tools.policies bench/profiles/*.json
 """
@@ -22,23 +22,23 @@ STEPS = (("best-first", {"fan_out": "best-first"}), ("filled misses", {"filled":
 
 
 def table(profile: Profile) -> str:
-    """Markdown: AR, SD at the published and at its best K, the paper's policy, and ours step by step."""
-    told = profile.published
-    own_sd = best_sd(profile)
-    sd = Policy("sd", told.sd_depth) if told else own_sd
-    depth, branches = (told.ssd_depth, told.branches) if told else (own_sd.depth, 10)
+    """Returns a Markdown table: AR, SD at the published and its best K, the paper's policy, and ours step by step."""
+    published, fastest_sd = profile.published, best_sd(profile)
+    sd = Policy("sd", published.sd_depth) if published else fastest_sd
+    depth, branches = (published.ssd_depth, published.branches) if published else (fastest_sd.depth, 10)
     policy = Policy("ssd", depth, branches, "geometric", anytime=False, filled=False, hoping=False)
-    rows = [("AR", Policy("ar")), (f"SD K={sd.depth}", sd), (f"SD K={own_sd.depth}, its best", own_sd)]
+    rows = [("AR", Policy("ar")), (f"SD K={sd.depth}", sd), (f"SD K={fastest_sd.depth}, its best", fastest_sd)]
     rows.append((f"SSD K={depth} B={branches}, the paper's policy", policy))
     for name, change in STEPS:
         policy = replace(policy, **change)
         rows.append((f"+ {name}", policy))
     policy = best_ssd(profile, policy)
-    rows.append((f"+ its own K={policy.depth} B={policy.branches}", policy))
-    found = [(name, Simulator(profile, policy).run(TOKENS)) for name, policy in rows]
-    in_turn, own = found[1][1].tokens_per_second, found[2][1].tokens_per_second
-    lines = [profile.name, "", "| | tok/s | / SD | / best SD | hits | tokens a round | round ms |", f"|{'---|' * 7}"]
-    return "\n".join([*lines, *(_line(name, result, in_turn, own) for name, result in found)])
+    rows.append((f"+ best K={policy.depth} B={policy.branches}", policy))
+    results = [(name, Simulator(profile, policy).run(TOKENS)) for name, policy in rows]
+    sd_rate, best_rate = results[1][1].tokens_per_second, results[2][1].tokens_per_second
+    titles = "| | tok/s | / SD | / best SD | hit rate | tokens per round | round ms |"
+    lines = [profile.name, "", titles, f"|{'---|' * 7}"]
+    return "\n".join([*lines, *(_line(name, result, sd_rate, best_rate) for name, result in results)])
 
 
 def best_sd(profile: Profile) -> Policy:
@@ -46,7 +46,7 @@ def best_sd(profile: Profile) -> Policy:
 
 
 def best_ssd(profile: Profile, like: Policy) -> Policy:
-    """The K and B at which `like` is fastest."""
+    """Returns the policy `like` with its best K and B."""
     found = (replace(like, depth=depth, branches=branches) for depth in DEPTHS for branches in BRANCHES)
     return max(found, key=lambda policy: _rate(profile, policy))
 
@@ -55,11 +55,11 @@ def _rate(profile: Profile, policy: Policy) -> float:
     return Simulator(profile, policy).run(SEARCH_TOKENS).tokens_per_second
 
 
-def _line(name: str, result: Result, in_turn: float, own: float) -> str:
+def _line(name: str, result: Result, sd_rate: float, best_rate: float) -> str:
     rate, hits = result.tokens_per_second, f"{result.hit_rate:.2f}" if result.hit_rate else ""
     return (
-        f"| {name} | {rate:.1f} | {rate / in_turn:.2f} | {rate / own:.2f} | {hits} | {result.tokens_per_round:.2f} |"
-        f" {result.round_ms:.2f} |"
+        f"| {name} | {rate:.1f} | {rate / sd_rate:.2f} | {rate / best_rate:.2f} | {hits} |"
+        f" {result.tokens_per_round:.2f} | {result.round_ms:.2f} |"
     )
 
 

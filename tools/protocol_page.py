@@ -120,7 +120,7 @@ names both versions. Only its header is read.
 
 
 def page() -> str:
-    """The whole document."""
+    """Returns the whole page."""
     parts = [HEAD]
     for title, group in (
         ("Between the orchestrator and its workers", {**_messages_of("workers"), **_messages_of("rounds")}),
@@ -134,13 +134,13 @@ def page() -> str:
 
 
 def _messages_of(file: str) -> dict[str, type]:
-    """Those of one file of protocol/messages/."""
+    """Returns the messages of one file of protocol/messages/."""
     ours = {name: cls for name, cls in MESSAGES.items() if cls.__module__.endswith(f".{file}")}
     return {name: cls for name, cls in ours.items() if cls not in RANKS}
 
 
 def _records() -> dict[str, type]:
-    """Every dataclass reachable from a message, in the order of first use."""
+    """Returns every dataclass that a message contains, in the order of first use."""
     found: dict[str, type] = {}
     waiting = list(MESSAGES.values())
     while waiting:
@@ -172,9 +172,9 @@ def _section(name: str, cls: type) -> str:
     return "\n".join(lines)
 
 
-def _linked(said: str) -> str:
-    """Records with a link to where they stand; all else begins with a small letter."""
-    return re.sub(r"\ba ([A-Z]\w+)", lambda found: f"[{found[1]}](#{found[1].lower()})", said)
+def _linked(words: str) -> str:
+    """Adds links to the names of records, the only words with a capital letter after "a"."""
+    return re.sub(r"\ba ([A-Z]\w+)", lambda match: f"[{match[1]}](#{match[1].lower()})", words)
 
 
 def main() -> None:

@@ -2,9 +2,9 @@
 
     python -m tools.round_files
 
-A cluster with the tiny pair runs in a process of its own, its workers in theirs; a profile hook in all of them notes
-which file is called when. Only what is called while a text is in the middle counts: not what opens or ends it. Ten
-rounds take every path that all rounds share, and the rarer ones (a miss, a fallback) that some of them take.
+A cluster with the tiny pair runs in processes of its own, with a profile hook that records which file is called when.
+Only calls in the middle of a text count, not those that open or end it. The rounds counted include hits, misses and
+fallbacks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def save():
     path = os.path.join(os.environ["{FOLDER}"], f"{{os.getpid()}}.json")
     with open(path + ".part", "w") as file:
         json.dump({{"command": sys.orig_argv, "calls": {{k: sorted(v) for k, v in list(calls.items())}}}}, file)
-    os.replace(path + ".part", path)  # a process that is killed meanwhile leaves no half of it
+    os.replace(path + ".part", path)  # a process that is killed here leaves no partial file
 threading.setprofile(hook)
 sys.setprofile(hook)
 atexit.register(save)
@@ -63,7 +63,7 @@ ROLES = {"outrider.target_worker": "target", "outrider.draft_worker": "drafter",
 
 
 def traced(folder: Path) -> dict[str, list[str]]:
-    """The files of each process, relative to the root, in the order of their first calls.
+    """Returns the files of each process, relative to the root, in the order of their first calls.
 
     Raises:
         OutriderError: the run failed.
@@ -89,7 +89,7 @@ def traced(folder: Path) -> dict[str, list[str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """It takes none."""
+    """There are no flags."""
 
 
 def run(options: argparse.Namespace) -> int:

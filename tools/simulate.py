@@ -1,11 +1,11 @@
-"""Replays a profile's machine through the real processes: AR, SD and SSD beside what was published and predicted.
+"""Runs AR, SD and SSD on a profile's machine in real processes, and compares them with published and predicted rates.
 
     python -m tools.simulate bench/profiles/h100-llama-70b.json --prompts 12 --max-tokens 400
 
-The target is a small stand-in paced by sleeping, the drafter replays the target's own text with the profile's
-acceptance and bonus ranks. Real: processes, sockets, messages, rounds, work ahead, fan-out, fallback. A run whose real
-work takes longer than the simulated one fails. `ideal` is `simulator.py`'s with messages that take no time beyond the
-profile's link, `predicted` with the median turnaround that was measured.
+The target is a small stand-in that sleeps for the profile's times; the drafter replays the target's own text with the
+profile's acceptance and bonus ranks. Processes, sockets, messages, rounds, work ahead, fan-out and fallback are real. A
+run fails if the real work takes longer than the simulated time. `ideal` is the rate of `simulator.py` with messages
+that take no time beyond the profile's link, `predicted` with the measured median turnaround.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tools.simulation.script import starts, write_script
 from tools.simulation.simulator import Policy, Simulator
 from tools.simulation.stand_in import write
 
-# The script goes on behind the last token asked for, as a text would.
+# Tokens of the script beyond the last requested one, because a chain may reach beyond it.
 SPARE_TOKENS = 64
 WARM_UP_TOKENS = 300
 PREDICTED_TOKENS = 40_000
 COLUMNS = (
-    "tok/s", "predicted", "ideal", "published", "against SD [95 %]", "against AR", "hits", "tokens a round", "idle ms",
+    "tok/s", "predicted", "ideal", "published", "/ SD [95 %]", "/ AR", "hit rate", "tokens per round", "idle ms",
     "turnaround ms",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A policy under a name; `mode` auto leaves the choice to the controller."""
+    """A named policy to run. In `mode` auto the controller chooses."""
 
     name: str
     policy: Policy
@@ -52,13 +52,13 @@ class Contestant:
 
     @property
     def cluster(self) -> tuple[str, bool]:
-        """What a cluster is started with: fan-out, and whether branches serve as deep as they are."""
+        """The settings of its cluster: fan-out, and whether branches are used as deep as they are."""
         return self.policy.fan_out, self.policy.anytime
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRow:
-    """What a contestant did; rates are tokens per second, times milliseconds a round."""
+    """The results of a contestant; rates in tokens per second, times in milliseconds per round."""
 
     name: str
     measured: float
@@ -77,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profiles", nargs="+", type=Path, metavar="PROFILE")
     parser.add_argument("--prompts", type=int, default=8, metavar="N")
     parser.add_argument("--max-tokens", type=int, default=300, metavar="N")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the rows as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows as JSON here")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,23 +93,23 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     """Runs one profile and prints its table.
 
     Raises:
-        WorkerError: real work took longer than the simulated one.
+        WorkerError: the real work took longer than the simulated time.
     """
     profile = Profile.read(path)
     contestants = _contestants(profile)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         write(Path(folder))
-        begun = starts(prompts + 1)
+        texts = starts(prompts + 1)
         script = Path(folder) / "script.json"
         longest = SamplingParams(max_tokens=max(max_tokens, WARM_UP_TOKENS) + SPARE_TOKENS, ignore_eos=True)
-        write_script(script, Path(folder), begun, [longest] * len(begun))
+        write_script(script, Path(folder), texts, [longest] * len(texts))
         runs: dict[str, list[Run]] = {}
         for cluster in dict.fromkeys(contestant.cluster for contestant in contestants):
             chosen = [contestant for contestant in contestants if contestant.cluster == cluster]
             with _cluster(path, folder, script, *cluster) as client:
                 for contestant in chosen:
                     print(f"{profile.name}: {contestant.name}", file=sys.stderr, flush=True)
-                    runs[contestant.name] = _run(client, contestant, begun, max_tokens)
+                    runs[contestant.name] = _run(client, contestant, texts, max_tokens)
     everything = summary([run.timings for found in runs.values() for run in found if run.timings])
     hop_ms = (everything.turnaround_ms or 0.0) / 2
     rows = [_row(profile, contestant, runs, hop_ms) for contestant in contestants]
@@ -117,22 +117,22 @@ def simulate(path: Path, prompts: int, max_tokens: int) -> list[SimulatedRow]:
     return rows
 
 
-# --- what competes ----------------------------------------------------------------------------------------------------
+# --- contestants ------------------------------------------------------------------------------------------------------
 
 
 def _contestants(profile: Profile) -> list[Contestant]:
-    """AR; SD at the published and at its best K; SSD by the paper's policy, then with one thing of ours more each."""
+    """Returns AR, SD at the published and its best K, SSD by the paper's policy, and then ours step by step."""
     published = profile.published
-    own_sd = best_sd(profile).depth
-    sd_depth = published.sd_depth if published else own_sd
-    depth, branches = (published.ssd_depth, published.branches) if published else (own_sd, 10)
+    best_depth = best_sd(profile).depth
+    sd_depth = published.sd_depth if published else best_depth
+    depth, branches = (published.ssd_depth, published.branches) if published else (best_depth, 10)
     ours = best_ssd(profile, Policy("ssd"))
-    found = [Contestant("ar", Policy("ar"), "ar"), Contestant(f"sd K={sd_depth}", Policy("sd", sd_depth), "sd")]
-    if own_sd != sd_depth:
-        found.append(Contestant(f"sd K={own_sd}", Policy("sd", own_sd), "sd"))
+    baselines = [Contestant("ar", Policy("ar"), "ar"), Contestant(f"sd K={sd_depth}", Policy("sd", sd_depth), "sd")]
+    if best_depth != sd_depth:
+        baselines.append(Contestant(f"sd K={best_depth}", Policy("sd", best_depth), "sd"))
     at = f"K={depth} B={branches}"
     return [
-        *found,
+        *baselines,
         Contestant(f"ssd {at} geometric, full", Policy("ssd", depth, branches, "geometric", anytime=False), "ssd"),
         Contestant(f"ssd {at} best-first, full", Policy("ssd", depth, branches, anytime=False), "ssd"),
         Contestant(f"ssd {at} best-first, anytime", Policy("ssd", depth, branches), "ssd"),
@@ -164,32 +164,32 @@ def _cluster(profile: Path, model: str, script: Path, fan_out: str, anytime: boo
 
 
 def _run(client: Client, contestant: Contestant, starts: Sequence[Sequence[int]], max_tokens: int) -> list[Run]:
-    """Every prompt but the first, which warms up what learns."""
+    """Returns the runs of all prompts but the first, which warms up the estimates."""
     policy = contestant.policy
-    ours = ModeRunner(contestant.name, client, contestant.mode, policy.depth, policy.branches)
+    runner = ModeRunner(contestant.name, client, contestant.mode, policy.depth, policy.branches)
 
     def sampling(tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=tokens, ignore_eos=True)
 
     if contestant.mode == "ar":  # every token takes the same time
-        return [ours.run(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
-    ours.run(starts[0], sampling(WARM_UP_TOKENS))
-    return [ours.run(start, sampling(max_tokens)) for start in starts[1:]]
+        return [runner.run(starts[1], sampling(min(max_tokens, 100)))] * (len(starts) - 1)
+    runner.run(starts[0], sampling(WARM_UP_TOKENS))
+    return [runner.run(start, sampling(max_tokens)) for start in starts[1:]]
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def _row(profile: Profile, contestant: Contestant, runs: dict[str, list[Run]], hop_ms: float) -> SimulatedRow:
-    found, told = runs[contestant.name], contestant.mode != "auto"
+    own_runs, is_predictable = runs[contestant.name], contestant.mode != "auto"
     sd = next(others for name, others in runs.items() if name.startswith("sd"))
-    sums = summary([run.timings for run in found if run.timings])
-    timed = [run.timed for run in found]
+    sums = summary([run.timings for run in own_runs if run.timings])
+    timed = [run.timed for run in own_runs]
     return SimulatedRow(
         contestant.name,
         total_rate(timed),
-        _predict(profile, contestant.policy, hop_ms=hop_ms) if told else None,
-        _predict(profile, contestant.policy) if told else None,
+        _predict(profile, contestant.policy, hop_ms=hop_ms) if is_predictable else None,
+        _predict(profile, contestant.policy) if is_predictable else None,
         _published(profile.published, contestant),
         sums.hit_rate or 0.0,
         sums.tokens / sums.rounds,
@@ -217,8 +217,8 @@ def _print(profile: Profile, rows: Sequence[SimulatedRow]) -> None:
     print(f"  link {profile.link_ms} ms one way, acceptance {_list(profile.acceptance)},")
     print(f"  bonus ranks {_list(profile.bonus_ranks[:4])}, ...")
     if profile.published:
-        told = profile.published
-        print(f"  published: AR {told.ar}, SD {told.sd}, SSD {told.ssd}: SSD/SD {told.ssd / told.sd:.2f}")
+        p = profile.published
+        print(f"  published: AR {p.ar}, SD {p.sd}, SSD {p.ssd}: SSD/SD {p.ssd / p.sd:.2f}")
     print(f"\n| | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 1)}|")
     for row in rows:
         cells = [

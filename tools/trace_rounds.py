@@ -1,7 +1,4 @@
-"""The rounds of a request gone through again: from the trace a cluster wrote and the tokens it gave.
-
-Knows bars and integers; nothing of models.
-"""
+"""Reconstructs the rounds of requests from a cluster's trace and the generated tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from outrider.protocol.errors import InvalidRequest
 class TracedRound:
     """`chain` was verified after `base_len` tokens with the outcome (accepted, bonus).
 
-    `next_hit`: whether the lookup of that outcome found a branch; None when nothing was looked up. `after`: how this
-    round's own chain had been found: hit, miss, or start for round 0.
+    `next_hit`: whether the lookup of that outcome found a branch; None without a lookup. `after`: the lookup before
+    this round: hit, miss, or start for round 0.
     """
 
     base_len: int
@@ -32,7 +29,7 @@ class TracedRound:
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """One verify as the trace tells it; `name` is where its chain came from."""
+    """A verify in the trace; `name` is the source of its chain."""
 
     name: str
     chain: tuple[int, ...]
@@ -40,19 +37,20 @@ class _Verified:
 
 
 def read_rounds(trace: Path, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[TracedRound]]:
-    """The rounds of each request: `texts` are prompt and generated tokens, in the order they were asked, one at a time.
+    """Returns the rounds of each request. `texts`: prompt and generated tokens, in the order of the requests, which ran
+    one at a time.
 
     Raises:
         InvalidRequest: the trace does not fit the texts.
     """
     requests = list(_requests(read(trace)))
     if len(requests) != len(texts):
-        raise InvalidRequest(f"{trace} tells of {len(requests)} requests; expected {len(texts)}")
+        raise InvalidRequest(f"{trace} has {len(requests)} requests; expected {len(texts)}")
     return [_rounds(verified, *text) for verified, text in zip(requests, texts, strict=True)]
 
 
 def _requests(bars: Sequence[Bar]) -> Iterator[list[_Verified]]:
-    """The verifies of each request, its OPEN first."""
+    """Yields the verifies of each request, OPEN's first."""
     sent: dict[int, tuple[str, tuple[int, ...]]] = {}
     current: list[_Verified] = []
     for bar in sorted(bars, key=lambda bar: bar.start + bar.length):
@@ -72,7 +70,7 @@ def _rounds(verified: Sequence[_Verified], prompt: Sequence[int], generated: Seq
     text, base_len, found = [*prompt, *generated], len(prompt), []
     for this, following in pairwise(verified):
         if base_len + this.accepted >= len(text):
-            raise InvalidRequest("the trace goes on after the text's end; expected the trace of these texts")
+            raise InvalidRequest("the trace continues after the text's end; expected the trace of these texts")
         end = base_len + this.accepted + 1
         # With one token left no chain fits before the bonus, so nothing was looked up.
         hit = following.name == "hit" if len(text) - end > 1 else None

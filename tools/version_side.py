@@ -1,7 +1,7 @@
-"""A cluster of whichever checkout is on the path, for `versions.py`: run as a file, with that checkout's own client.
+"""Runs a cluster and client of the checkout on the path, for `versions.py`, which starts it as a file.
 
-Reads one JSON object a line from stdin, {tokens, max_tokens, temp, seed, mode}, and answers {tokens, decode_ms}. Uses
-only what every version of Outrider offers.
+Reads a JSON object per line from stdin, {tokens, max_tokens, temp, seed, mode}, and answers {tokens, decode_ms}. Uses
+only names that every version of Outrider has.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def main() -> None:
         client = cluster.client()
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
-            asked = json.loads(line)
-            tokens, mode = asked.pop("tokens"), asked.pop("mode")
-            result = client.generate(tokens, SamplingParams(ignore_eos=True, **asked), mode=mode)
+            request = json.loads(line)
+            tokens, mode = request.pop("tokens"), request.pop("mode")
+            result = client.generate(tokens, SamplingParams(ignore_eos=True, **request), mode=mode)
             answer = {"tokens": list(result.token_ids), "decode_ms": result.timings.predicted_ms}
             print(json.dumps(answer), flush=True)
 

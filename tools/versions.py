@@ -1,12 +1,12 @@
-"""This checkout against another one, a request at a time: what a change did to a single stream, by mode.
+"""Compares the speed of this checkout with another one, on single requests, by mode.
 
     python -m tools.versions --against ../before                 # 24 prompts, T = 0 and 0.8: ten minutes
     python -m tools.versions --against ../before --modes ssd,auto --prompts 48 --least 0.98
 
-Both clusters run all along on the same cores, and every prompt goes through both, one right after the other, so that a
-drifting machine drifts for both. Each is asked by a client of its own checkout. Prints tokens per second of decoding,
-this one over the other, with intervals over prompts, and how many texts are the same. The exit code is 1 when a ratio
-lies under --least.
+Both clusters run throughout on the same cores, and every prompt goes to both, one right after the other, so that drift
+of the machine affects both equally. Each has a client of its own checkout. Prints the ratio of decoding rates (this
+over the other) with intervals over prompts, and how many texts are equal. The exit code is 1 if a ratio is below
+--least.
 """
 
 from __future__ import annotations
@@ -44,48 +44,49 @@ class Side:
     mode: str
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        told = self.helper.ask({
+        answer = self.helper.ask({
             "tokens": list(prompt),
             "max_tokens": sampling.max_tokens,
             "temp": sampling.temp,
             "seed": sampling.seed,
             "mode": self.mode,
         })  # fmt: skip
-        return Run(tuple(told["tokens"]), Timed(len(told["tokens"]) - 1, told["decode_ms"] / 1000))
+        return Run(tuple(answer["tokens"]), Timed(len(answer["tokens"]) - 1, answer["decode_ms"] / 1000))
 
 
 def require_checkout(folder: Path) -> None:
-    """
+    """Checks that a folder is the root of a checkout.
+
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: it is not.
     """
     if not (folder / "outrider" / "__init__.py").is_file():
-        raise InvalidRequest(f"{folder} has no outrider/ in it; expected the root of a checkout")
+        raise InvalidRequest(f"{folder} contains no outrider/; expected the root of a checkout")
 
 
 @contextmanager
 def cluster_of(folder: Path) -> Iterator[HelperProcess]:
-    """A cluster of that checkout, which knows nothing of runs before."""
+    """Runs a cluster of a checkout with an empty cache folder, so that it has no estimates of earlier runs."""
     with tempfile.TemporaryDirectory() as fresh:
         own = {"PYTHONPATH": str(folder.resolve()), "XDG_CACHE_HOME": fresh}
         with HelperProcess(str(SIDE), environment={**os.environ, **own}) as helper:
             yield helper
 
 
-def told(mode: str, temp: float, ours: Sequence[Run], theirs: Sequence[Run]) -> str:
+def report(mode: str, temp: float, ours: Sequence[Run], theirs: Sequence[Run]) -> str:
     now, before = ([run.timed for run in runs] for runs in (ours, theirs))
     same = sum(one.tokens == other.tokens for one, other in zip(ours, theirs, strict=True))
-    rates = f"{total_rate(now):.1f} against {total_rate(before):.1f} tokens/s"
-    return f"T = {temp:g}, {mode:4} {ratio(now, before)}   {rates}, {same} of {len(ours)} texts the same"
+    rates = f"{total_rate(now):.1f} / {total_rate(before):.1f} tokens/s"
+    return f"T = {temp:g}, {mode:4} {ratio(now, before)}   {rates}, {same} of {len(ours)} texts equal"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=Path, required=True, metavar="FOLDER", help="the root of the other checkout")
-    parser.add_argument("--modes", default="ar,sd,ssd,auto", help="with commas between")
-    parser.add_argument("--temps", default="0,0.8", help="with commas between")
-    parser.add_argument("--prompts", type=int, default=24, help="how many prompts, all classes in turn; default 24")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of each text, default 128")
-    parser.add_argument("--least", type=float, default=0.0, help="what a ratio must reach, default 0")
+    parser.add_argument("--modes", default="ar,sd,ssd,auto", help="comma-separated modes (default: ar,sd,ssd,auto)")
+    parser.add_argument("--temps", default="0,0.8", help="comma-separated temperatures (default: 0,0.8)")
+    parser.add_argument("--prompts", type=int, default=24, help="prompts, of all classes in turn (default: 24)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per text (default: 128)")
+    parser.add_argument("--least", type=float, default=0.0, help="lowest ratio to accept (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -95,20 +96,20 @@ def run(options: argparse.Namespace) -> int:
     length = values.whole("tokens", options.tokens, 2, 600)
     screen, missed = Screen(), False
     prompts = mixed_tokens(options.prompts)
-    screen.show("starting both")
+    screen.show("starting both clusters")
     with cluster_of(PACKAGE.parent) as now, cluster_of(options.against) as before:
-        ways: list[PromptRunner] = [
+        runners: list[PromptRunner] = [
             Side(f"{mode}, {name}", helper, mode) for mode in modes for name, helper in ((THIS, now), (OTHER, before))
         ]
         for temp in temps:
             sampling = SamplingParams(max_tokens=length, temp=temp, ignore_eos=True)
-            run_interleaved(ways, prompts[:WARM_UP], sampling, lambda said: screen.show(f"warming up: {said}"))
-            runs = run_interleaved(ways, prompts, sampling, screen.show)
+            run_interleaved(runners, prompts[:WARM_UP], sampling, lambda step: screen.show(f"warming up: {step}"))
+            runs = run_interleaved(runners, prompts, sampling, screen.show)
             screen.clear()
             for mode in modes:
                 ours, theirs = runs[f"{mode}, {THIS}"], runs[f"{mode}, {OTHER}"]
-                print(told(mode, temp, ours, theirs), flush=True)
-                missed |= ratio([one.timed for one in ours], [one.timed for one in theirs]).value < options.least
+                print(report(mode, temp, ours, theirs), flush=True)
+                missed |= ratio([run.timed for run in ours], [run.timed for run in theirs]).value < options.least
     return int(missed)
 
 

@@ -58,5 +58,5 @@ def test_a_trace_of_one_round_is_a_sentence() -> None:
 
 def test_the_table_has_a_line_for_each_part() -> None:
     assert [line.split("  ")[1].strip() for line in table(breakdown(BARS, 1)).splitlines()[1:]] == [
-        "verify", "turnaround", "wait for drafter", "fallback", "a round", "commit", "work ahead",
+        "verify", "turnaround", "wait for drafter", "fallback", "round", "commit", "work ahead",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A fleet in virtual time: the same by its seed, none lost with a zone, and what flows agrees with the real rounds."""
+"""A simulated fleet: same seed, same numbers; a lost zone loses no request; flows agree with the real rounds."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def outcome(real: bool, loss: Loss | None = None, fleet: Fleet = FLEET, traffic:
     return Simulation(fleet, traffic, real, loss).run(4.0)
 
 
-class Deaf:
-    """Takes requests, and never says anything."""
+class Silent:
+    """Takes requests, and never generates a token."""
 
     busy = 0.0
 
@@ -58,13 +58,13 @@ def gate(world: World, router: Router, engines: int, ongoing: int = 2) -> Gate:
     made = Gate(world, router, ongoing)
     for number in range(engines):
         engine = Engine(number, 0, 1, world, lambda job: None)
-        engine.machinery = Deaf()
+        engine.machinery = Silent()
         made.engines.append(engine)
     return made
 
 
 def job(name: str, session: str = "s", broken: int = 0) -> Job:
-    return Job(name, session, 0.0, (1, 2, 3, 4), 2, 2, broken=broken)
+    return Job(name, session, 0.0, (1, 2, 3, 4), 2, 2, interruptions=broken)
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_one_others(real: bool)
     assert Simulation(FLEET, replace(TRAFFIC, seed=1), real).run(4.0).sums != again.sums
 
 
-def test_what_flows_agrees_with_the_real_rounds() -> None:
+def test_flows_agree_with_the_real_rounds() -> None:
     flow, rounds = outcome(False).sums, outcome(True).sums
     assert flow.rate == pytest.approx(rounds.rate, rel=0.1)
     assert flow.busy == pytest.approx(rounds.busy, rel=0.1)
@@ -82,39 +82,39 @@ def test_what_flows_agrees_with_the_real_rounds() -> None:
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["flow", "rounds"])
-def test_a_zone_that_goes_takes_no_request_with_it(real: bool) -> None:
-    """The rounds' own texts are compared as they come."""
+def test_the_loss_of_a_zone_loses_no_request(real: bool) -> None:
+    """The real rounds compare all tokens with their texts."""
     found = outcome(real, ZONE)
-    broken = [one for one in found.tally.jobs if one.broken]
-    assert broken and all(one.is_over for one in broken)
-    assert min(look.engines for look in found.tally.looks) == 2 and found.tally.looks[-1].engines == 3
-    assert all(one.on_hidden_states <= one.answer for one in found.tally.jobs)
+    broken = [one for one in found.tally.jobs if one.interruptions]
+    assert broken and all(one.is_complete for one in broken)
+    assert min(sample.engines for sample in found.tally.samples) == 2 and found.tally.samples[-1].engines == 3
+    assert all(one.received <= one.answer for one in found.tally.jobs)
     assert "lost at 8 s" in losses(found, ZONE, found) and "100% until the end" in losses(found, ZONE, found)
     assert "+0.0 %" in difference(found, found)
     assert len(table({"0.5": found}).splitlines()) == 3
 
 
-def test_who_was_broken_off_waits_for_the_word_and_the_prompt_and_no_longer() -> None:
+def test_an_interrupted_request_waits_until_the_loss_is_noticed_and_its_prompt_is_read() -> None:
     late = replace(ZONE, engine=5.0)
     assert outcome(True, late).sums.gaps[0] > outcome(True, ZONE).sums.gaps[0] > 0.5
 
 
-def test_without_drafters_engines_say_all_and_slower() -> None:
+def test_without_drafters_engines_complete_all_texts_more_slowly() -> None:
     found, whole = outcome(True, Loss("drafters", 4.0, 10.0)), outcome(True)
-    assert found.sums.broken == 0 and found.sums.ended > 0.8 * whole.sums.ended
+    assert found.sums.interrupted == 0 and found.sums.ended > 0.8 * whole.sums.ended
     (alone, *_), _ = service.recorded(FLEET, MACHINE, 0)
     (drafted_for, *_), _ = service.recorded(FLEET, MACHINE, 2)
     assert alone.rate < 0.8 * drafted_for.rate
 
 
-def test_drafters_that_are_spread_stand_in_all_zones() -> None:
+def test_spread_drafters_are_in_all_zones() -> None:
     spread = replace(FLEET, drafters=10, spread=True)
     assert [[spread.drafters_in(zone, engine) for zone in range(3)] for engine in range(2)] == [[4, 3, 3], [3, 4, 3]]
     assert [FLEET.drafters_in(zone, 1) for zone in range(3)] == [0, 2, 0]
 
 
 @pytest.mark.parametrize("router", [PowerOfTwo(0), Least()])
-def test_of_two_engines_the_one_with_less_to_do_is_chosen(router: Router) -> None:
+def test_the_less_loaded_of_two_engines_is_chosen(router: Router) -> None:
     world = World()
     made = gate(world, router, 2)
     for number in range(4):
@@ -123,10 +123,10 @@ def test_of_two_engines_the_one_with_less_to_do_is_chosen(router: Router) -> Non
     made.take(job("later"))
     made.take(job("broken", broken=1))
     assert made.waiting == 2
-    ended = made.engines[0].left()
+    ended = made.engines[0].take_all()
     while made.waiting == 2:
         world.step()
-    assert len(ended) == 2 and "broken" in [one.name for engine in made.engines for one in engine.left()]
+    assert len(ended) == 2 and "broken" in [one.name for engine in made.engines for one in engine.take_all()]
 
 
 def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
@@ -141,16 +141,16 @@ def test_a_session_keeps_its_engine_until_it_is_full_or_gone() -> None:
     assert full.load == 3 and sum(engine.load for engine in made.engines) == 5
 
 
-def test_engines_come_where_more_wait_and_go_where_nobody_does() -> None:
+def test_engines_are_added_for_waiting_requests_and_removed_when_idle() -> None:
     scaling = Scaling(1, 4, 2.0, up=3.0, down=5.0, start=2.0)
     fleet = replace(FLEET, engines=1, scaling=scaling)
-    engines = [look.engines for look in outcome(False, None, fleet, replace(TRAFFIC, rate=4.0)).tally.looks]
+    engines = [sample.engines for sample in outcome(False, None, fleet, replace(TRAFFIC, rate=4.0)).tally.samples]
     assert engines[0] == 1 and max(engines) == 4
     quiet = replace(FLEET, engines=4, scaling=scaling)
-    assert outcome(False, None, quiet, replace(TRAFFIC, rate=0.02)).tally.looks[-1].engines == 1
+    assert outcome(False, None, quiet, replace(TRAFFIC, rate=0.02)).tally.samples[-1].engines == 1
 
 
-def test_a_text_that_has_grown_is_read_from_where_it_was() -> None:
+def test_only_the_new_part_of_a_longer_text_is_read() -> None:
     known = Remembered(100)
     text = tuple(range(60))
     known.keep(text[:40])

@@ -1,4 +1,4 @@
-"""A reader whose gate is gone asks the next for the rest; a clockwork tells the time; a table says what differs."""
+"""Fleet failures: readers continue at the next gate, the clockwork sends the time, a table names what differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WANTED = Wanted((7, 8), 6, 0.8, 3)
 
 @contextmanager
 def gate(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
-    """One whose tokens are their places in the text, and which is gone after so many."""
+    """Serves tokens that equal their positions in the text, and closes the stream after `says` tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -49,7 +49,7 @@ def gate(says: int, asked: list[dict[str, Any]]) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_reader_whose_gate_is_gone_asks_the_next_for_the_rest() -> None:
+def test_a_reader_continues_at_the_next_gate() -> None:
     first, second = list[dict[str, Any]](), list[dict[str, Any]]()
     with gate(4, first) as one, gate(9, second) as other:
         reader = Reader([one, other], WANTED, "a session")
@@ -66,13 +66,13 @@ def test_a_reader_without_any_gate_gives_up(monkeypatch: pytest.MonkeyPatch) -> 
         Reader([url], WANTED, "").read()
 
 
-def test_a_clockwork_tells_when_it_sent_each_chunk() -> None:
+def test_the_clockwork_sends_the_time_of_each_chunk() -> None:
     with closing(Clockwork(pace=0.0)) as clockwork, asyncio.Runner() as runner:
         lags = stamps_by_client(AsyncClient(clockwork.endpoint), WANTED, runner)
     assert len(lags) == WANTED.length and all(lag > 0 for lag in lags)
 
 
-def test_a_row_says_what_differs_and_what_is_missed() -> None:
+def test_a_row_counts_texts_that_differ_and_exceeded_limits() -> None:
     fine = row("attached", [Struck((0.5, 0.7), 2, 0, (), 3.0)])
     late = row("attached", [Struck((1.6, 1.7), 2, 0, (), 3.0)])
     other = row("actor", [Struck((0.1,), 1, 0, (), 3.0), Struck((0.1,), 1, 1, ("gone", "gone"), 4.0)])
@@ -83,7 +83,7 @@ def test_a_row_says_what_differs_and_what_is_missed() -> None:
     assert "| actor | 1 of 2 | 0.10 / 0.10 | 2 | 3.0, 4.0 |" in table([other], True)
 
 
-def test_a_row_that_there_is_not_is_named() -> None:
+def test_an_unknown_row_is_refused_by_name() -> None:
     assert chosen("actor, head") == ["actor", "head"]
     with pytest.raises(InvalidRequest, match="'hed'"):
         chosen("hed")

@@ -1,4 +1,4 @@
-"""What heads are measured by: sums over prompts, place by place, and what begins the files that they have not seen."""
+"""Acceptance of heads: sums over prompts by position, and prompts from files that the head was not trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.protocol.messages import Timings
-from tools.heads import HeadResult, draw, held_out, told
+from tools.heads import HeadResult, draw, held_out, table
 
 ROUNDS = (
     Timings(predicted_n=10, rounds=4, accepted_by_position=(3, 2, 1), drafted_by_position=(4, 4, 4)),
@@ -21,7 +21,7 @@ def test_sums_are_over_all_prompts() -> None:
     found = HeadResult("eagle3", 0.8, ROUNDS)
     assert found.per_verify.value == 2.0
     assert found.by_position == pytest.approx([4 / 8, 2 / 6, 1 / 4])
-    assert told([found])[1].startswith("0.8   eagle3           2.00 [")
+    assert table([found])[1].startswith("0.8   eagle3           2.00 [")
 
 
 def test_it_is_drawn(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two checkouts against each other: what is said of them, and a folder that is none."""
+"""Comparing two checkouts: runs, the printed line, and a folder that is not a checkout."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import pytest
 from outrider.bench.comparison.runs import Run, Timed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tools.versions import Side, require_checkout, told
+from tools.versions import Side, report, require_checkout
 
 
 class Echo:
-    """Answers every question with its prompt, 20 ms a token."""
+    """Answers every request with its prompt, at 20 ms per token."""
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         assert asked["mode"] == "ssd" and asked["seed"] == 3
         return {"tokens": asked["tokens"], "decode_ms": 20 * (len(asked["tokens"]) - 1)}
 
 
-def test_a_side_tells_tokens_and_the_time_of_decoding() -> None:
+def test_a_side_returns_tokens_and_decoding_time() -> None:
     found = Side("ssd, this", Echo(), "ssd").run((1, 2, 3), SamplingParams(seed=3))  # type: ignore[arg-type]
     assert (found.tokens, found.timed) == ((1, 2, 3), Timed(2, 0.04))
 
 
-def test_this_is_held_over_the_other() -> None:
+def test_the_ratio_is_this_checkout_over_the_other() -> None:
     ours = [Run((1, 2), Timed(10, 0.1)), Run((3,), Timed(10, 0.1))]
     theirs = [Run((1, 2), Timed(10, 0.2)), Run((4,), Timed(10, 0.2))]
-    line = told("auto", 0.8, ours, theirs)
-    assert "auto 2.00 [2.00, 2.00]   100.0 against 50.0 tokens/s, 1 of 2 texts the same" in line
+    line = report("auto", 0.8, ours, theirs)
+    assert "auto 2.00 [2.00, 2.00]   100.0 / 50.0 tokens/s, 1 of 2 texts equal" in line
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Streams as their readers hear them, requests at random times, and what is made of both."""
+"""Times of streams at their readers, requests at random times, and the statistics of both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools import http_cost
 from tools.load import blocks
 from tools.web.generator import TimedAnswer, poisson
 from tools.web.latency import draw, row, table
-from tools.web.reading import Heard, heard
+from tools.web.reading import StreamTimes, stream_times
 
 
 def event(text: str) -> bytes:
@@ -24,17 +24,17 @@ USAGE = json.dumps({"choices": [], "usage": {"completion_tokens": 5}}).encode()
 EVENTS = [(1.5, event("")), (2.0, event("a")), (3.0, event("bc")), (3.1, USAGE), (3.2, b"[DONE]\n")]
 
 
-def test_the_first_text_is_what_counts_and_the_usage_tells_the_tokens() -> None:
-    assert heard(1.0, EVENTS) == Heard(1.0, 2.0, 3.1, 2, 5, "abc")
+def test_times_begin_with_the_first_text_and_tokens_come_from_the_usage() -> None:
+    assert stream_times(1.0, EVENTS) == StreamTimes(1.0, 2.0, 3.1, 2, 5, "abc")
 
 
 @pytest.mark.parametrize("events", [[], EVENTS[:-1], [(1.0, b'{"error": {}}'), (1.1, b"[DONE]")]])
-def test_a_stream_that_breaks_off_is_none(events: list[tuple[float, bytes]]) -> None:
-    with pytest.raises(WorkerError, match="broke off"):
-        heard(1.0, events)
+def test_an_incomplete_stream_is_an_error(events: list[tuple[float, bytes]]) -> None:
+    with pytest.raises(WorkerError, match="incomplete"):
+        stream_times(1.0, events)
 
 
-def test_requests_come_at_the_rate_that_is_asked_for_and_again_at_the_same_times() -> None:
+def test_random_times_have_the_given_rate_and_repeat_with_the_seed() -> None:
     times = poisson(4000, 5.0, "a")
     assert times == sorted(times) == poisson(4000, 5.0, "a") != poisson(4000, 5.0, "b")
     assert 4000 / times[-1] == pytest.approx(5.0, rel=0.1)
@@ -48,12 +48,12 @@ def test_blocks_have_all_requests_once_and_none_of_another_load() -> None:
 
 
 def answers(wait: float) -> list[TimedAnswer]:
-    """Ten of 11 tokens, one after the other, each a second long, and one that failed."""
-    made = [TimedAnswer(Heard(n, n + wait, n + 1.0, 6, 11, "x")) for n in range(10)]
+    """Ten answers of 11 tokens, one after another, each a second long, and one that failed."""
+    made = [TimedAnswer(StreamTimes(n, n + wait, n + 1.0, 6, 11, "x")) for n in range(10)]
     return [*made, TimedAnswer(None, "503: gone")]
 
 
-def test_a_row_has_times_of_those_that_were_answered_and_counts_the_others(tmp_path: Path) -> None:
+def test_a_row_has_times_of_answered_requests_and_counts_errors(tmp_path: Path) -> None:
     found = [row(name, share, [answers(0.5), answers(0.5)]) for name in ("ar", "mlx-lm") for share in (0.7, 1.0)]
     one = found[0]
     assert one.rate.value == pytest.approx(11.0) and one.first_ms.p50.value == pytest.approx(500)
@@ -64,20 +64,20 @@ def test_a_row_has_times_of_those_that_were_answered_and_counts_the_others(tmp_p
 
 
 def turn(wait: float, seconds: float, cpu_s: float) -> http_cost.Turn:
-    return http_cost.Turn((Heard(0.0, wait, seconds, 10, 40, "x"),), cpu_s)
+    return http_cost.Turn((StreamTimes(0.0, wait, seconds, 10, 40, "x"),), cpu_s)
 
 
-def test_what_http_costs_is_told_beside_what_was_asked() -> None:
+def test_the_cost_of_http_is_compared_with_its_limits() -> None:
     found = {"http": [turn(0.004, 1.0, 0.002)] * 3, "client": [turn(0.001, 0.9, 0.0)] * 3}
     assert http_cost.compared(found).value == pytest.approx(0.9)
     assert http_cost.later_ms(found).value == pytest.approx(3.0)
     assert http_cost.cpu_ms(found).value == pytest.approx(0.2)
-    missed = [one.name for one in http_cost.judged("ar", found, found, 8) if not one.holds]
+    missed = [one.name for one in http_cost.results("ar", found, found, 8) if not one.holds]
     assert len(missed) == 2 and all("tokens/s" in name for name in missed)
-    assert str(http_cost.Found("x", Interval(1, 1, 1), " ms", "<= 0", False)).endswith("asked <= 0: MISSED")
+    assert str(http_cost.Result("x", Interval(1, 1, 1), " ms", "<= 0", False)).endswith("limit <= 0: MISSED")
 
 
 def test_texts_have_to_be_the_same_both_ways() -> None:
-    other = http_cost.Turn((Heard(0.0, 0.1, 1.0, 10, 40, "y"),), 0.0)
+    other = http_cost.Turn((StreamTimes(0.0, 0.1, 1.0, 10, 40, "y"),), 0.0)
     with pytest.raises(WorkerError, match="texts differ"):
         http_cost.require_same({"http": [turn(0.1, 1.0, 0.0)], "client": [other]})

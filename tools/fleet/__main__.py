@@ -1,4 +1,4 @@
-"""Planning a fleet: what 100 engines with 1,000 drafters would bring, and what the loss of a zone would cost.
+"""Simulates fleets for planning: the throughput of 100 engines with 1,000 drafters, and the cost of losing a zone.
 
     python -m tools.fleet run --rate 12 --seconds 300 --lose zone --at 120 --back 60
     python -m tools.fleet run --rate 12 --seconds 75 --lose zone --at 35 --rounds   # minutes
@@ -6,9 +6,9 @@
     python -m tools.fleet need --rates 3,6,12,24
     python -m tools.fleet check --engines 4 --rates 0.25,0.5,0.7 --seconds 150   # flow against rounds
 
-Virtual time: nothing sleeps, and the same seed gives the same numbers. Each engine brings what the real rounds,
-controller, speculation cache and draft workers were recorded to bring with so many requests at once (`flow`); with
-`--rounds` each of them makes the rounds themselves. Machines are profiles (docs/simulation.md).
+Time is virtual: nothing sleeps, and the same seed gives the same numbers. By default an engine is a flow with the rate
+that was recorded for its number of concurrent requests, from the real rounds, controller, speculation cache and draft
+workers. With `--rounds` each engine runs these itself. Machines are profiles (docs/simulation.md).
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from tools.fleet.service import recorded
 from tools.fleet.simulation import Outcome, Simulation
 
 PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
-WARM_UP = 0.2  # of the time is not counted
+WARM_UP = 0.2  # share of the time that is not counted
 SHOWN = 10
-AT_ONCE = 1.0  # second in the line, at most, of 99 in 100
+MOST_QUEUED_S = 1.0  # of the p99 in `need`
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("run", "load", "need", "check"))
-    parser.add_argument("--profiles", nargs="+", type=Path, default=[PROFILE], metavar="FILE", help="in turns")
+    parser.add_argument("--profiles", nargs="+", type=Path, default=[PROFILE], metavar="FILE", help="assigned in turn")
     parser.add_argument("--engines", type=int, default=100, metavar="N")
-    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="of each engine")
+    parser.add_argument("--drafters", type=int, default=10, metavar="N", help="drafters per engine")
     parser.add_argument("--zones", type=int, default=3, metavar="N")
-    parser.add_argument("--spread", action="store_true", help="an engine's drafters stand in all zones")
-    parser.add_argument("--active", type=int, default=4, metavar="N", help="requests at once on an engine")
+    parser.add_argument("--spread", action="store_true", help="spread an engine's drafters over all zones")
+    parser.add_argument("--active", type=int, default=4, metavar="N", help="concurrent requests per engine")
     parser.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0])
-    parser.add_argument("--prompt-rate", type=float, default=120.0, metavar="TOKENS", help="of prompts, a second")
-    parser.add_argument("--scale", metavar="LEAST:MOST:EACH", help="engines by requests, as Ray Serve does")
-    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests a second")
-    parser.add_argument("--rates", default="2,6,10,12,14,16,18", metavar="N,N", help="of `load` and `check`")
+    parser.add_argument("--prompt-rate", type=float, default=120.0, metavar="N", help="prompt tokens read per second")
+    parser.add_argument("--scale", metavar="LEAST:MOST:EACH", help="scale engines by requests, like Ray Serve")
+    parser.add_argument("--rate", type=float, default=12.0, metavar="N", help="requests per second")
+    parser.add_argument("--rates", default="2,6,10,12,14,16,18", metavar="N,N", help="rates of load, need and check")
     parser.add_argument("--seconds", type=float, default=300.0, metavar="S")
-    parser.add_argument("--prompt", type=int, default=150, metavar="TOKENS", help="median of what a turn adds")
-    parser.add_argument("--answer", type=int, default=120, metavar="TOKENS", help="median")
+    parser.add_argument("--prompt", type=int, default=150, metavar="N", help="median prompt tokens that a turn adds")
+    parser.add_argument("--answer", type=int, default=120, metavar="N", help="median tokens of an answer")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--lose", choices=LOSSES)
     parser.add_argument("--at", type=float, default=120.0, metavar="S")
-    parser.add_argument("--back", type=float, metavar="S", help="so long after the loss")
-    parser.add_argument("--rounds", action="store_true", help="each engine makes the real rounds")
+    parser.add_argument("--back", type=float, metavar="S", help="seconds from the loss to the return (default: never)")
+    parser.add_argument("--rounds", action="store_true", help="run the real rounds in each engine")
     parser.add_argument("--picture", type=Path, metavar="FILE")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="what came out, as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,35 +107,35 @@ def _loads(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
 
 
 def _need(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
-    """The fewest engines with which nearly all have their turn at once, for each load."""
+    """Prints the fewest engines for each load with a p99 of at most `MOST_QUEUED_S` in the queue."""
     print("| requests/s | engines | tok/s | targets busy |\n|---|---|---|---|")
     for rate in _rates(options.rates):
-        asked = replace(traffic, rate=rate)
+        load = replace(traffic, rate=rate)
 
-        def enough(engines: int, asked: Traffic = asked) -> bool:
-            made = replace(fleet, engines=engines)
-            return Simulation(made, asked, options.rounds).run(WARM_UP * asked.seconds).sums.queued[1] <= AT_ONCE
+        def enough(engines: int, load: Traffic = load) -> bool:
+            sized = replace(fleet, engines=engines)
+            return Simulation(sized, load, options.rounds).run(WARM_UP * load.seconds).sums.queued[1] <= MOST_QUEUED_S
 
         least = most = math.ceil(rate / _most(fleet, traffic))
         while not enough(most):
             least, most = most + 1, 2 * most
         least = bisect_left(range(most + 1), True, least, most, key=enough)
-        found = Simulation(replace(fleet, engines=least), asked, options.rounds).run(WARM_UP * asked.seconds).sums
+        found = Simulation(replace(fleet, engines=least), load, options.rounds).run(WARM_UP * load.seconds).sums
         print(f"| {rate:g} | {least} | {found.rate:.0f} | {found.busy:.2f} |", flush=True)
 
 
 def _most(fleet: Fleet, traffic: Traffic) -> float:
-    """Requests a second that an engine could answer if prompts took no time."""
+    """Returns the requests per second that an engine could answer if prompts took no time."""
     paces = [recorded(fleet, profile, fleet.drafters)[0] for profile in fleet.profiles]
     best = max(pace.rate * (n + 1) for service in paces for n, pace in enumerate(service))
     return best / (traffic.answer.median * math.exp(traffic.answer.sigma**2 / 2))
 
 
 def _check(fleet: Fleet, traffic: Traffic, options: argparse.Namespace) -> None:
-    """Flow against rounds, of the same traffic."""
+    """Compares flows with the real rounds on the same traffic."""
     for rate in _rates(options.rates):
-        asked = replace(traffic, rate=rate)
-        flow, rounds = (Simulation(fleet, asked, real).run(WARM_UP * traffic.seconds) for real in (False, True))
+        load = replace(traffic, rate=rate)
+        flow, rounds = (Simulation(fleet, load, real).run(WARM_UP * traffic.seconds) for real in (False, True))
         print(table({f"{rate:g}, rounds": rounds, f"{rate:g}, flow": flow}))
         print(difference(flow, rounds), flush=True)
 
@@ -160,7 +160,7 @@ def _scaling(text: str) -> Scaling:
         least, most, each = text.split(":")
         return Scaling(int(least), int(most), float(each))
     except ValueError as error:
-        raise InvalidRequest(f"scale is {text}; expected LEAST:MOST:EACH, as 10:100:3") from error
+        raise InvalidRequest(f"scale is {text}; expected LEAST:MOST:EACH, like 10:100:3") from error
 
 
 def _traffic(options: argparse.Namespace) -> Traffic:
@@ -177,13 +177,13 @@ def _rates(text: str) -> list[float]:
     try:
         return [values.number("rate", float(part), 1e-6, 1e6) for part in text.split(",")]
     except ValueError as error:
-        raise InvalidRequest(f"rates is {text}; expected numbers with commas between, as 4,8,12") from error
+        raise InvalidRequest(f"rates is {text}; expected comma-separated numbers, like 4,8,12") from error
 
 
 def _write(path: Path | None, outcomes: list[Outcome]) -> None:
     if path is not None:
-        told = [{"sums": asdict(one.sums), "tokens": sorted(one.tally.tokens.items())} for one in outcomes]
-        path.write_text(json.dumps(told, indent=1))
+        records = [{"sums": asdict(o.sums), "tokens": sorted(o.tally.tokens.items())} for o in outcomes]
+        path.write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

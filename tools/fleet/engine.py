@@ -1,4 +1,4 @@
-"""An engine as the gate sees it, whatever makes its tokens: a line of requests, and places for those that run."""
+"""An engine as the gate sees it: a queue of requests, and slots in which requests run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tools.fleet.job import Job
 
 
 class Machinery(Protocol):
-    """What makes an engine's tokens."""
+    """Generates an engine's tokens."""
 
     @property
     def busy(self) -> float:
-        """Seconds in which its target worked."""
+        """Seconds in which the target worked."""
         ...
 
     def begin(self, job: Job) -> None: ...
@@ -28,21 +28,21 @@ class Machinery(Protocol):
 
 
 class Engine:
-    """`number` and `zone` say which; `ended` hears of each request that is complete. `gone`: nothing runs on any more.
-    `known`: the gate may choose it."""
+    """Engine `number` in `zone`, with `slots` for requests. Calls `ended` with each complete request. `gone`: it has
+    stopped. `known`: the gate may choose it."""
 
-    def __init__(self, number: int, zone: int, places: int, world: World, ended: Callable[[Job], None]) -> None:
+    def __init__(self, number: int, zone: int, slots: int, world: World, ended: Callable[[Job], None]) -> None:
         self.number, self.zone = number, zone
         self.gone, self.known = False, True
         self.since, self.until = world.now, 0.0
         self.machinery: Machinery
-        self._places, self._world, self._ended = places, world, ended
+        self._slots, self._world, self._ended = slots, world, ended
         self._waiting: FairQueue[Job] = FairQueue()
         self._running: dict[str, Job] = {}
 
     @property
     def load(self) -> int:
-        """Requests that run or wait here."""
+        """The number of requests that run or wait here."""
         return len(self._running) + len(self._waiting)
 
     @property
@@ -50,23 +50,23 @@ class Engine:
         return len(self._running)
 
     def take(self, job: Job) -> None:
-        """A request that was broken off elsewhere comes first, as in a server's line."""
+        """Queues a request. A request that was interrupted elsewhere comes first, as in a server's queue."""
         self._waiting.put((job.session.encode(),), job, first=job.is_resumed)
         self._admit()
 
-    def is_over(self, job: Job) -> None:
-        """Its machinery has said all of it; the place is free a moment later."""
+    def on_complete(self, job: Job) -> None:
+        """Handles a request whose tokens are complete. Its slot is free in the next event."""
         del self._running[job.name]
         self._world.after(0.0, self._admit)
         self._ended(job)
 
     def end(self) -> None:
-        """It is gone at once."""
+        """Stops the engine at once."""
         self.gone, self.until = True, self._world.now
         self.machinery.end()
 
-    def left(self) -> list[Job]:
-        """All that ran or waited here, those that ran first."""
+    def take_all(self) -> list[Job]:
+        """Removes and returns all requests, running ones first."""
         jobs = list(self._running.values())
         while (job := self._waiting.take()) is not None:
             jobs.append(job)
@@ -74,10 +74,10 @@ class Engine:
         return jobs
 
     def _admit(self) -> None:
-        while not self.gone and len(self._running) < self._places:
+        while not self.gone and len(self._running) < self._slots:
             job = self._waiting.take()
             if job is None:
                 return
             self._running[job.name] = job
-            job.begins(self._world.now)
+            job.start(self._world.now)
             self.machinery.begin(job)

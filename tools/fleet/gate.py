@@ -1,8 +1,8 @@
-"""The gate: which engine a request goes to, as Ray Serve 2.60 chooses, and the line of those that none takes.
+"""The gate: chooses an engine for each request, as Ray Serve 2.60 does, and queues requests that no engine takes.
 
-*Power of two choices* (`pow_2_router.py`): of two engines drawn by chance that one with fewer requests, if it takes
-any more; else again after a backoff. *Sessions* (`consistent_hash_router.py`): the engine that the session's hash falls
-to on a ring, else the two behind it, else again after a backoff. Who was broken off comes before all that wait.
+*Power of two choices* (`pow_2_router.py`): the less loaded of two random engines, if it takes more requests; else again
+after a backoff. *Sessions* (`consistent_hash_router.py`): the engine at the session's hash on a ring, else the next two
+engines, else again after a backoff. Interrupted requests come before all waiting ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tools.fleet.job import Job
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.025, 0.5
 VIRTUAL_NODES, FALLBACKS = 100, 2
-TASKS = 2  # for each engine, at most
+TASKS = 2  # at most, per engine
 
 
 class PowerOfTwo:
-    """`in_order`: whoever finds a place, the first of the line has it."""
+    """Chooses between two random engines. `in_order`: a free slot goes to the first request of the queue."""
 
     in_order = True
 
@@ -37,7 +37,7 @@ class PowerOfTwo:
 
 
 class Least:
-    """Where the least is under way, as Outrider's own gate has it for requests without a session."""
+    """Chooses the engine with the fewest requests, as Outrider's gate does for requests without a session."""
 
     in_order = True
 
@@ -46,7 +46,7 @@ class Least:
 
 
 class Sessions:
-    """Each waits for its own engines."""
+    """Chooses engines by session. Each request waits for the engines of its session."""
 
     in_order = False
 
@@ -59,9 +59,9 @@ class Sessions:
             self._of = tuple(engines)
             nodes = ((_hash(f"{engine.number}:{n}"), engine) for engine in engines for n in range(VIRTUAL_NODES))
             self._ring = sorted(nodes, key=lambda node: node[0])
-        place = bisect_right(self._ring, _hash(job.session), key=lambda node: node[0])
-        around = (engine for _, engine in self._ring[place:] + self._ring[:place])
-        return list(dict.fromkeys(around))[: 1 + FALLBACKS]
+        start = bisect_right(self._ring, _hash(job.session), key=lambda node: node[0])
+        following = (engine for _, engine in self._ring[start:] + self._ring[:start])
+        return list(dict.fromkeys(following))[: 1 + FALLBACKS]
 
 
 def _hash(key: str) -> int:
@@ -72,42 +72,42 @@ Router = PowerOfTwo | Least | Sessions
 
 
 class Gate:
-    """Hands each engine `ongoing` requests at the most."""
+    """Routes requests to `engines`, with at most `ongoing` requests per engine."""
 
     def __init__(self, world: World, router: Router, ongoing: int) -> None:
         self.engines: list[Engine] = []
         self._world, self._router, self._ongoing = world, router, ongoing
-        self._line: deque[Job] = deque()
+        self._queue: deque[Job] = deque()
         self._tasks = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def take(self, job: Job) -> None:
         if job.is_resumed:
-            self._line.appendleft(job)
+            self._queue.appendleft(job)
         else:
-            self._line.append(job)
+            self._queue.append(job)
         if not self._router.in_order or self._tasks < TASKS * len(self.engines):
             self._tasks += 1
             self._try(job, FIRST_BACKOFF)
 
     def _try(self, of: Job, backoff: float) -> None:
-        """One task: in order it finds places for whoever is first until nobody waits, else for one request."""
-        while self._line and (self._router.in_order or of in self._line):
-            job = self._line[0] if self._router.in_order else of
-            if not self._place(job):
+        """Runs one routing task: in order, it assigns the first request until the queue is empty; else the one `of`."""
+        while self._queue and (self._router.in_order or of in self._queue):
+            job = self._queue[0] if self._router.in_order else of
+            if not self._assign(job):
                 self._world.after(backoff, partial(self._try, of, min(2 * backoff, LAST_BACKOFF)))
                 return
             backoff = FIRST_BACKOFF
         self._tasks -= 1
 
-    def _place(self, job: Job) -> bool:
+    def _assign(self, job: Job) -> bool:
         known = [engine for engine in self.engines if engine.known]
         for engine in self._router.candidates(job, known) if known else ():
             if engine.load < self._ongoing:
-                self._line.remove(job)
+                self._queue.remove(job)
                 engine.take(job)
                 return True
         return False

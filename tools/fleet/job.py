@@ -1,4 +1,4 @@
-"""A request on its way through a fleet: what it asks, where it has come to, and what its reader saw."""
+"""A request in a simulated fleet: its text, its progress, and its times as the client sees them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """`text` is its prompt and, behind the first `prompt` tokens, what will be said: `answer` of them.
+    """A request. `text` is the prompt (`prompt` tokens), the answer (`answer` tokens) and a few more.
 
-    Seconds: `asked`; `begun` where it ran first; `first` and `last` token; `gap` the longest wait between two chunks.
-    `on_hidden_states`: tokens that the reader has. `broken`: how often its engine was lost under it.
+    In seconds: `asked`, when it was sent; `begun`, when it ran first; `first` and `last` token; `gap`, the longest wait
+    between two chunks. `received`: tokens at the client. `interruptions`: how often its engine was lost.
     """
 
     name: str
@@ -23,24 +23,24 @@ class Job:
     first: float | None = None
     last: float = 0.0
     gap: float = 0.0
-    on_hidden_states: float = 0.0
-    broken: int = 0
+    received: float = 0.0
+    interruptions: int = 0
 
     @property
-    def is_over(self) -> bool:
-        return self.on_hidden_states >= self.answer
+    def is_complete(self) -> bool:
+        return self.received >= self.answer
 
     @property
     def is_resumed(self) -> bool:
-        return self.broken > 0
+        return self.interruptions > 0
 
-    def begins(self, now: float) -> None:
+    def start(self, now: float) -> None:
         self.begun = now if self.begun is None else self.begun
 
-    def wants(self, tokens: float, now: float, flows: float) -> None:
-        """A chunk has come, or what flowed for so many seconds, which says nothing of gaps."""
+    def receive(self, tokens: float, now: float, flows: float) -> None:
+        """Records a chunk, or the tokens of a flow over `flows` seconds, which has no gaps."""
         if self.first is None:
             self.first = now
         elif not flows:
             self.gap = max(self.gap, now - self.last)
-        self.last, self.on_hidden_states = now, self.on_hidden_states + tokens
+        self.last, self.received = now, self.received + tokens

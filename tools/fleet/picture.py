@@ -1,4 +1,4 @@
-"""Two pictures: tokens a second over time with what was lost, and waiting over load."""
+"""Draws tokens per second over time with a loss, and latencies over load."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ DPI, SMOOTH = 80, 7
 
 
 def over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome | None = None) -> None:
-    """Tokens a second above, beside what the same traffic brought `without` the loss; requests and engines below."""
+    """Draws tokens per second, also of the same traffic `without` the loss; below them requests and engines."""
     figure = picture.figure(8.0, 4.6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    looks = outcome.tally.looks
-    seconds = len(looks) - 1
+    samples = outcome.tally.samples
+    seconds = len(samples) - 1
     if without is not None:
         above.plot(range(seconds), smooth(without.tally, seconds, SMOOTH), color="0.7", label="without the loss")
-    above.plot(range(seconds), smooth(outcome.tally, seconds, SMOOTH), color="C0", label="tokens a second")
-    below.plot(range(len(looks)), [look.running for look in looks], color="C2", label="requests running")
-    below.plot(range(len(looks)), [look.waiting for look in looks], color="C3", label="waiting")
-    below.plot(range(len(looks)), [look.engines for look in looks], color="k", linestyle=":", label="engines")
+    above.plot(range(seconds), smooth(outcome.tally, seconds, SMOOTH), color="C0", label="tokens per second")
+    below.plot(range(len(samples)), [sample.running for sample in samples], color="C2", label="requests running")
+    below.plot(range(len(samples)), [sample.waiting for sample in samples], color="C3", label="waiting")
+    below.plot(range(len(samples)), [sample.engines for sample in samples], color="k", linestyle=":", label="engines")
     for axes in (above, below):
         if loss is not None:
             axes.axvline(loss.at, color="C3", linewidth=0.8)
@@ -37,20 +37,20 @@ def over_time(outcome: Outcome, loss: Loss | None, path: Path, without: Outcome 
 
 
 def over_load(outcomes: Mapping[str, Outcome], path: Path) -> None:
-    """Tokens a second left, the first token and the line right, by requests a second."""
+    """Draws tokens per second (left), and the time to first token and in the queue (right), by requests per second."""
     figure = picture.figure(8.0, 3.2)
     left, right = figure.subplots(1, 2)
     rates = [float(rate) for rate in outcomes]
-    found = [outcome.sums for outcome in outcomes.values()]
-    left.plot(rates, [one.rate for one in found], marker="o", label="tokens a second")
-    left.plot(rates, [one.good for one in found], marker="o", label="of requests served well")
-    right.plot(rates, [one.first[0] for one in found], color="C0", label="first token p50, s")
-    right.plot(rates, [one.first[1] for one in found], color="C0", linestyle="--", label="p99")
-    right.plot(rates, [one.queued[0] for one in found], color="C3", label="queued p50, s")
-    right.plot(rates, [one.queued[1] for one in found], color="C3", linestyle="--", label="p99")
+    sums = [outcome.sums for outcome in outcomes.values()]
+    left.plot(rates, [one.rate for one in sums], marker="o", label="tokens per second")
+    left.plot(rates, [one.good for one in sums], marker="o", label="of requests served well")
+    right.plot(rates, [one.first[0] for one in sums], color="C0", label="first token p50, s")
+    right.plot(rates, [one.first[1] for one in sums], color="C0", linestyle="--", label="p99")
+    right.plot(rates, [one.queued[0] for one in sums], color="C3", label="queued p50, s")
+    right.plot(rates, [one.queued[1] for one in sums], color="C3", linestyle="--", label="p99")
     right.set_yscale("symlog", linthresh=1.0)
     for axes in (left, right):
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("requests a second")
+        axes.set_xlabel("requests per second")
         axes.legend(fontsize=8)
     picture.save(figure, path, DPI)

@@ -1,4 +1,4 @@
-"""What is simulated: who asks, what there is, how requests find an engine, and what goes wrong. Frozen records only."""
+"""The plan of a simulation: traffic, fleet, routing, scaling and losses, as frozen records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOSSES = ("zone", "drafters")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens, by a log-normal distribution: its median, and how wide it is; `most` at the most."""
+    """A log-normal distribution of token counts, limited to `most`."""
 
     median: int
     sigma: float = 0.6
@@ -23,10 +23,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Sessions that begin as a Poisson process, so that `rate` requests a second come of them, for `seconds`.
+    """Sessions that begin as a Poisson process and send `rate` requests per second in all, for `seconds`.
 
-    A session has `turns` requests in the mean (geometric); the next comes a `think` time (exponential mean, seconds)
-    after the last one's answer, and its prompt is all before with `prompt` more tokens.
+    A session has `turns` requests on average (geometric). Each follows the previous answer after `think` seconds on
+    average (exponential), and its prompt is the whole conversation with `prompt` more tokens.
     """
 
     rate: float
@@ -40,8 +40,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """As many engines as hold `each` requests of those that run or wait, as Ray Serve has it: between `least` and
-    `most`, once that was so for `up` or `down` seconds; a new engine serves after `start` seconds."""
+    """Ray Serve's rule: one engine for `each` running or waiting request, between `least` and `most` engines. A change
+    must be wanted for `up` or `down` seconds; a new engine serves after `start` seconds."""
 
     least: int
     most: int
@@ -53,8 +53,8 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """At second `at` a zone goes with its engines and drafters (`zone`), or its drafters only (`drafters`); it is back
-    after `back` seconds, None: never. Engines' loss is noticed after `engine` seconds, drafters' after `drafter`."""
+    """The loss of a zone at second `at`, with its engines and drafters (`zone`) or only its drafters (`drafters`). It
+    returns after `back` seconds (None: never). The loss is noticed after `engine` or `drafter` seconds."""
 
     what: str
     at: float
@@ -64,16 +64,16 @@ class Loss:
 
     def __post_init__(self) -> None:
         if self.what not in LOSSES:
-            raise InvalidRequest(f"what is lost is {self.what}; expected one of {', '.join(LOSSES)}")
+            raise InvalidRequest(f"lose is {self.what}; expected one of {', '.join(LOSSES)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`engines` with `drafters` each, on other hosts, in so many `zones`; the n-th is the n-th profile's machine.
+    """`engines` with `drafters` each on other hosts, in `zones`; engine n uses profile n, modulo their number.
 
-    `spread`: an engine's drafters stand in all zones in turn; else in its own. `active`: requests that run on an engine
-    at once; `ongoing`: that the gate hands it. `prompt_rate`: prompt tokens a second. `remembers`: tokens of ended
-    texts. `branches`: of all drafters together.
+    `spread`: an engine's drafters are spread over all zones; else they are in its own. `active`: requests that an
+    engine runs concurrently; `ongoing`: requests that the gate gives it. `prompt_rate`: prompt tokens per second.
+    `remembers`: tokens of ended texts in the prompt cache. `branches`: of all drafters together.
     """
 
     profiles: tuple[Profile, ...]
@@ -103,7 +103,7 @@ class Fleet:
         return engine % self.zones
 
     def drafters_in(self, zone: int, engine: int) -> int:
-        """How many of an engine's drafters stand in this zone."""
+        """Returns how many of an engine's drafters are in this zone."""
         if not self.spread:
             return self.drafters if self.zone(engine) == zone else 0
         return len(range((zone - self.zone(engine)) % self.zones, self.drafters, self.zones))

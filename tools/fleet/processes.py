@@ -1,6 +1,6 @@
-"""Engines on simulated devices, each real processes of this machine: a server, a target and a drafter that sleep.
+"""Engines on simulated devices: real servers, targets and drafters on this machine, with forwards that sleep.
 
-The target is a small stand-in, the drafter replays its texts with the profile's odds (docs/simulation.md).
+The target is a small stand-in; the drafter replays its texts with the profile's acceptance (docs/simulation.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPARE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A text's beginning, and how much of it is wanted, so many seconds after the first was."""
+    """A request for `tokens` tokens after the prompt `start`, sent `after` seconds."""
 
     start: tuple[int, ...]
     tokens: int
@@ -36,7 +36,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Seconds: sent, the first token, the end."""
+    """A complete answer: when it was sent, its first token and its end, in seconds, and its tokens."""
 
     sent: float
     first: float
@@ -45,7 +45,7 @@ class Answer:
 
 
 class Engines:
-    """`count` servers that take the times of `profile`, up until `close`."""
+    """Runs `count` servers with the times of `profile` until `close`."""
 
     def __init__(self, profile: Profile, count: int, longest: int, texts: int, active: int) -> None:
         self._stack = ExitStack()
@@ -64,18 +64,18 @@ class Engines:
 
     @property
     def clients(self) -> list[AsyncClient]:
-        """One for each."""
+        """A new client for each server."""
         return [AsyncClient(cluster.endpoint, timeout=60.0) for cluster in self._clusters]
 
     def cpu_seconds(self) -> float:
-        """What all their processes have used."""
-        found = 0.0
+        """Returns the CPU time that all processes of the servers have used."""
+        seconds = 0.0
         for cluster in self._clusters:
             server = psutil.Process(cluster.pid)
             for process in (server, *server.children(recursive=True)):
                 times = process.cpu_times()
-                found += times.user + times.system
-        return found
+                seconds += times.user + times.system
+        return seconds
 
     def close(self) -> None:
         self._stack.close()
@@ -88,7 +88,7 @@ class Engines:
 
 
 def slowed(profile: Profile, times: float) -> Profile:
-    """A machine that takes so many times as long for all, so that this one keeps up with several of it."""
+    """Returns a profile with all times multiplied, so that this machine can simulate several such engines."""
 
     def slower(latency: Latency) -> Latency:
         return Latency(tuple((rows, ms * times) for rows, ms in latency.points))
@@ -96,8 +96,8 @@ def slowed(profile: Profile, times: float) -> Profile:
     return replace(profile, target=slower(profile.target), draft=slower(profile.draft), link_ms=profile.link_ms * times)
 
 
-async def asked(client: AsyncClient, ask: Ask, mode: str = "auto") -> Answer:
-    """One request, to its end."""
+async def send(client: AsyncClient, ask: Ask, mode: str = "auto") -> Answer:
+    """Sends one request, and returns its answer when it is complete."""
     sent, first, tokens = time.perf_counter(), 0.0, 0
     stream = client.stream(ask.start, SamplingParams(max_tokens=ask.tokens, ignore_eos=True), mode=mode)
     async for chunk in stream:
@@ -108,11 +108,11 @@ async def asked(client: AsyncClient, ask: Ask, mode: str = "auto") -> Answer:
 
 @contextmanager
 def machine_busy() -> Iterator[list[float]]:
-    """The share of all cores that anybody used meanwhile."""
-    found: list[float] = []
+    """Yields a list that receives, at the end of the block, the share of all cores in use by any process."""
+    share: list[float] = []
     psutil.cpu_percent()
-    yield found
-    found.append(psutil.cpu_percent() / 100)
+    yield share
+    share.append(psutil.cpu_percent() / 100)
 
 
 def _fields(profile: Profile) -> dict[str, object]:
@@ -127,6 +127,6 @@ def _fields(profile: Profile) -> dict[str, object]:
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Tokens of all, over the time from the first one's sending to the last one's end."""
+    """Returns the tokens per second of all answers, from the first sending to the last end."""
     seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
     return sum(answer.tokens for answer in answers) / seconds

@@ -1,11 +1,10 @@
-"""How far virtual time is from real processes: one engine on simulated devices, the same traffic in both.
+"""Compares virtual time with real processes: one engine on simulated devices, with the same traffic in both.
 
     python -m tools.fleet.real --slower 3
 
-Both begin knowing nothing. First one request after the other, then four at once, then requests that come by chance. The
-real engine is a server, a target and a drafter that sleep; prompts of 16 tokens take next to no time
-in either. Where this machine's cores are busy with other things processes are late, as the last column shows; virtual
-time never is.
+Both start without learned estimates. Requests come one after another, then four at once, then at random times. The real
+engine is a server, a target and a drafter whose forwards sleep; prompts have 16 tokens and take almost no time. If
+other work keeps this machine's cores busy (last column), the processes are late; virtual time never is.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from tests.harness.virtual.world import World
 from tools.fleet.engine import Engine
 from tools.fleet.job import Job
 from tools.fleet.plan import Fleet, Sizes
-from tools.fleet.processes import Answer, Ask, Engines, asked, machine_busy, rate, slowed
+from tools.fleet.processes import Answer, Ask, Engines, machine_busy, rate, send, slowed
 from tools.fleet.rounds import RealRounds
 from tools.fleet.traffic import SPARE, drawn
 from tools.simulation.script import PROMPT_TOKENS
 
 PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
-PLACES = 4
+SLOTS = 4
 SIZES = Sizes(64, 0.5, 160)
 COLUMNS = (
-    "", "tok/s real", "virtual", "error", "first token ms, real", "virtual", "a request s, real", "virtual", "error",
+    "", "tok/s real", "virtual", "error", "first token ms, real", "virtual", "request s, real", "virtual", "error",
     "cores in use",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`asks` in order: `at_once` of them, each when another has ended; 0: each at its time."""
+    """Requests to send in order, `at_once` at a time, or each at its time if `at_once` is 0."""
 
     name: str
     asks: tuple[Ask, ...]
@@ -53,29 +52,29 @@ class Phase:
 def phases(starts: Sequence[tuple[int, ...]], each: int, gap: float, seed: int) -> list[Phase]:
     rng = random.Random(f"real {seed}")
 
-    def asks(comes: bool) -> tuple[Ask, ...]:
-        at, found = 0.0, []
+    def asks(at_random: bool) -> tuple[Ask, ...]:
+        at, requests = 0.0, []
         for number in range(each):
-            at += rng.expovariate(1 / gap) if comes and number else 0.0
-            found.append(Ask(starts[number % len(starts)], drawn(SIZES, rng), at))
-        return tuple(found)
+            at += rng.expovariate(1 / gap) if at_random and number else 0.0
+            requests.append(Ask(starts[number % len(starts)], drawn(SIZES, rng), at))
+        return tuple(requests)
 
     return [
         Phase("one at a time", asks(False), 1),
-        Phase(f"{PLACES} at once", asks(False), PLACES),
-        Phase("by chance", asks(True), 0),
+        Phase(f"{SLOTS} at once", asks(False), SLOTS),
+        Phase("at random times", asks(True), 0),
     ]
 
 
-async def really(client: AsyncClient, phase: Phase) -> list[Answer]:
+async def run_real(client: AsyncClient, phase: Phase) -> list[Answer]:
     waiting = list(phase.asks)
 
     async def one_by_one() -> list[Answer]:
-        return [await asked(client, waiting.pop(0)) for _ in iter(lambda: bool(waiting), False)]
+        return [await send(client, waiting.pop(0)) for _ in iter(lambda: bool(waiting), False)]
 
     async def later(ask: Ask) -> Answer:
         await asyncio.sleep(ask.after)
-        return await asked(client, ask)
+        return await send(client, ask)
 
     if phase.at_once:
         groups = await asyncio.gather(*(one_by_one() for _ in range(phase.at_once)))
@@ -83,14 +82,14 @@ async def really(client: AsyncClient, phase: Phase) -> list[Answer]:
     return list(await asyncio.gather(*(later(ask) for ask in phase.asks)))
 
 
-class Virtually:
-    """The same engine in virtual time."""
+class VirtualEngineRun:
+    """Runs the same engine in virtual time."""
 
     def __init__(self, profile: Profile, hop_ms: float) -> None:
-        fleet = Fleet((profile,), engines=1, drafters=1, active=PLACES, prompt_rate=1e6, remembers=0, hop_ms=hop_ms)
+        fleet = Fleet((profile,), engines=1, drafters=1, active=SLOTS, prompt_rate=1e6, remembers=0, hop_ms=hop_ms)
         self._world, self._rng, self._jobs = World(), random.Random("texts"), list[Job]()
-        self._engine = Engine(0, 0, PLACES, self._world, self._ended)
-        self._engine.machinery = RealRounds(self._world, fleet, profile, self._hear, self._engine.is_over)
+        self._engine = Engine(0, 0, SLOTS, self._world, self._ended)
+        self._engine.machinery = RealRounds(self._world, fleet, profile, self._on_tokens, self._engine.on_complete)
         self._next: list[Ask] = []
 
     def play(self, phase: Phase) -> list[Answer]:
@@ -106,13 +105,13 @@ class Virtually:
         return [Answer(job.asked, job.first or 0.0, job.last, job.answer) for job in self._jobs]
 
     def _take(self, ask: Ask) -> None:
-        said = tuple(self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ask.tokens + SPARE))
-        job = Job(f"v{self._world.now}-{len(self._jobs)}", "one", self._world.now, said, PROMPT_TOKENS, ask.tokens)
+        text = tuple(self._rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS + ask.tokens + SPARE))
+        job = Job(f"v{self._world.now}-{len(self._jobs)}", "one", self._world.now, text, PROMPT_TOKENS, ask.tokens)
         self._jobs.append(job)
         self._engine.take(job)
 
-    def _hear(self, job: Job, tokens: float, flows: float = 0.0) -> None:
-        job.wants(tokens, self._world.now, flows)
+    def _on_tokens(self, job: Job, tokens: float, flows: float = 0.0) -> None:
+        job.receive(tokens, self._world.now, flows)
 
     def _ended(self, job: Job) -> None:
         if self._next:
@@ -122,14 +121,10 @@ class Virtually:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE")
-    parser.add_argument("--slower", type=float, default=1.0, metavar="TIMES")
-    parser.add_argument("--requests", type=int, default=12, metavar="N", help="of each kind")
-    parser.add_argument(
-        "--gap", type=float, default=1.5, metavar="S", help="mean, between requests that come by chance"
-    )
-    parser.add_argument(
-        "--hop-ms", type=float, default=0.3, metavar="MS", help="one way of any message, in virtual time"
-    )
+    parser.add_argument("--slower", type=float, default=1.0, metavar="TIMES", help="multiplies the profile's times")
+    parser.add_argument("--requests", type=int, default=12, metavar="N", help="requests per phase")
+    parser.add_argument("--gap", type=float, default=1.5, metavar="S", help="mean gap between random requests")
+    parser.add_argument("--hop-ms", type=float, default=0.3, metavar="MS", help="virtual time of a message, one way")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
 
 
@@ -137,15 +132,15 @@ def run(options: argparse.Namespace) -> int:
     slower = values.number("slower", options.slower, 1.0, 100.0)
     profile = slowed(Profile.read(options.profile), slower)
     requests = values.whole("requests", options.requests, 1, 1000)
-    engines = Engines(profile, 1, SIZES.most, requests, PLACES)
+    engines = Engines(profile, 1, SIZES.most, requests, SLOTS)
     try:
         played = phases(engines.starts, requests, options.gap * slower, options.seed)
-        virtually = Virtually(profile, options.hop_ms)
+        virtual = VirtualEngineRun(profile, options.hop_ms)
         print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|")
         for phase in played:
             with machine_busy() as busy:
-                real = asyncio.run(really(engines.clients[0], phase))
-            print(_line(phase.name, real, virtually.play(phase), busy[0]), flush=True)
+                real = asyncio.run(run_real(engines.clients[0], phase))
+            print(_line(phase.name, real, virtual.play(phase), busy[0]), flush=True)
     finally:
         engines.close()
     return 0
@@ -153,8 +148,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _line(name: str, real: Sequence[Answer], virtual: Sequence[Answer], busy: float) -> str:
     rates = rate(real), rate(virtual)
-    firsts = [1000 * statistics.median(one.first - one.sent for one in answers) for answers in (real, virtual)]
-    whole = [statistics.mean(one.ended - one.sent for one in answers) for answers in (real, virtual)]
+    firsts = [1000 * statistics.median(a.first - a.sent for a in answers) for answers in (real, virtual)]
+    whole = [statistics.mean(a.ended - a.sent for a in answers) for answers in (real, virtual)]
     cells = [
         name, f"{rates[0]:.2f}", f"{rates[1]:.2f}", f"{rates[1] / rates[0] - 1:+.1%}", f"{firsts[0]:.0f}",
         f"{firsts[1]:.0f}", f"{whole[0]:.2f}", f"{whole[1]:.2f}", f"{whole[1] / whole[0] - 1:+.1%}", f"{busy:.0%}",

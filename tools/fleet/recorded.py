@@ -1,6 +1,6 @@
-"""An engine's tokens by its recorded pace: what a thousand real rounds brought, as a flow.
+"""Generates an engine's tokens as a flow, at the rate that was recorded from real rounds.
 
-Prompts are read first come first served, in pieces beside those that decode, by the target worker's own rule.
+Prompts are read in order of arrival, in pieces that share forwards with decoding requests by the target worker's rule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.target_worker.model_runner import SMALLEST_PIECE
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
-from tools.fleet.rounds import Hear
+from tools.fleet.rounds import OnTokens
 from tools.fleet.service import Pace, Service
 
 NEARLY = 1e-6
@@ -21,7 +21,7 @@ NEARLY = 1e-6
 
 @dataclass(slots=True)
 class Running:
-    """`unread` of its prompt, then `left` of its answer."""
+    """A running request: the tokens `unread` of its prompt, and those `left` of its answer."""
 
     job: Job
     unread: float
@@ -29,17 +29,17 @@ class Running:
 
 
 class Recorded:
-    """`services`: by how many drafters are left."""
+    """A flow of tokens. `services` returns the recorded rates for the number of drafters left."""
 
     def __init__(
         self, world: World, services: Callable[[int], Service], drafters: int, prompt_rate: float, remembers: int,
-        hear: Hear, over: Callable[[Job], None],
+        on_tokens: OnTokens, on_complete: Callable[[Job], None],
     ) -> None:  # fmt: skip
         self._world, self._services, self._all = world, services, drafters
         self._service = services(drafters)
         self._prompt_ms = 1000 / prompt_rate if prompt_rate else 0.0
         self._remembered = Remembered(remembers)
-        self._hear, self._over = hear, over
+        self._on_tokens, self._on_complete = on_tokens, on_complete
         self._running: list[Running] = []
         self._since, self._busy, self._turn = world.now, 0.0, 0
 
@@ -50,9 +50,9 @@ class Recorded:
 
     def begin(self, job: Job) -> None:
         self._advance()
-        text = job.text[: job.prompt + round(job.on_hidden_states)]
+        text = job.text[: job.prompt + round(job.received)]
         unread = len(text) - self._remembered.find(text) if self._prompt_ms else 0
-        self._running.append(Running(job, unread, job.answer - job.on_hidden_states))
+        self._running.append(Running(job, unread, job.answer - job.received))
         self._go_on()
 
     def end(self) -> None:
@@ -61,7 +61,7 @@ class Recorded:
         self._turn += 1
 
     def lose_drafters(self, count: int, noticed: float) -> None:
-        """They bring nothing any more at once; how the rounds wait for them until it is noticed is left out."""
+        """Continues without these drafters at once. The rounds' waits until the loss is noticed are not simulated."""
         self._changes(self._all - count)
 
     def regain_drafters(self) -> None:
@@ -73,16 +73,16 @@ class Recorded:
         self._go_on()
 
     def _speeds(self) -> tuple[float, float]:
-        """Tokens a second: of the prompt that is read, and of each that decodes."""
-        readers = sum(one.unread > 0 for one in self._running)
+        """Returns the tokens per second of the prompt being read, and of each decoding request."""
+        readers = sum(running.unread > 0 for running in self._running)
         decoding = len(self._running) - readers
         pace = self._service[max(decoding, 1) - 1]
         if not readers:
             return 0.0, pace.rate
         piece = self._piece(pace, readers, decoding)
-        beside_ms = pace.forward_ms if decoding else 0.0
-        forward_ms = beside_ms + piece * self._prompt_ms
-        return 1000 * piece / forward_ms, pace.rate * beside_ms / forward_ms
+        decode_ms = pace.forward_ms if decoding else 0.0
+        forward_ms = decode_ms + piece * self._prompt_ms
+        return 1000 * piece / forward_ms, pace.rate * decode_ms / forward_ms
 
     def _piece(self, pace: Pace, readers: int, decoding: int) -> float:
         if readers > decoding:
@@ -90,7 +90,7 @@ class Recorded:
         return min(max(pace.share * readers * pace.forward_ms / self._prompt_ms, SMALLEST_PIECE), PREFILL)
 
     def _advance(self) -> None:
-        """What has come of all since it was last looked at."""
+        """Credits the tokens that flowed since the last call."""
         seconds, self._since = self._world.now - self._since, self._world.now
         if not self._running or seconds <= 0:
             return
@@ -101,13 +101,13 @@ class Recorded:
             brought = min(rate * seconds, one.left)
             one.left -= brought
             if brought:
-                self._hear(one.job, brought, flows=seconds)
+                self._on_tokens(one.job, brought, flows=seconds)
         if reader is not None:
             reader.unread = max(reader.unread - reading * seconds, 0.0)
             reader.unread = 0.0 if reader.unread < NEARLY else reader.unread
 
     def _go_on(self) -> None:
-        """To the next prompt that is read, or text that ends."""
+        """Sets a timer for the next prompt that is read completely or text that ends."""
         self._turn += 1
         if not self._running:
             return
@@ -116,19 +116,19 @@ class Recorded:
         waits = [one.left / rate for one in self._running if one.unread <= 0 and rate > 0]
         waits += [reader.unread / reading] if reader is not None else []
         turn = self._turn
-        self._world.after(max(min(waits), NEARLY), lambda: self._look(turn))
+        self._world.after(max(min(waits), NEARLY), lambda: self._on_timer(turn))
 
-    def _look(self, turn: int) -> None:
+    def _on_timer(self, turn: int) -> None:
         if turn != self._turn:
             return
         reader = next((one for one in self._running if one.unread > 0), None)
         self._advance()
-        if reader is not None and reader.unread <= 0:  # its first token comes of the same forward
+        if reader is not None and reader.unread <= 0:  # the same forward gives its first token
             reader.left -= 1
-            self._hear(reader.job, 1.0)
+            self._on_tokens(reader.job, 1.0)
         for one in [one for one in self._running if one.unread <= 0 and one.left <= NEARLY]:
             self._running.remove(one)
-            one.job.on_hidden_states = one.job.answer
+            one.job.received = one.job.answer
             self._remembered.keep(one.job.text[: one.job.prompt + one.job.answer])
-            self._over(one.job)
+            self._on_complete(one.job)
         self._go_on()

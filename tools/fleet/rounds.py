@@ -1,4 +1,4 @@
-"""An engine's tokens by the real rounds, in virtual time."""
+"""Generates an engine's tokens by the real rounds, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tools.fleet.job import Job
 from tools.fleet.plan import Fleet
 
 
-class Hear(Protocol):
-    """`flows`: no chunk, but what came in so many seconds."""
+class OnTokens(Protocol):
+    """Receives the tokens of a request: a chunk, or a flow over `flows` seconds."""
 
     def __call__(self, job: Job, tokens: float, flows: float = 0.0) -> None: ...
 
 
 def hardware(fleet: Fleet, profile: Profile) -> Hardware:
-    """One engine of the fleet, with its drafters."""
+    """Returns the hardware of one engine of the fleet with its drafters."""
     other = Machine(profile, fleet.hop_ms / 1000)
     prompt_ms = 1000 / fleet.prompt_rate if fleet.prompt_rate else 0.0
     others = (other,) * (fleet.drafters - 1)
@@ -33,15 +33,15 @@ def hardware(fleet: Fleet, profile: Profile) -> Hardware:
 
 
 class RealRounds:
-    """`hear` is told each job's tokens as they come, `over` that it is complete."""
+    """Runs the real rounds. Calls `on_tokens` with each chunk, and `on_complete` with each request that ends."""
 
     def __init__(
-        self, world: World, fleet: Fleet, profile: Profile, hear: Hear, over: Callable[[Job], None],
+        self, world: World, fleet: Fleet, profile: Profile, on_tokens: OnTokens, on_complete: Callable[[Job], None],
         memory: Sequence[Tuning] = (),
     ) -> None:  # fmt: skip
         settings = RoundSettings(fleet.depth, fleet.branches, ngrams=False, drafters=fleet.drafters)
-        self._engine = VirtualEngine(world, hardware(fleet, profile), settings, self._told, memory=memory)
-        self._mode, self._hear, self._over = fleet.mode, hear, over
+        self._engine = VirtualEngine(world, hardware(fleet, profile), settings, self._on_event, memory=memory)
+        self._mode, self._on_tokens, self._on_complete = fleet.mode, on_tokens, on_complete
         self._jobs: dict[str, Job] = {}
 
     @property
@@ -60,8 +60,8 @@ class RealRounds:
         return self._engine.rounds.learned()
 
     def begin(self, job: Job) -> None:
-        said = job.text[job.prompt : job.prompt + round(job.on_hidden_states)]
-        name = f"{job.name}.{job.broken}"
+        said = job.text[job.prompt : job.prompt + round(job.received)]
+        name = f"{job.name}.{job.interruptions}"
         self._jobs[name] = job
         sampling = SamplingParams(max_tokens=job.answer, ignore_eos=True)
         admit = Admit(name, job.text[: job.prompt], sampling, self._mode, frozenset(), resume_tokens=said)
@@ -76,18 +76,18 @@ class RealRounds:
     def regain_drafters(self) -> None:
         self._engine.regain_drafters()
 
-    def _told(self, event: ToFront) -> None:
+    def _on_event(self, event: ToFront) -> None:
         match event:
             case Committed(request=request, tokens=tokens):
-                self._heard(self._jobs[request], tokens)
+                self._on_committed(self._jobs[request], tokens)
             case RequestEnded(request=request):
                 self._engine.forget(request)
-                self._over(self._jobs.pop(request))
+                self._on_complete(self._jobs.pop(request))
             case RequestFailed(message=message):
-                raise WorkerError(f"a simulated request broke: {message}")
+                raise WorkerError(f"a simulated request failed: {message}")
 
-    def _heard(self, job: Job, tokens: Sequence[int]) -> None:
-        place = job.prompt + round(job.on_hidden_states)
+    def _on_committed(self, job: Job, tokens: Sequence[int]) -> None:
+        place = job.prompt + round(job.received)
         if tuple(tokens) != job.text[place : place + len(tokens)]:
-            raise WorkerError(f"{job.name} does not say what its text says from token {place} on")
-        self._hear(job, len(tokens))
+            raise WorkerError(f"the tokens of {job.name} differ from its text from token {place} on")
+        self._on_tokens(job, len(tokens))

@@ -1,4 +1,4 @@
-"""How many engines: Ray Serve's rule, by how many requests run or wait."""
+"""Scales a fleet's engines by Ray Serve's rule, from the number of running and waiting requests."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from tests.harness.virtual.world import World
 from tools.fleet.plan import Scaling
 
-# Looks this often, at the mean of what was in so many looks.
-EVERY, LOOKS = 1.0, 30
+# Seconds between two samples, and the number of samples in the mean.
+EVERY, SAMPLES = 1.0, 30
 
 
 class Scaler:
-    """`counts` tells engines and requests; `grow` and `shrink` are asked for one engine more or less."""
+    """`counts` returns the numbers of engines and requests; `grow` and `shrink` add and remove one engine."""
 
     def __init__(
         self,
@@ -26,15 +26,15 @@ class Scaler:
     ) -> None:
         self._scaling, self._world = scaling, world
         self._counts, self._grow, self._shrink = counts, grow, shrink
-        self._seen: deque[int] = deque(maxlen=LOOKS)
+        self._seen: deque[int] = deque(maxlen=SAMPLES)
         self._coming, self._since, self._wish = 0, 0.0, 0
-        world.after(EVERY, self._look)
+        world.after(EVERY, self._sample)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         engines, requests = self._counts()
         self._seen.append(requests)
         self._decide(engines + self._coming)
-        self._world.after(EVERY, self._look)
+        self._world.after(EVERY, self._sample)
 
     def _decide(self, engines: int) -> None:
         scaling, now = self._scaling, self._world.now

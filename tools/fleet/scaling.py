@@ -1,11 +1,11 @@
-"""Tokens a second of 1, 2, 4 and 8 engines on simulated devices: how near to as many times one engine's?
+"""Measures how the tokens per second of 1, 2, 4 and 8 engines on simulated devices scale.
 
     python -m tools.fleet.scaling --engines 1,2,4,8 --slower 5
 
-Each engine is real processes (server, target, drafter) whose forwards sleep for the profile's time, so that a small
-machine carries several while it has cores to spare; `--slower` makes the machine they stand for slower. All engines are
-up throughout; so many of them are asked at once, in turns, each by a client of its own. Said beside: the CPU time that
-the engines took, and the share of this machine's cores that anybody did.
+Each engine consists of real processes (server, target, drafter) whose forwards sleep for the profile's time, so that a
+machine with idle cores carries several; `--slower` multiplies the profile's times. All engines run throughout; in turn,
+the given number of them receives requests, each from its own client. The table also has the cores that the engines used
+and the share of this machine's cores in use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import AsyncClient
 from outrider.protocol import values
 from outrider.protocol.profile import Profile
-from tools.fleet.processes import Ask, Engines, asked, machine_busy, rate, slowed
+from tools.fleet.processes import Ask, Engines, machine_busy, rate, send, slowed
 
 PROFILE = Path(__file__).parents[2] / "bench" / "profiles" / "two-macs-ethernet.json"
 TEXTS = 4
@@ -31,7 +31,7 @@ TEXTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens a second, cores that the engines took, and the share of all cores in use."""
+    """Tokens per second, cores that the engines used, and the share of all cores in use by any process."""
 
     rate: float
     cores: float
@@ -39,18 +39,18 @@ class Turn:
 
 
 async def _together(clients: Sequence[AsyncClient], asks: Sequence[Ask], mode: str) -> float:
-    answers = await asyncio.gather(*(asked(client, ask, mode) for client in clients for ask in asks))
+    answers = await asyncio.gather(*(send(client, ask, mode) for client in clients for ask in asks))
     return rate(answers)
 
 
 def turn(engines: Engines, count: int, tokens: int, at_once: int, mode: str) -> Turn:
-    """So many engines, each with the same texts."""
+    """Measures `count` engines, each with the same texts."""
     asks = [Ask(start, tokens) for start in engines.starts[:at_once]]
     used = engines.cpu_seconds()
     with machine_busy() as busy:
-        brought = asyncio.run(_together(engines.clients[:count], asks, mode))
-    seconds = count * at_once * tokens / brought
-    return Turn(brought, (engines.cpu_seconds() - used) / seconds, busy[0])
+        tokens_per_second = asyncio.run(_together(engines.clients[:count], asks, mode))
+    seconds = count * at_once * tokens / tokens_per_second
+    return Turn(tokens_per_second, (engines.cpu_seconds() - used) / seconds, busy[0])
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, default=PROFILE, metavar="FILE")
     parser.add_argument("--slower", type=float, default=5.0, metavar="TIMES")
     parser.add_argument("--mode", default="ssd", choices=("ar", "sd", "ssd", "auto"))
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="requests on each engine")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="concurrent requests per engine")
     parser.add_argument("--tokens", type=int, default=64, metavar="N")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     screen, found = Screen(), defaultdict[int, list[Turn]](list)
     engines = Engines(profile, max(counts), options.tokens, TEXTS, at_once)
     try:
-        turn(engines, max(counts), options.tokens, at_once, options.mode)  # what learns has learned
+        turn(engines, max(counts), options.tokens, at_once, options.mode)  # lets the controller learn
         for number in range(values.whole("rounds", options.rounds, 1, 100)):
             for count in counts:
                 screen.show(f"{count} engines, {number + 1} of {options.rounds}")
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         engines.close()
     one = statistics.median(turn.rate for turn in found[counts[0]]) / counts[0]
     print(
-        "| engines | tok/s | of linear, median [each round] | cores the engines took | cores in use |\n"
+        "| engines | tok/s | of linear, median [each round] | cores used by engines | cores in use |\n"
         + "|---" * 5
         + "|"
     )

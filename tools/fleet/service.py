@@ -1,4 +1,4 @@
-"""What an engine was recorded to do with so many requests at once: real rounds, closed loop, prompts for nothing."""
+"""Records an engine's rate by its number of concurrent requests: real rounds, closed loop, prompts take no time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tools.fleet.plan import ROUTINGS, Fleet
 from tools.fleet.rounds import RealRounds
 from tools.fleet.traffic import SPARE
 
-# Seconds of each load that are not counted, and that are.
+# Seconds of each load that are not counted, and that are counted.
 LEARNING, COUNTED = 10.0, 20.0
 ANSWER, PROMPT = 200, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """With so many at once: tokens a second of each, milliseconds of a forward, and by which share of it a prompt that
-    waits may lengthen it."""
+    """At one number of concurrent requests: tokens per second of each, milliseconds of a forward, and the share by
+    which a waiting prompt may lengthen it."""
 
     rate: float
     forward_ms: float
@@ -36,7 +36,7 @@ Service = tuple[Pace, ...]
 
 
 def recorded(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, tuple[Tuning, ...]]:
-    """The pace by how many run, from one on, and what the controller has learned. `drafters`: that are left."""
+    """Returns the paces of 1, 2, ... concurrent requests with `drafters` left, and what the controller has learned."""
     alone = replace(fleet, profiles=(), engines=1, zones=1, spread=False, prompt_rate=0.0, routing=ROUTINGS[0])
     return _recorded(replace(alone, scaling=None), profile, drafters)
 
@@ -54,20 +54,20 @@ def _recorded(fleet: Fleet, profile: Profile, drafters: int) -> tuple[Service, t
 def _pace(
     fleet: Fleet, profile: Profile, drafters: int, at_once: int, memory: Sequence[Tuning]
 ) -> tuple[Pace, tuple[Tuning, ...]]:
-    world, rng, told = World(), random.Random(f"service {at_once}"), [0.0]
+    world, rng, received = World(), random.Random(f"service {at_once}"), [0.0]
 
-    def hear(job: Job, tokens: float, flows: float = 0.0) -> None:
-        job.on_hidden_states += tokens
-        told[0] += tokens
+    def on_tokens(job: Job, tokens: float, flows: float = 0.0) -> None:
+        job.received += tokens
+        received[0] += tokens
 
     def another(number: int) -> None:
         text = tuple(rng.randrange(VOCAB) for _ in range(PROMPT + ANSWER + SPARE))
         rounds.begin(Job(f"r{number}", "", world.now, text, PROMPT, ANSWER))
 
-    def over(job: Job) -> None:
+    def on_complete(job: Job) -> None:
         world.after(0.0, lambda: another(int(job.name[1:]) + at_once))
 
-    rounds = RealRounds(world, fleet, profile, hear, over, memory)
+    rounds = RealRounds(world, fleet, profile, on_tokens, on_complete, memory)
     if drafters < fleet.drafters:
         rounds.lose_drafters(fleet.drafters - drafters, 0.0)
     with world.running():
@@ -75,10 +75,10 @@ def _pace(
             world.after(0.001 * number, lambda number=number: another(number))  # type: ignore[misc]
         while world.now < LEARNING:
             world.step()
-        before, rows, forwards, began = told[0], rounds.rows, rounds.forwards, world.now
+        before, rows, forwards, began = received[0], rounds.rows, rounds.forwards, world.now
         while world.now < LEARNING + COUNTED:
             world.step()
-    tokens, seconds, made = told[0] - before, world.now - began, rounds.forwards - forwards
+    tokens, seconds, made = received[0] - before, world.now - began, rounds.forwards - forwards
     chains = rounds.rows - rows > 1.5 * made * at_once
     share = READING_SHARE_BESIDE_CHAINS if chains else READING_SHARE
     return Pace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()

@@ -1,4 +1,4 @@
-"""A fleet in virtual time, from its traffic to its readers: engines, the gate, zones that go, engines that come."""
+"""Simulates a fleet in virtual time: traffic, gate, engines, losses of zones, and scaling."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from tools.fleet.recorded import Recorded
 from tools.fleet.rounds import RealRounds
 from tools.fleet.scaler import Scaler
 from tools.fleet.service import Service, recorded
-from tools.fleet.tally import Look, Sums, Tally, sums
-from tools.fleet.traffic import Crowd
+from tools.fleet.tally import Sample, Sums, Tally, sums
+from tools.fleet.traffic import Users
 
 LOST_ZONE = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`tally` of all, `sums` from the second on that was asked for."""
+    """The `tally` of the whole run, and `sums` without its warm-up."""
 
     tally: Tally
     sums: Sums
 
 
 class Simulation:
-    """`real`: each engine makes the real rounds, from what one like it has learned; else it brings what one did."""
+    """A fleet with traffic and an optional loss. `real`: engines run the real rounds, with learned estimates; else they
+    are flows with recorded rates."""
 
     def __init__(self, fleet: Fleet, traffic: Traffic, real: bool, loss: Loss | None = None) -> None:
         self._fleet, self._traffic, self._real = fleet, traffic, real
@@ -42,19 +43,19 @@ class Simulation:
         self._numbers = 0
         for number in range(fleet.engines):
             self._add(fleet.zone(number))
-        self._crowd = Crowd(traffic, self._world, self._asked)
+        self._users = Users(traffic, self._world, self._asked)
         if fleet.scaling is not None:
             Scaler(fleet.scaling, self._world, self._counts, self._grow, self._shrink)
         if loss is not None:
             self._world.at(loss.at, lambda: self._lose(loss))
 
     def run(self, begin: float = 0.0, shown: Callable[[float], None] = lambda _: None) -> Outcome:
-        """Until traffic ends; `shown` is told of each second."""
+        """Runs until the traffic ends, and counts from second `begin` on. Calls `shown` with each second."""
         busy_at_begin, alive_at_begin = 0.0, 0.0
         with self._world.running():
             for second in range(int(self._traffic.seconds) + 1):
                 self._until(second)
-                self._look()
+                self._sample()
                 shown(second)
                 if second == int(begin):
                     busy_at_begin, alive_at_begin = self._busy()
@@ -69,7 +70,7 @@ class Simulation:
             self._world.step()
 
     def _busy(self) -> tuple[float, float]:
-        """Seconds in which targets worked, and in which they could."""
+        """Returns the seconds in which targets worked, and in which they existed."""
         there = [(engine, self._world.now) for engine in self._gate.engines if not engine.gone]
         all_ = [*there, *((engine, engine.until) for engine in self._gone)]
         return sum(one.machinery.busy for one, _ in all_), sum(until - one.since for one, until in all_)
@@ -80,22 +81,22 @@ class Simulation:
         self._tally.jobs.append(job)
         self._gate.take(job)
 
-    def _answered(self, job: Job) -> None:
-        self._crowd.answered(job)
+    def _on_answer(self, job: Job) -> None:
+        self._users.on_answer(job)
 
-    def _hear(self, job: Job, tokens: float, flows: float = 0.0) -> None:
-        self._tally.hears(job, tokens, self._world.now, flows)
+    def _on_tokens(self, job: Job, tokens: float, flows: float = 0.0) -> None:
+        self._tally.record(job, tokens, self._world.now, flows)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         engines = [engine for engine in self._gate.engines if not engine.gone]
         running = sum(engine.running for engine in engines)
         waiting = sum(engine.load for engine in self._gate.engines) - running + self._gate.waiting
-        self._tally.looks.append(Look(len(engines), running, waiting))
+        self._tally.samples.append(Sample(len(engines), running, waiting))
 
     # --- engines --------------------------------------------------------------------------------------------------
 
     def _add(self, zone: int) -> None:
-        engine = Engine(self._numbers, zone, self._fleet.active, self._world, self._answered)
+        engine = Engine(self._numbers, zone, self._fleet.active, self._world, self._on_answer)
         engine.machinery = self._machinery(engine)
         self._numbers += 1
         self._gate.engines.append(engine)
@@ -104,12 +105,14 @@ class Simulation:
         fleet, profile = self._fleet, self._fleet.profile(engine.number)
         _, memory = recorded(fleet, profile, fleet.drafters)
         if self._real:
-            return RealRounds(self._world, fleet, profile, self._hear, engine.is_over, memory)
+            return RealRounds(self._world, fleet, profile, self._on_tokens, engine.on_complete, memory)
 
         def of(drafters: int) -> Service:
             return recorded(fleet, profile, drafters)[0]
 
-        return Recorded(self._world, of, fleet.drafters, fleet.prompt_rate, fleet.remembers, self._hear, engine.is_over)
+        return Recorded(
+            self._world, of, fleet.drafters, fleet.prompt_rate, fleet.remembers, self._on_tokens, engine.on_complete
+        )
 
     # --- losses ---------------------------------------------------------------------------------------------------
 
@@ -136,18 +139,18 @@ class Simulation:
                     self._world.after(loss.back, engine.machinery.regain_drafters)
 
     def _go_on_elsewhere(self, lost: Sequence[Engine]) -> None:
-        """It was noticed: what ran and waited there is asked of others, prompts and what was said are read again."""
+        """Handles the noticed loss: requests of these engines go to others, which read prompts and answers again."""
         for engine in lost:
             self._gate.engines.remove(engine)
             self._gone.append(engine)
-        for job in [job for engine in reversed(lost) for job in reversed(engine.left())]:
-            job.broken += 1
+        for job in [job for engine in reversed(lost) for job in reversed(engine.take_all())]:
+            job.interruptions += 1
             self._gate.take(job)
 
     # --- scaling --------------------------------------------------------------------------------------------------
 
     def _counts(self) -> tuple[int, int]:
-        """Engines that the gate may choose, and requests that run or wait."""
+        """Returns the numbers of engines that the gate may choose, and of running or waiting requests."""
         known = [engine for engine in self._gate.engines if engine.known]
         return len(known), sum(engine.load for engine in known) + self._gate.waiting
 
@@ -155,7 +158,7 @@ class Simulation:
         self._add(self._fleet.zone(self._numbers))
 
     def _shrink(self) -> None:
-        """The least busy one gets nothing more; it ends when it has said all."""
+        """Removes the least loaded engine from the gate's choice; it ends when its requests are complete."""
         engine = min((one for one in self._gate.engines if one.known), key=lambda one: (one.load, -one.number))
         engine.known = False
         self._leave(engine)

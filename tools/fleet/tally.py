@@ -1,4 +1,4 @@
-"""What happened in a fleet: by the second, and by request."""
+"""Records a fleet's simulation by second and by request, and sums it up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from tools.fleet.job import Job
 
-# What a reader of these machines is served well by: the first token in so many seconds, then so many a second.
+# A request is served well with its first token within these seconds, and then this many tokens per second.
 GOOD_FIRST, GOOD_RATE = 10.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """At a second: engines that serve, requests that run and that wait, at the gate or at an engine."""
+class Sample:
+    """A sample of one second: engines that serve, running requests, and waiting ones (at the gate or an engine)."""
 
     engines: int
     running: int
@@ -24,12 +24,12 @@ class Look:
 @dataclass
 class Tally:
     tokens: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    looks: list[Look] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
-    def hears(self, job: Job, tokens: float, now: float, flows: float) -> None:
-        """What flowed is shared out over its seconds."""
-        job.wants(tokens, now, flows)
+    def record(self, job: Job, tokens: float, now: float, flows: float) -> None:
+        """Records tokens of a request; a flow is distributed over its seconds."""
+        job.receive(tokens, now, flows)
         begin = now - flows
         while flows and int(begin) < int(now):
             part = tokens * (int(begin) + 1 - begin) / (now - begin)
@@ -40,11 +40,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of the requests that were asked in a time: seconds, and tokens a second.
+    """Sums over the requests that were sent in a time (`asked`); times in seconds, rates in tokens per second.
 
-    `first`, `queued`: to the first token, and until its turn; each p50, p99. `good`: tokens a second of requests served
-    well. `busy`: the share of time in which targets worked. `broken`: requests whose engine was lost, `gaps`
-    their readers' longest waits: p50, p99, longest.
+    `first`, `queued`: p50 and p99 of the time to first token and in the queue. `good`: the rate of requests served
+    well. `busy`: the share of time in which targets worked. `interrupted`: requests whose engine was lost; `gaps`:
+    p50, p99 and maximum of their longest gaps.
     """
 
     asked: int
@@ -54,27 +54,27 @@ class Sums:
     first: tuple[float, float]
     queued: tuple[float, float]
     busy: float
-    broken: int
+    interrupted: int
     gaps: tuple[float, float, float]
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value that so many are at most; 0 of none."""
+    """Returns the value that this share of the values does not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def sums(tally: Tally, begin: float, end: float, busy: float) -> Sums:
-    """Tokens that came, and requests that were asked, in this time; who never began has waited until the `end`."""
+    """Sums up this time. A request that never began has waited until `end`."""
     jobs = [job for job in tally.jobs if begin <= job.asked < end]
     seconds = end - begin
     tokens = sum(count for second, count in tally.tokens.items() if begin <= second < end)
     firsts = [(job.first if job.first is not None else end) - job.asked for job in jobs]
     queues = [(job.begun if job.begun is not None else end) - job.asked for job in jobs]
-    gaps = [job.gap for job in tally.jobs if job.broken]
+    gaps = [job.gap for job in tally.jobs if job.interruptions]
     return Sums(
         len(jobs),
-        sum(job.is_over for job in jobs),
+        sum(job.is_complete for job in jobs),
         tokens / seconds,
         sum(job.answer for job in jobs if _is_good(job)) / seconds,
         (percentile(firsts, 0.5), percentile(firsts, 0.99)),
@@ -86,16 +86,16 @@ def sums(tally: Tally, begin: float, end: float, busy: float) -> Sums:
 
 
 def _is_good(job: Job) -> bool:
-    if not job.is_over or job.first is None:
+    if not job.is_complete or job.first is None:
         return False
     pace = (job.answer - 1) / (job.last - job.first) if job.last > job.first else GOOD_RATE
     return job.first - job.asked <= GOOD_FIRST and pace >= GOOD_RATE
 
 
 def smooth(tally: Tally, seconds: int, over: int) -> Sequence[float]:
-    """Tokens a second, each the mean of so many seconds around, as far as there are."""
+    """Returns the tokens per second, each averaged over up to `over` seconds around it."""
     found = []
     for second in range(seconds):
         near = range(max(second - over // 2, 0), min(second - over // 2 + over, seconds))
-        found.append(sum(tally.tokens.get(one, 0.0) for one in near) / len(near))
+        found.append(sum(tally.tokens.get(s, 0.0) for s in near) / len(near))
     return found

@@ -1,4 +1,4 @@
-"""Who asks, and when: sessions by chance, each by its own, so that what it asks depends on nobody else's answers."""
+"""Generates the traffic of a fleet: random sessions with their own seeds, so that none depends on another's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.virtual.world import World
 from tools.fleet.job import Job
 from tools.fleet.plan import Sizes, Traffic
 
-# The text goes on behind the answer, as far as a chain may reach.
+# Tokens of the text after the answer, as many as a chain may reach.
 SPARE = 40
 
 
@@ -22,15 +22,15 @@ def drawn(sizes: Sizes, rng: random.Random) -> int:
 
 @dataclass
 class Session:
-    """One who asks again and again."""
+    """A conversation of one user."""
 
     name: str
     rng: random.Random
     tokens: tuple[int, ...] = ()
     turns: int = 0
 
-    def asks(self, traffic: Traffic, now: float) -> Job:
-        """All that was said, and more."""
+    def next_request(self, traffic: Traffic, now: float) -> Job:
+        """Returns the next request: the whole conversation with more prompt tokens."""
         prompt = self.tokens + self._words(drawn(traffic.prompt, self.rng))
         answer = drawn(traffic.answer, self.rng)
         text = prompt + self._words(answer + SPARE)
@@ -42,8 +42,8 @@ class Session:
         return tuple(self.rng.randrange(VOCAB) for _ in range(count))
 
 
-class Crowd:
-    """Lets sessions begin in `world`; `ask` takes each request."""
+class Users:
+    """Begins sessions in `world`, and passes each request to `ask`."""
 
     def __init__(self, traffic: Traffic, world: World, ask: Callable[[Job], None]) -> None:
         self._traffic, self._world, self._ask = traffic, world, ask
@@ -52,24 +52,24 @@ class Crowd:
         self._begun = 0
         self._next()
 
-    def answered(self, job: Job) -> None:
-        """Its session may ask on."""
+    def on_answer(self, job: Job) -> None:
+        """Ends the session of this request, or schedules its next request."""
         session = self._sessions[job.session]
         if session.rng.random() < 1 / self._traffic.turns:
             del self._sessions[job.session]
             return
         wait = session.rng.expovariate(1 / self._traffic.think)
         if self._world.now + wait < self._traffic.seconds:
-            self._world.after(wait, lambda: self._ask(session.asks(self._traffic, self._world.now)))
+            self._world.after(wait, lambda: self._ask(session.next_request(self._traffic, self._world.now)))
 
     def _next(self) -> None:
         wait = self._rng.expovariate(self._traffic.rate / self._traffic.turns)
         if self._world.now + wait < self._traffic.seconds:
-            self._world.after(wait, self._begins)
+            self._world.after(wait, self._begin)
 
-    def _begins(self) -> None:
+    def _begin(self) -> None:
         name = f"s{self._begun}"
         self._begun += 1
         self._sessions[name] = session = Session(name, random.Random(f"{name} {self._traffic.seed}"))
-        self._ask(session.asks(self._traffic, self._world.now))
+        self._ask(session.next_request(self._traffic, self._world.now))
         self._next()

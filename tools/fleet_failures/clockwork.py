@@ -1,5 +1,7 @@
-"""A server without a model: every few milliseconds it sends a chunk whose text is the time, on the clock of all of this
-machine's processes. Whoever gets it knows how long it was under way.
+"""A server without a model that sends the time as text every few milliseconds.
+
+The time is on a clock that all processes of this machine share, so that a receiver knows how long a chunk was under
+way.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TARGET = WorkerStats("target", "target-0", "ready", 0, "none", "none", 1, 1, 0, 
 
 
 class Clockwork(threading.Thread):
-    """Serves at `endpoint` until `close`; one text at a time, a chunk every `pace` seconds."""
+    """Serves at `endpoint` until `close`: one text at a time, with a chunk every `pace` seconds."""
 
     def __init__(self, pace: float = PACE_SECONDS) -> None:
         super().__init__(daemon=True, name="clockwork")
@@ -36,32 +38,32 @@ class Clockwork(threading.Thread):
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self._over = threading.Event()
+        self._closing = threading.Event()
         self._pace = pace
         self.start()
 
     def run(self) -> None:
-        while not self._over.is_set():
+        while not self._closing.is_set():
             if self._socket.poll(50):
                 client, *frames = self._socket.recv_multipart()
                 self._answer(client, decode(frames))
         self._socket.close()
 
     def close(self) -> None:
-        self._over.set()
+        self._closing.set()
         self.join()
         self._context.term()
 
-    def _answer(self, client: bytes, asked: Message) -> None:
-        match asked:
+    def _answer(self, client: bytes, message: Message) -> None:
+        match message:
             case StatsQuery(request=request):
-                self._say(client, Stats(request, "", (TARGET,), 0, 0, 0, 0, Timings(), 0, 0))
+                self._send(client, Stats(request, "", (TARGET,), 0, 0, 0, 0, Timings(), 0, 0))
             case Generate(request=request, sampling=sampling):
-                self._say(client, Started(request, 1, "ar", sampling.seed or 0, "none", ""))
+                self._send(client, Started(request, 1, "ar", sampling.seed or 0, "none", ""))
                 for _ in range(sampling.max_tokens):
                     time.sleep(self._pace)
-                    self._say(client, TextChunk(request, f"{time.perf_counter_ns()} ", (0,)))
-                self._say(client, Done(request, "length", Timings()))
+                    self._send(client, TextChunk(request, f"{time.perf_counter_ns()} ", (0,)))
+                self._send(client, Done(request, "length", Timings()))
 
-    def _say(self, client: bytes, message: Message) -> None:
+    def _send(self, client: bytes, message: Message) -> None:
         self._socket.send_multipart([client, *encode(message)])

@@ -1,6 +1,7 @@
-"""What the gate costs one reader: how much later a chunk comes than by AsyncClient, how much longer a request takes.
+"""Measures the gate's cost for one reader: how much later a chunk arrives than at AsyncClient, how much longer a
+request takes.
 
-Both ways in turns, another one first each time.
+Gate and client are measured in turn, beginning with a different one each time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
 from tools.fleet_failures.clockwork import Clockwork
-from tools.fleet_failures.fleet import Fleet, answers, told, until
+from tools.fleet_failures.fleet import Fleet, answers, broadcast, until
 from tools.fleet_failures.reader import Wanted, events
 from tools.fleet_failures.rows import sessions
 
 NAME, LENGTH, WARM_UP = "clockwork", 128, 2
+# Limits: milliseconds that a chunk arrives later, and how many times longer a request takes.
 LAG_MS, LONGER = 1.0, 1.03
 MS = 1e6
 
@@ -37,39 +39,40 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A value with its interval, and what was asked of it, if anything."""
+    """A value with its interval, and its limit, if it has one."""
 
     name: str
     value: float
     low: float
     high: float
-    asked: float | None = None
+    limit: float | None = None
 
     @property
     def missed(self) -> bool:
-        return self.asked is not None and self.value > self.asked
+        return self.limit is not None and self.value > self.limit
 
     def __str__(self) -> str:
-        asked = "" if self.asked is None else f", asked <= {self.asked:g}{': MISSED' if self.missed else ''}"
-        return f"{self.name}: {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{asked}"
+        limit = "" if self.limit is None else f", limit {self.limit:g}{': MISSED' if self.missed else ''}"
+        return f"{self.name}: {self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{limit}"
 
 
-def found(fleet: Fleet, pairs: int, screen: Screen) -> list[Cost]:
-    """
+def measure(fleet: Fleet, pairs: int, screen: Screen) -> list[Cost]:
+    """Measures chunks and whole requests.
+
     Raises:
-        WorkerError: a text is another one by the gate.
+        WorkerError: a text from the gate differs.
     """
     with asyncio.Runner() as runner:
         return [*_lag(pairs, runner, screen), _longer(fleet, pairs, runner, screen)]
 
 
 def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
-    """Of chunks: from their sending by a server to its reader."""
+    """Measures chunks from their sending by a server to their reader."""
     from ray import serve
 
     from outrider.fleet.deployment import run
 
-    screen.show("a gate before a clockwork")
+    screen.show("starting a gate with a clockwork")
     wanted = Wanted((1, 2, 3), LENGTH, 0.0, 0)
     with closing(Clockwork()) as clockwork:
         run(
@@ -88,14 +91,14 @@ def _lag(pairs: int, runner: asyncio.Runner, screen: Screen) -> list[Cost]:
         finally:
             serve.delete(NAME)
     by_gate, by_client = ([float(np.median(text)) for text in way] for way in lags)
-    later = bootstrap([one - other for one, other in zip(by_gate, by_client, strict=True)], _middle)
-    ways = (("by the gate", by_gate), ("by the client", by_client))
-    each = [Cost(f"a chunk {name}, ms p50", *_interval(bootstrap(way, _middle))) for name, way in ways]
+    later = bootstrap([gate_ms - client_ms for gate_ms, client_ms in zip(by_gate, by_client, strict=True)], _median)
+    lags_ms = (("gate", by_gate), ("client", by_client))
+    each = [Cost(f"a chunk by the {name}, ms p50", *_interval(bootstrap(ms, _median))) for name, ms in lags_ms]
     return [Cost("a chunk later by the gate, ms p50", *_interval(later), LAG_MS), *each]
 
 
-def _middle(many: Sequence[float]) -> float:
-    return float(np.median(many))
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))
 
 
 def _interval(found: Interval) -> tuple[float, float, float]:
@@ -103,7 +106,7 @@ def _interval(found: Interval) -> tuple[float, float, float]:
 
 
 def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
-    """Of whole requests of the embedded pair, both at the attached engine."""
+    """Measures whole requests of the embedded pair, both at the attached engine."""
     gates = fleet.gates()
     session = next(name for name, engine in sessions(fleet, gates) if engine.kind == "attached")
     client = AsyncClient(fleet.attached.endpoint)
@@ -114,8 +117,8 @@ def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) ->
 
     def through() -> Timed:
         began = time.perf_counter()
-        told = events(gates[0], next(by_gate).body, session)
-        texts[0].append("".join(event["choices"][0]["text"] for event in told))
+        received = events(gates[0], next(by_gate).body, session)
+        texts[0].append("".join(event["choices"][0]["text"] for event in received))
         return Timed(LENGTH, time.perf_counter() - began)
 
     def straight() -> Timed:
@@ -131,23 +134,23 @@ def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) ->
 
 
 def _in_turns(
-    one: Callable[[], T], other: Callable[[], T], pairs: int, told: Callable[[int], object]
+    first: Callable[[], T], second: Callable[[], T], pairs: int, show: Callable[[int], object]
 ) -> tuple[list[T], list[T]]:
-    """Both so often, after some that do not count."""
-    ways, kept = (one, other), (list[T](), list[T]())
+    """Calls both `pairs` times in turn, after a warm-up, and returns their results."""
+    functions, results = (first, second), (list[T](), list[T]())
     for number in range(-WARM_UP, pairs):
-        told(max(number, 0))
-        for way in (0, 1) if number % 2 else (1, 0):
-            made = ways[way]()
+        show(max(number, 0))
+        for index in (0, 1) if number % 2 else (1, 0):
+            result = functions[index]()
             if number >= 0:
-                kept[way].append(made)
-    return kept
+                results[index].append(result)
+    return results
 
 
 def _gate() -> str:
-    until(lambda: told("gate", "url", NAME), "there is no gate before the clockwork")
-    (url,) = told("gate", "url", NAME)
-    until(lambda: answers(url), "the gate before the clockwork does not answer")
+    until(lambda: broadcast("gate", "url", NAME), "the clockwork's gate does not start")
+    (url,) = broadcast("gate", "url", NAME)
+    until(lambda: answers(url), "the clockwork's gate does not answer")
     return str(url)
 
 
@@ -169,7 +172,7 @@ def stamps_by_client(client: AsyncClient, wanted: Wanted, runner: asyncio.Runner
 
 
 def _under_way(text: str) -> list[float]:
-    """Milliseconds, of each time that a text tells."""
+    """Returns the milliseconds since each time in a text."""
     now = time.perf_counter_ns()
     return [(now - int(sent)) / MS for sent in text.split()]
 

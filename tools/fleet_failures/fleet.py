@@ -1,4 +1,4 @@
-"""The fleet under test: what runs where, by what the engines say of their processes, and whether it is whole."""
+"""The fleet under test: starts it, finds its processes by the engines' stats, and checks whether it is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASK_SECONDS, PATIENCE, LOOK_SECONDS = 2.0, 180.0, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One that answers; `kind` is placed or attached."""
+    """An engine that answers; `kind` is placed or attached."""
 
     kind: str
     endpoint: str
@@ -40,12 +40,12 @@ class Engine:
 
     @property
     def server(self) -> psutil.Process:
-        """`outrider serve`."""
+        """The process of `outrider serve`."""
         return self.target.parents()[0]
 
     @property
     def actor(self) -> psutil.Process:
-        """What Ray started, if it is placed."""
+        """The process that Ray started, for a placed engine."""
         return self.server.parents()[0]
 
     @property
@@ -53,22 +53,20 @@ class Engine:
         return psutil.Process(self._worker("draft"))
 
     @property
-    def is_whole(self) -> bool:
-        """Whether its target and a drafter are at work."""
+    def is_complete(self) -> bool:
+        """Whether the target and a drafter are ready."""
         return all(self._ready(role) for role in ("target", "draft"))
 
     def _worker(self, role: str) -> int:
         return self._ready(role)[0]
 
     def _ready(self, role: str) -> list[int]:
-        ready = [one.pid for one in self.stats.workers if one.role == role and one.state == "ready"]
-        return [
-            pid for pid in ready if psutil.pid_exists(pid)
-        ]  # the last word of one that is dead is not yet forgotten
+        ready = [worker.pid for worker in self.stats.workers if worker.role == role and worker.state == "ready"]
+        return [pid for pid in ready if psutil.pid_exists(pid)]  # stats may still list a worker that has died
 
 
 class Attached:
-    """A server that is kept up as launchd or systemd would: started again at its old address."""
+    """A server that is restarted at the same address, as by launchd or systemd."""
 
     def __init__(self) -> None:
         self._server = LocalCluster(endpoint="tcp://127.0.0.1:0", memory=False, pin_cores=False)
@@ -78,8 +76,8 @@ class Attached:
     def process(self) -> psutil.Process:
         return psutil.Process(self._server.pid)
 
-    def again(self) -> None:
-        """Returns when it serves."""
+    def restart(self) -> None:
+        """Returns when the server is ready."""
         self._server.wait()
         self._server = LocalCluster(endpoint=self.endpoint, memory=False, pin_cores=False)
 
@@ -89,39 +87,40 @@ class Attached:
 
 
 class Fleet:
-    """Two gates, two placed engines whose drafters have hosts of their own, and the `attached` one."""
+    """Two gates, two placed engines whose drafters have hosts of their own, and the `attached` engine."""
 
     def __init__(self, attached: Attached) -> None:
         self.attached = attached
 
     def gates(self) -> list[str]:
-        """The URLs of those that are there."""
-        return sorted(told("gate", "url"))
+        """Returns the URLs of the gates that run."""
+        return sorted(broadcast("gate", "url"))
 
     def engines(self) -> list[Engine]:
-        """Those that answer."""
-        found = []
+        """Returns the engines that answer."""
+        engines = []
         for kind in ("placed", "attached"):
-            for place in told(kind, "place"):
+            for place in broadcast(kind, "place"):
                 endpoint = place.own or place.endpoint
                 with suppress(OutriderError):
-                    found.append(Engine(kind, endpoint, Client(endpoint, ASK_SECONDS / 2).stats()))
-        return found
+                    engines.append(Engine(kind, endpoint, Client(endpoint, ASK_SECONDS / 2).stats()))
+        return engines
 
     @property
-    def is_whole(self) -> bool:
-        """All that there should be is there, the controller too."""
+    def is_complete(self) -> bool:
+        """Whether all gates, engines and drafters and the controller work."""
         if not self._healthy() or len(self.gates()) != GATES or not all(map(answers, self.gates())):
             return False
-        engines = [engine.kind for engine in self.engines() if engine.is_whole]
+        engines = [engine.kind for engine in self.engines() if engine.is_complete]
         return sorted(engines) == ["attached", *["placed"] * PLACED]
 
-    def wait_until_whole(self) -> None:
-        """
+    def wait_until_complete(self) -> None:
+        """Waits until the fleet is complete.
+
         Raises:
-            WorkerError: it does not become so.
+            WorkerError: it is not in time.
         """
-        until(lambda: self.is_whole, "the fleet does not become whole")
+        until(lambda: self.is_complete, "the fleet does not become complete")
 
     def _healthy(self) -> bool:
         from ray import serve
@@ -132,12 +131,12 @@ class Fleet:
             return False
         except _lost():
             return False
-        return all(one.status == "HEALTHY" for one in app.deployments.values())
+        return all(deployment.status == "HEALTHY" for deployment in app.deployments.values())
 
 
 @contextmanager
 def running() -> Iterator[Fleet]:
-    """The fleet, whole, on the hosts that this process is connected to."""
+    """Runs the complete fleet on the hosts that this process is connected to."""
     from ray import serve
 
     from outrider.fleet.deployment import run
@@ -148,36 +147,36 @@ def running() -> Iterator[Fleet]:
         placed = Placed(PLACED, Resources(metal=1), DRAFTER)
         run(FleetPlan(ServeSettings(memory=False), placed, (attached.endpoint,), gate), NAME)
         fleet = Fleet(attached)
-        fleet.wait_until_whole()
+        fleet.wait_until_complete()
         yield fleet
     finally:
         serve.shutdown()
         attached.close()
 
 
-def told(kind: str, method: str, name: str = NAME) -> list[Any]:
-    """What all actors of a kind say; nothing where they can't be asked."""
+def broadcast(kind: str, method: str, name: str = NAME) -> list[Any]:
+    """Calls a method of all actors of a kind, and returns the results; none if the actors do not answer."""
     from ray import serve
 
     try:
         handle = serve.get_deployment_handle(kind, name)
-        found: list[Any] = handle.broadcast(method).results(timeout_s=ASK_SECONDS)
+        results: list[Any] = handle.broadcast(method).results(timeout_s=ASK_SECONDS)
     except _lost():
         return []
-    return found
+    return results
 
 
-def until(true: Callable[[], object], otherwise: str) -> None:
-    """Waits for it. Raises WorkerError."""
+def until(condition: Callable[[], object], otherwise: str) -> None:
+    """Waits for a condition. Raises WorkerError after `PATIENCE` seconds."""
     deadline = time.monotonic() + PATIENCE
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
-            raise WorkerError(f"{otherwise}, after {PATIENCE:g} s")
+            raise WorkerError(f"{otherwise} within {PATIENCE:g} s")
         time.sleep(LOOK_SECONDS)
 
 
 def answers(gate: str) -> bool:
-    """Whether it says that it is ready."""
+    """Whether the gate reports that it is ready."""
     connection = HTTPConnection(urlsplit(gate).netloc, timeout=ASK_SECONDS)
     try:
         connection.request("GET", "/ready")
@@ -189,14 +188,14 @@ def answers(gate: str) -> bool:
 
 
 def at_port(url: str) -> psutil.Process:
-    """The process that listens there."""
+    """Returns the process that listens at this URL's port."""
     port = urlsplit(url).port
-    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-    return psutil.Process(next(one.pid for one in listening if one.laddr[1:] == (port,)))
+    listening = (c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+    return psutil.Process(next(c.pid for c in listening if c.laddr[1:] == (port,)))
 
 
 def _lost() -> tuple[type[Exception], ...]:
-    """What Ray says while a part of it is away."""
+    """Returns the exceptions that Ray raises while a part of it is away."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 

@@ -1,7 +1,7 @@
-"""Fake hosts of Ray on this machine: each a raylet with what it says it offers. All of them on loopback, with a token.
+"""Simulated hosts of Ray on this machine: each is a raylet with declared resources, on loopback, with a token.
 
-A host that is lost dies with everything on it. Its connections are closed by the kernel: a machine whose power goes is
-silent instead, which only heartbeats tell.
+A killed host loses all its processes, and the kernel closes their connections. A machine that loses power would be
+silent instead, which only heartbeats detect.
 """
 
 from __future__ import annotations
@@ -22,65 +22,66 @@ import psutil
 from outrider.target_worker.rank_link import free_ports
 
 OFFERS: tuple[Mapping[str, float], ...] = ({"metal": 1}, {"metal": 1}, {"ane": 2}, {"ane": 2})
-"""Beside the head."""
+"""The resources of the hosts besides the head."""
 PORTS = ("dashboard_agent_listen_port", "runtime_env_agent_port", "metrics_agent_port", "metrics_export_port")
-"""Given beforehand: for a port that is asked for when it starts a raylet waits fifteen seconds, and then ends."""
+"""Ports to choose beforehand: a raylet that has to ask for one at start waits fifteen seconds, and then ends."""
 HEAD_AWAY_SECONDS = 2.0
-"""So long nobody is there in the head's place."""
+"""Seconds without a head before it is restarted."""
 
 
 class Hosts:
-    """The head and the others."""
+    """The head and the other hosts."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
 
     def of(self, process: psutil.Process) -> Any:
-        """The host that the process runs on."""
-        above = {process.pid, *(one.pid for one in process.parents())}
-        return next(node for node in self._cluster.list_all_nodes() if _raylet(node).pid in above)
+        """Returns the host that the process runs on."""
+        ancestors = {process.pid, *(parent.pid for parent in process.parents())}
+        return next(node for node in self._cluster.list_all_nodes() if _raylet(node).pid in ancestors)
 
     def loss(self, node: Any) -> Callable[[], None]:
-        """What loses this host, with all that runs on it."""
+        """Returns a function that kills this host with all its processes."""
         raylet = _raylet(node)
-        doomed = [raylet, *raylet.children(recursive=True)]
+        processes = [raylet, *raylet.children(recursive=True)]
 
         def lose() -> None:
-            for one in doomed:
+            for process in processes:
                 with suppress(psutil.NoSuchProcess):
-                    one.send_signal(signal.SIGKILL)
+                    process.send_signal(signal.SIGKILL)
 
         return lose
 
-    def replaced(self, node: Any, offers: Mapping[str, float]) -> None:
-        """Another host joins in the place of one that is lost."""
+    def replace(self, node: Any, offers: Mapping[str, float]) -> None:
+        """Adds a host with these resources in place of a lost one."""
         self._cluster.remove_node(node, allow_graceful=False)
         self._cluster.add_node(wait=False, num_cpus=1, resources=dict(offers), **_ports())
 
-    def head_again(self) -> None:
-        """The head's process (GCS) is started again over what it wrote down."""
+    def restart_head(self) -> None:
+        """Starts the head's process (GCS) again over its stored state."""
         time.sleep(HEAD_AWAY_SECONDS)
-        self._cluster.head_node.kill_gcs_server(check_alive=False)  # it is dead; the books are told so
+        self._cluster.head_node.kill_gcs_server(check_alive=False)  # it is dead; this updates Ray's records
         self._cluster.head_node.start_gcs_server()
 
     @property
     def gcs(self) -> psutil.Process:
-        """The process that knows all others."""
-        (found,) = self._cluster.head_node.all_processes["gcs_server"]
-        return psutil.Process(found.process.pid)
+        """The head's process."""
+        (server,) = self._cluster.head_node.all_processes["gcs_server"]
+        return psutil.Process(server.process.pid)
 
     def named(self, title: str) -> psutil.Process:
-        """The one process of all hosts whose title begins so."""
-        everyone = [one for node in self._cluster.list_all_nodes() for one in _raylet(node).children(recursive=True)]
-        (found,) = [one for one in everyone if _title(one).startswith(title)]
-        return found
+        """Returns the only process of all hosts with a title that begins like this."""
+        nodes = self._cluster.list_all_nodes()
+        processes = [process for node in nodes for process in _raylet(node).children(recursive=True)]
+        (named,) = [process for process in processes if _title(process).startswith(title)]
+        return named
 
 
 @contextmanager
 def hosts() -> Iterator[Hosts]:
-    """Five of them, to which this process is connected."""
+    """Runs five hosts, and connects this process to them."""
     with tempfile.TemporaryDirectory(prefix="orf", ignore_cleanup_errors=True) as folder:
-        _settle(Path(os.environ.get("RAY_TMPDIR", folder)), Path(folder))
+        _configure(Path(os.environ.get("RAY_TMPDIR", folder)), Path(folder))
         import ray
         from ray import serve
         from ray.cluster_utils import Cluster
@@ -98,8 +99,8 @@ def hosts() -> Iterator[Hosts]:
             cluster.shutdown()
 
 
-def _settle(logs: Path, own: Path) -> None:
-    """What Ray reads of the environment, before it is imported."""
+def _configure(logs: Path, own: Path) -> None:
+    """Sets the environment that Ray reads when it is imported."""
     (logs / "ray").mkdir(parents=True, exist_ok=True)
     (own / "gcs").mkdir()
     (own / "token").write_text(secrets.token_hex(32), encoding="ascii")
@@ -115,13 +116,13 @@ def _settle(logs: Path, own: Path) -> None:
 
 
 def _ports() -> dict[str, int]:
-    """For a host's own processes, free a moment ago."""
+    """Returns free ports for a host's own processes."""
     return dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
 
 
 def _raylet(node: Any) -> psutil.Process:
-    (found,) = node.all_processes["raylet"]
-    return psutil.Process(found.process.pid)
+    (raylet,) = node.all_processes["raylet"]
+    return psutil.Process(raylet.process.pid)
 
 
 def _title(process: psutil.Process) -> str:

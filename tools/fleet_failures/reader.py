@@ -1,7 +1,7 @@
-"""One reader at the gates' HTTP: whoever breaks a text off, it asks the next gate for the rest, with what it has.
+"""A reader of the gates' HTTP that continues an interrupted text at the next gate.
 
-Tokens come as ids (`return_token_ids`), so the rest is asked for as a prompt: what noise a token has depends on seed
-and position alone.
+Tokens arrive as ids (`return_token_ids`), and the received ones are appended to the prompt of the next request. The
+rest is the same text, because a token's noise depends on seed and position only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SESSION = "x-session-id"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """So many tokens behind a prompt."""
+    """A text to generate: `length` tokens after a prompt."""
 
     prompt: tuple[int, ...]
     length: int
@@ -33,7 +33,7 @@ class Wanted:
 
     @property
     def body(self) -> dict[str, Any]:
-        """As the API has it."""
+        """The body of the API's request."""
         return {
             "prompt": self.prompt,
             "max_tokens": self.length,
@@ -44,12 +44,12 @@ class Wanted:
 
 
 class Broken(Exception):
-    """An answer that is not whole; the message says what came instead."""
+    """An incomplete answer; the message says what arrived instead."""
 
 
 @dataclass(slots=True)
 class Reader:
-    """`read` gives the text; meanwhile and afterwards the rest tells how it came."""
+    """Reads a text with `read`; records its tokens, their arrivals, and each interruption (`breaks`)."""
 
     gates: Sequence[str]
     wanted: Wanted
@@ -60,9 +60,10 @@ class Reader:
     sent: float = 0.0
 
     def read(self) -> None:
-        """
+        """Reads the whole text.
+
         Raises:
-            Broken: no gate is of any use.
+            Broken: all gates failed, `MOST_BREAKS` times.
         """
         self.sent = time.perf_counter()
         while len(self.tokens) < self.wanted.length:
@@ -76,11 +77,11 @@ class Reader:
                     time.sleep(AGAIN_SECONDS)
 
     def goes_on(self, struck: float) -> bool:
-        """Whether tokens have come since."""
+        """Whether tokens have arrived since this time."""
         return bool(self._after(struck))
 
     def wait(self, struck: float) -> float:
-        """From that moment to the next token: the longest wait after it, for what had been sent comes at once."""
+        """Returns the longest wait for a token after this time; tokens that were already sent arrive at once."""
         return max(after - before for before, after in pairwise([struck, *self._after(struck)]))
 
     def _after(self, struck: float) -> list[float]:
@@ -88,9 +89,9 @@ class Reader:
 
     def _ask(self, gate: str) -> None:
         for event in events(gate, self._body(), self.session):
-            self._hear(event)
+            self._record(event)
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _record(self, event: dict[str, Any]) -> None:
         new = [token for choice in event["choices"] for token in choice.get("token_ids", ())]
         if new:
             self.tokens += new
@@ -102,11 +103,11 @@ class Reader:
 
 
 def events(gate: str, body: dict[str, Any], session: str = "") -> Iterator[dict[str, Any]]:
-    """What a stream says.
+    """Yields the events of a streamed completion.
 
     Raises:
-        Broken: it is refused, an error, or not whole.
-        OSError, HTTPException: the gate is gone.
+        Broken: the request is refused, or the stream has an error or is incomplete.
+        OSError, HTTPException: the connection failed.
     """
     connection = HTTPConnection(urlsplit(gate).netloc, timeout=SECONDS)
     try:

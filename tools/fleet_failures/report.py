@@ -1,4 +1,4 @@
-"""What the blows showed, for people: a line a row, and a table of all in Markdown."""
+"""Formats the results: a line per row, and a Markdown table of all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from tools.fleet_failures.rows import Struck
 from tools.fleet_failures.victims import PROXY
 
-ASKED_SECONDS = {"attached": 1.5}
-"""To the next token, in the middle."""
+LIMIT_SECONDS = {"attached": 1.5}
+"""Limits of the median wait for the next token."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureRow:
-    """Seconds. `waits` are all readers'; `errors` what they saw, each sentence once; `asked` of `p50`, if it is.
+    """The results of killing one part; times in seconds.
 
-    `trouble`: why there is not more.
+    `waits`: of all readers; `whole`: until the fleet was complete again; `errors`: what readers saw, each message once;
+    `limit`: of `p50`, if it has one; `trouble`: why the row ended early.
     """
 
     name: str
@@ -32,17 +33,17 @@ class FailureRow:
     broken: int
     errors: tuple[str, ...]
     waits: tuple[float, ...]
-    asked: float | None
+    limit: float | None
     trouble: str = ""
 
     @property
     def missed(self) -> bool:
-        return bool(self.trouble) or self.differ > 0 or (self.asked is not None and not self.p50 <= self.asked)
+        return bool(self.trouble) or self.differ > 0 or (self.limit is not None and not self.p50 <= self.limit)
 
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.differ} of {self.texts} texts differ; next token after {self.p50:.2f} s (p50),"
-            f" {self.p99:.2f} s (p99); {self.broken} errors; whole again after {_list(self.whole)}"
+            f" {self.p99:.2f} s (p99); {self.broken} errors; restored after {_list(self.whole)} s"
             f"{'; ' * bool(self.trouble)}{self.trouble}{'; MISSED' if self.missed else ''}"
         )
 
@@ -63,25 +64,25 @@ def row(name: str, blows: Sequence[Struck], trouble: str = "") -> FailureRow:
         broken=len(errors),
         errors=tuple(dict.fromkeys(errors)),
         waits=waits,
-        asked=ASKED_SECONDS.get(name),
+        limit=LIMIT_SECONDS.get(name),
         trouble=trouble,
     )
 
 
 def table(rows: Sequence[FailureRow], proxy: bool) -> str:
     lines = [
-        "| killed | texts that differ | next token, s p50 / p99 | errors readers saw | whole again, s |",
+        "| killed | texts that differ | next token, s p50 / p99 | errors readers saw | restored after, s |",
         "|---|---|---|---|---|",
     ]
-    for one in rows:
+    for row in rows:
         lines.append(
-            f"| {one.name} | {one.differ} of {one.texts} | {one.p50:.2f} / {one.p99:.2f} |"
-            f" {one.broken or 'none'} | {one.trouble or _list(one.whole)} |"
+            f"| {row.name} | {row.differ} of {row.texts} | {row.p50:.2f} / {row.p99:.2f} |"
+            f" {row.broken or 'none'} | {row.trouble or _list(row.whole)} |"
         )
     if proxy:
-        lines.append(f"| {PROXY} | | | there is none: each gate serves HTTP itself | |")
+        lines.append(f"| {PROXY} | | | does not exist: each gate serves HTTP itself | |")
     return "\n".join(lines)
 
 
 def _list(seconds: Sequence[float]) -> str:
-    return ", ".join(f"{one:.1f}" for one in seconds)
+    return ", ".join(f"{s:.1f}" for s in seconds)

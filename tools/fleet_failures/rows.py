@@ -1,4 +1,4 @@
-"""A row of the table: readers in the middle of their texts, a blow, and what they saw of it."""
+"""Kills one part of the fleet while readers are in the middle of their texts, and records what they saw."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tools.fleet_failures.reader import Broken, Reader, Wanted
 from tools.fleet_failures.victims import Scene, Victim
 
 STRUCK_AFTER = 24
-"""Tokens that every reader has by then."""
+"""Tokens that every reader has received before the kill."""
 MOST_SESSIONS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedText:
-    """What is wanted, and what the target alone says."""
+    """A text to generate, and its tokens as the target generates them alone."""
 
     wanted: Wanted
     alone: tuple[int, ...]
@@ -28,7 +28,8 @@ class ExpectedText:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """One blow. Seconds: each reader's from the blow to the next token, and until the fleet was whole again."""
+    """The results of one kill. In seconds: each reader's wait for its next token, and the time until the fleet was
+    complete again (`whole`)."""
 
     waits: tuple[float, ...]
     texts: int
@@ -38,32 +39,33 @@ class Struck:
 
 
 def strike(hosts: Hosts, fleet: Fleet, victim: Victim, texts: Sequence[ExpectedText]) -> Struck:
-    """
+    """Kills `victim` while clients read `texts`.
+
     Raises:
-        WorkerError: the fleet is of no use, before or afterwards.
+        WorkerError: the fleet is not complete before, or not again afterwards.
     """
-    fleet.wait_until_whole()
+    fleet.wait_until_complete()
     gates = fleet.gates()
     session, engine, gates = _aimed(hosts, fleet, victim, gates)
     blow = victim.aim(Scene(hosts, fleet, engine, gates[0]))
     readers = [Reader(gates, text.wanted, session) for text in texts]
     with ThreadPoolExecutor(len(readers)) as threads:
         reading = [threads.submit(reader.read) for reader in readers]
-        until(lambda: all(len(reader.tokens) >= STRUCK_AFTER for reader in readers), "no texts come")
-        if any(one.done() for one in reading):
-            raise WorkerError("a text was over before the blow; expected longer ones (--tokens)")
+        until(lambda: all(len(reader.tokens) >= STRUCK_AFTER for reader in readers), "readers receive no text")
+        if any(future.done() for future in reading):
+            raise WorkerError("a text was complete before the kill; expected longer texts (--tokens)")
         struck = time.perf_counter()
         blow.kill()
         blow.mend()
-        until(lambda: all(_moved(struck, *pair) for pair in zip(readers, reading, strict=True)), "no text goes on")
-        fleet.wait_until_whole()
+        until(lambda: all(_moved(struck, *pair) for pair in zip(readers, reading, strict=True)), "no text continues")
+        fleet.wait_until_complete()
         whole = time.perf_counter() - struck
-        failed = [error for one in reading if (error := one.exception()) is not None]
+        failed = [error for future in reading if (error := future.exception()) is not None]
     if failed and not isinstance(failed[0], Broken):
         raise failed[0]
     differ = sum(tuple(reader.tokens) != text.alone for reader, text in zip(readers, texts, strict=True))
     waits = tuple(reader.wait(struck) for reader in readers if reader.goes_on(struck))
-    return Struck(waits, len(texts), differ, tuple(one for reader in readers for one in reader.breaks), whole)
+    return Struck(waits, len(texts), differ, tuple(error for reader in readers for error in reader.breaks), whole)
 
 
 def _moved(struck: float, reader: Reader, reading: Future[None]) -> bool:
@@ -71,7 +73,7 @@ def _moved(struck: float, reader: Reader, reading: Future[None]) -> bool:
 
 
 def _aimed(hosts: Hosts, fleet: Fleet, victim: Victim, gates: list[str]) -> tuple[str, Engine, list[str]]:
-    """A session whose engine is of the victim's kind, and the gates, first one that does not share its host."""
+    """Returns a session with an engine of the victim's kind, that engine, and the gates, first one on another host."""
     for session, engine in sessions(fleet, gates):
         if engine.kind != victim.kind:
             continue
@@ -79,11 +81,11 @@ def _aimed(hosts: Hosts, fleet: Fleet, victim: Victim, gates: list[str]) -> tupl
         apart = [gate for gate in gates if hosts.of(at_port(gate)) is not host]
         if apart:
             return session, engine, [apart[0], *(gate for gate in gates if gate != apart[0])]
-    raise WorkerError(f"no session is at an engine that is {victim.kind}, on a host without a gate")
+    raise WorkerError(f"no session has an engine that is {victim.kind} and on a host without a gate")
 
 
 def sessions(fleet: Fleet, gates: list[str]) -> Iterator[tuple[str, Engine]]:
-    """Sessions by some name, and the engine of each."""
+    """Yields new sessions with their engines."""
     for number in range(MOST_SESSIONS):
         session = f"session {time.monotonic_ns()} {number}"
         before = {engine.endpoint: engine.stats.finished for engine in fleet.engines()}

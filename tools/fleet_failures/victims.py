@@ -1,4 +1,4 @@
-"""What may be killed: how it is found before, what kills it, and who sees to it afterwards."""
+"""The parts of a fleet that may be killed: how each is found, killed and repaired."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.fleet_failures.hosts import Hosts
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Whose texts are under way: the `engine` that has them, and the `gate` that they are read at."""
+    """The `engine` that generates the texts, and the `gate` at which they are read."""
 
     hosts: Hosts
     fleet: Fleet
@@ -24,7 +24,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """`kill`, and what somebody would do about it then: a launchd, an owner with another host; most need nobody."""
+    """`kill` kills a part; `mend` does what launchd or an operator would do then, for most parts nothing."""
 
     kill: Callable[[], object]
     mend: Callable[[], object] = lambda: None
@@ -32,7 +32,7 @@ class Blow:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """`aim` looks everything up, so that the blow itself takes no time. `kind` of the engine that has the texts."""
+    """A part to kill. `aim` finds its processes beforehand, so that the kill takes no time. `kind`: of the engine."""
 
     name: str
     aim: Callable[[Scene], Blow]
@@ -45,12 +45,12 @@ def killing(process: psutil.Process) -> Callable[[], None]:
 
 def _node(scene: Scene) -> Blow:
     node = scene.hosts.of(scene.engine.actor)
-    return Blow(scene.hosts.loss(node), lambda: scene.hosts.replaced(node, {"metal": 1}))
+    return Blow(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"metal": 1}))
 
 
 def _drafters_node(scene: Scene) -> Blow:
     node = scene.hosts.of(scene.engine.drafter)
-    return Blow(scene.hosts.loss(node), lambda: scene.hosts.replaced(node, {"ane": 2}))
+    return Blow(scene.hosts.loss(node), lambda: scene.hosts.replace(node, {"ane": 2}))
 
 
 VICTIMS = (
@@ -59,10 +59,10 @@ VICTIMS = (
     Victim("target", lambda at: Blow(killing(at.engine.target))),
     Victim("node", _node),
     Victim("drafter-node", _drafters_node),
-    Victim("attached", lambda at: Blow(killing(at.fleet.attached.process), at.fleet.attached.again), "attached"),
+    Victim("attached", lambda at: Blow(killing(at.fleet.attached.process), at.fleet.attached.restart), "attached"),
     Victim("gate", lambda at: Blow(killing(at_port(at.gate)))),
     Victim("controller", lambda at: Blow(killing(at.hosts.named("ray::ServeController")))),
-    Victim("head", lambda at: Blow(killing(at.hosts.gcs), at.hosts.head_again)),
+    Victim("head", lambda at: Blow(killing(at.hosts.gcs), at.hosts.restart_head)),
 )
 PROXY = "proxy"
-"""There is none: each gate serves HTTP itself."""
+"""Ray Serve's proxy, which a fleet does not have: each gate serves HTTP itself."""

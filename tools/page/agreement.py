@@ -1,11 +1,10 @@
-"""Whether the page's colours and figures are what the API says: requests of every mode, counted in a real browser.
+"""Checks that the page's colours and figures agree with the API, for requests of every mode in a real browser.
 
     outrider serve &
     python -m tools.page.agreement --requests 50
 
-For each request the coloured tokens that stand in the page are counted and held against the `timings` that went over
-the wire: as many tokens in all, as many drafted ones as were accepted, as many hits; and the text that is shown against
-the text that was sent.
+For each request the page's coloured tokens are counted and compared with the `timings` of the answer: tokens, accepted
+draft tokens, and hits; and the shown text is compared with the text of the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ URL = "http://127.0.0.1:8080"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=URL, help="of a running `outrider serve`")
+    parser.add_argument("--url", default=URL, help="URL of a running `outrider serve`")
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=64)
 
@@ -55,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def disagreements(lane: Locator, answer: Response) -> list[str]:
-    """What the page shows otherwise than the API says it."""
+    """Returns the values that the page shows differently from the API."""
     times, seen = visit.timings(answer), visit.colours(lane)
     looked_up = times["cache_hits"] + times["cache_misses"]
     pairs = {
@@ -66,7 +65,7 @@ def disagreements(lane: Locator, answer: Response) -> list[str]:
         "rate": (visit.figure(lane, "rate"), f"{times['predicted_per_second']:.1f}"),
         "text": (lane.locator(".text").text_content(), visit.text(answer)),
     }
-    return [f"{name} {shown}, expected {told}" for name, (shown, told) in pairs.items() if shown != told]
+    return [f"{name} {shown}, expected {sent}" for name, (shown, sent) in pairs.items() if shown != sent]
 
 
 if __name__ == "__main__":

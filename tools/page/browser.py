@@ -26,15 +26,16 @@ FLAGS = (
 
 
 def found() -> str | None:
-    """Where a Chromium is, if there is one."""
+    """Returns the path of a Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextmanager
 def browser(**options: Any) -> Iterator[Browser]:
-    """
+    """Runs a headless browser.
+
     Raises:
-        InvalidRequest: there is no browser, or nothing to drive it by.
+        InvalidRequest: no browser or no playwright is installed.
     """
     path = found()
     try:
@@ -42,7 +43,7 @@ def browser(**options: Any) -> Iterator[Browser]:
     except ImportError:
         raise InvalidRequest("playwright is not installed; run: pip install playwright") from None
     if path is None:
-        raise InvalidRequest(f"there is no browser; expected {' or '.join(NAMES)} on the path")
+        raise InvalidRequest(f"no browser is installed; expected {' or '.join(NAMES)} on the path")
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=path, args=list(FLAGS), **options)
         try:

@@ -1,4 +1,4 @@
-"""The page's picture for the README: one text in a window of a laptop's width.
+"""Takes the page's picture for the README: one text in a window of a laptop's width.
 
 outrider serve &
 python -m tools.page.screenshot docs/page.png
@@ -19,10 +19,10 @@ WIDTH, HEIGHT = 1180, 900
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="of the PNG")
-    parser.add_argument("--url", default=URL, help="of a running `outrider serve`")
-    parser.add_argument("--dark", action="store_true", help="as the page is in the dark")
-    parser.add_argument("--race", action="store_true", help="AR against SSD")
+    parser.add_argument("path", type=Path, help="path of the PNG")
+    parser.add_argument("--url", default=URL, help="URL of a running `outrider serve`")
+    parser.add_argument("--dark", action="store_true", help="use the dark colour scheme")
+    parser.add_argument("--race", action="store_true", help="race AR and SSD")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""How the page is used and read: its fields, its buttons, and what stands there then. Knows the page by its labels."""
+"""Operates the page in a browser by its labels: fills its fields, presses its buttons, and reads its contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_MS = 120_000
 
 
 def fill(page: Page, prompt: str, max_tokens: int, mode: str, temperature: float, seed: int) -> None:
-    """What is to be generated."""
+    """Fills in the form."""
     page.locator("#prompt").fill(prompt)  # labelled "Message" in a conversation
     page.get_by_label("Temperature").fill(str(temperature))
     page.get_by_label("Max tokens").fill(str(max_tokens))
@@ -23,17 +23,17 @@ def fill(page: Page, prompt: str, max_tokens: int, mode: str, temperature: float
 
 
 def ready(page: Page, words: str = "ready") -> None:
-    """Returns when the page says so of the server."""
+    """Waits until the page's server status has these words."""
     page.locator("#server", has_text=words).wait_for()
 
 
 def done(page: Page, words: str = "Done") -> None:
-    """Returns when the status has these words."""
+    """Waits until the page's request status has these words."""
     page.locator("#status", has_text=words).wait_for()
 
 
 def generate(page: Page) -> Response:
-    """Returns when the text is complete; the answer is the API's own, as it went over the wire."""
+    """Generates a text, and returns the API's response when the text is complete."""
     with page.expect_response("**/v1/chat/completions") as answer:
         page.locator("#generate").click()
     done(page)
@@ -41,28 +41,28 @@ def generate(page: Page) -> Response:
 
 
 def timings(answer: Response) -> dict[str, Any]:
-    """Those that an answer ends with."""
-    found: dict[str, Any] = _events(answer)[-1]["timings"]
-    return found
+    """Returns the timings at the end of a response."""
+    last: dict[str, Any] = _events(answer)[-1]["timings"]
+    return last
 
 
 def text(answer: Response) -> str:
-    """What an answer says."""
+    """Returns the text of a response."""
     return "".join(choice["delta"].get("content", "") for event in _events(answer) for choice in event["choices"])
 
 
 def colours(lane: Locator) -> Counter[str]:
-    """How many tokens of the shown text have which."""
+    """Returns the number of shown tokens by origin, which sets their colour."""
     return Counter({origin: lane.locator(f".text .token.{origin}").count() for origin in ORIGINS})
 
 
 def legend(lane: Locator) -> Counter[str]:
-    """The counts beside them."""
+    """Returns the counts that the page's legend shows by origin."""
     return Counter({origin: int(lane.locator(f"[data-count={origin}]").inner_text()) for origin in ORIGINS})
 
 
 def figure(lane: Locator, name: str) -> str:
-    """One of the numbers above."""
+    """Returns one of the figures above the text."""
     return lane.locator(f"[data-figure={name}]").inner_text()
 
 

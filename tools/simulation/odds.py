@@ -1,4 +1,4 @@
-"""A drafter's odds as a profile states them, and the luck of one text under them."""
+"""A drafter's acceptance as a profile states it, and random outcomes of one text under it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BEYOND_RANKS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Luck:
-    """What a text has in store, by position: the proposal there is right if its draw is under the acceptance, and if it
-    is not, the true token stands at this rank among the other candidates."""
+    """Random outcomes of a text by position: the proposal is right if its draw is below the acceptance; otherwise
+    the true token has this rank among the other candidates."""
 
     draws: tuple[float, ...]
     ranks: tuple[int, ...]
@@ -31,7 +31,7 @@ class Luck:
 
 
 class KnownOdds(Calibration):
-    """The estimates of a drafter that knows its own odds."""
+    """The calibration of a drafter that knows the profile's probabilities."""
 
     def __init__(self, profile: Profile) -> None:
         self._right, self._ranks = profile.acceptance, profile.bonus_ranks

@@ -1,4 +1,4 @@
-"""What a drafter replays behind a stand-in target: that target's own texts, made at the speed it has here."""
+"""Writes the script that a drafter replays for a stand-in target: the target's own texts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ PROMPT_TOKENS = 16
 
 
 def starts(count: int) -> list[tuple[int, ...]]:
-    """So many beginnings of texts, always the same."""
+    """Returns `count` prompts, always the same."""
     rng = random.Random(0)
     return [tuple(rng.randrange(2, CONFIG["vocab_size"]) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
 
 
-def write_script(path: Path, model: Path, begun: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]) -> None:
-    """How the target at `model` goes on from each beginning; acceptance and ranks are left to the profile."""
+def write_script(
+    path: Path, model: Path, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
+) -> None:
+    """Writes how the target at `model` continues each prompt; acceptance and ranks come from the profile."""
     with LocalCluster(model=str(model), draft_backend="none", mode="ar", memory=False) as cluster:
         client = cluster.client(60.0)
         texts = [
-            [*start, *client.generate(start, sampling, mode="ar").token_ids]
-            for start, sampling in zip(begun, samplings, strict=True)
+            [*prompt, *client.generate(prompt, sampling, mode="ar").token_ids]
+            for prompt, sampling in zip(prompts, samplings, strict=True)
         ]
     script = {"texts": texts, "acceptance": [1.0], "bonus_ranks": [], "vocab_size": CONFIG["vocab_size"]}
     path.write_text(json.dumps(script))

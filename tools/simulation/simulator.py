@@ -1,9 +1,10 @@
-"""Rounds in arithmetic: tokens per second of a profile's machine under a policy, tens of thousands of rounds a second.
+"""Simulates rounds by arithmetic: the tokens per second of a profile's machine under a policy, without processes,
+messages or models. It computes tens of thousands of rounds per second.
 
-Times come from the profile's curves, luck from the draws of a text: whether the drafter's proposal at a position is
-right, and if not, where the true token stands. The same text under two policies has the same luck. No process, no
-message, no model; tests hold it against the real rounds in virtual time. With a batch, rounds are in step: whoever
-waits makes all wait (paper, corollary 16).
+Times come from the profile's curves, outcomes from the random draws of a text (`Luck`): whether the drafter's proposal
+at a position is right, and the rank of the true token if it is not. A text has the same draws under every policy. Tests
+compare the results with the real rounds in virtual time. The rounds of a batch are in step: if one sequence waits, all
+wait (paper, corollary 16).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from outrider.drafters.fan_out import POLICIES
 from outrider.protocol.profile import Profile
 from tools.simulation.odds import KnownOdds, Luck
 
-# The worth of a millisecond is the rate itself: a shorter run finds it, this part of the whole.
+# The value of a millisecond is the rate itself, which a pilot run over this part of the text measures.
 PILOT_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How rounds are made; `mode` is ar, sd or ssd.
+    """The rules of a round; `mode` is ar, sd or ssd.
 
-    `anytime`: branches serve as deep as they are; else all wait until a round's are complete. `filled`: after a miss
-    the best of an AR step and a just-in-time chain of any length; else always a chain of full depth. `hoping`: an
-    outcome may wait for branches that are still on their way.
+    `anytime`: branches are used as deep as they are; else a round waits until all are complete. `filled`: after a miss
+    the best of an AR step and a chain on request of any length; else always a chain of K tokens. `hoping`: an outcome
+    may wait for branches that are on their way.
     """
 
     mode: str = "ssd"
@@ -43,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one run; tokens count all sequences of a batch together. `busy` is the target's share of the time."""
+    """The results of a run; tokens of all sequences of a batch together. `busy`: the target's share of the time."""
 
     tokens_per_second: float
     tokens_per_round: float
@@ -54,8 +55,8 @@ class Result:
 
 @dataclass(slots=True)
 class Stream:
-    """One sequence. `chain` tokens are under verification at `at`; the drafter knows `fed` of them and, behind the
-    whole chain, `ahead` more; it must still read `behind` committed tokens before it knows anything."""
+    """One sequence. `chain` tokens are under verification at position `at`. The drafter has fed `fed` of them and
+    `ahead` tokens after the whole chain; it must first read `behind` committed tokens."""
 
     luck: Luck
     at: int = 0
@@ -70,17 +71,18 @@ class Stream:
 
 @dataclass(slots=True)
 class Work:
-    """The drafter's forwards of a round: from `start`, ending at `ends`."""
+    """The drafter's forwards of a round, from `start`; they end at `ends`."""
 
     start: float
     ends: list[float] = field(default_factory=list)
 
     def done(self, at: float) -> int:
-        """How many have ended by `at`."""
+        """Returns how many forwards have ended by `at`."""
         return bisect_right(self.ends, at)
 
     def free(self, at: float) -> tuple[float, int]:
-        """When it attends to a message that comes at `at`, and the forwards done by then: one under way is ended."""
+        """Returns when the drafter handles a message that arrives at `at`, after the current forward, and how many
+        forwards have ended by then."""
         done = self.done(at)
         begun = self.ends[done - 1] if done else self.start
         if done == len(self.ends) or at == begun:
@@ -90,14 +92,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A just-in-time chain of `length` (0: an AR step) and the tokens it brings less the worth of its time."""
+    """A chain on request of `length` tokens (0: an AR step); `value`: its expected tokens minus the cost of its
+    time."""
 
     length: int
     value: float
 
 
 class Simulator:
-    """One machine, one policy, `batch` sequences; `hop_ms` is what any message takes beyond the profile's link."""
+    """One machine and policy with `batch` sequences. `hop_ms`: the time of any message beyond the profile's link."""
 
     def __init__(self, profile: Profile, policy: Policy, batch: int = 1, hop_ms: float = 0.0) -> None:
         self._profile, self._policy, self._batch = profile, policy, batch
@@ -110,11 +113,11 @@ class Simulator:
         self._worth = 0.0
 
     def run(self, tokens: int, seed: int = 0) -> Result:
-        """Texts of `tokens` tokens, drawn from `seed`."""
+        """Runs over random texts of `tokens` tokens, drawn from `seed`."""
         return self.play([Luck.drawn(self._profile, tokens, seed + index) for index in range(self._batch)])
 
     def play(self, lucks: Sequence[Luck]) -> Result:
-        """The same on texts whose luck is known; the run ends when a text does."""
+        """Runs over texts with these draws, until a text ends."""
         tokens = min(len(luck.draws) for luck in lucks) - self._policy.depth - 1
         self._worth = self._batch / self._target_ms(self._batch)
         self._worth = self._play(lucks, tokens // PILOT_PART).tokens_per_second / 1000
@@ -134,11 +137,11 @@ class Simulator:
             if self._policy.mode == "ar":
                 now += verify_ms
                 continue
-            told = now + verify_ms + 2 * self._hop
+            known = now + verify_ms + 2 * self._hop
             if self._policy.mode == "sd":
-                now = self._draft(streams, told)
+                now = self._draft(streams, known)
             else:
-                now, free, found = self._look_up(streams, self._work(streams, max(now + self._way, free)), told)
+                now, free, found = self._look_up(streams, self._work(streams, max(now + self._way, free)), known)
                 hits += found
         return Result(tokens / now * 1000, tokens / rounds, hits / (rounds * len(streams)), now / rounds, busy / now)
 
@@ -148,7 +151,7 @@ class Simulator:
         return self._target_ms(sum(1 + stream.chain for stream in streams))
 
     def _verify(self, stream: Stream) -> None:
-        """The outcome: how much of the chain holds, and where the bonus stands among the drafter's candidates."""
+        """Sets the outcome: the accepted tokens, and the bonus token's rank among the drafter's candidates."""
         luck, accepted = stream.luck, 0
         while accepted < stream.chain and luck.draws[stream.at + accepted] < self._odds.acceptance(accepted):
             accepted += 1
@@ -161,16 +164,17 @@ class Simulator:
 
     # --- the drafter ----------------------------------------------------------------------------------------------
 
-    def _draft(self, streams: Sequence[Stream], told: float) -> float:
-        """SD: every sequence gets a chain of full depth. The last token of a chain that held was never fed."""
+    def _draft(self, streams: Sequence[Stream], known: float) -> float:
+        """SD: gives every sequence a chain of K tokens, and returns when the next verify begins. The last token of an
+        accepted chain was never fed."""
         unread = sum(2 if 0 < stream.chain == stream.accepted else 1 for stream in streams)
         for stream in streams:
             stream.chain = self._policy.depth
         chained_ms = (self._policy.depth - 1) * self._draft_ms(len(streams))
-        return told + 2 * self._way + self._draft_ms(unread) + chained_ms
+        return known + 2 * self._way + self._draft_ms(unread) + chained_ms
 
     def _work(self, streams: Sequence[Stream], start: float) -> Work:
-        """The work ahead: branches that need the unfed end of a chain begin one forward later."""
+        """Returns the work ahead. Branches that need the unfed end of a chain begin one forward later."""
         behind = sum(stream.behind for stream in streams)
         work = Work(start + (self._draft_ms(behind) if behind else 0.0))
         depth, now = self._policy.depth, work.start
@@ -188,7 +192,7 @@ class Simulator:
         return POLICIES[self._policy.fan_out]([None] * (chain + 1), self._policy.branches, self._odds)
 
     def _depth(self, stream: Stream, forwards: int) -> int:
-        """How deep the branch of the outcome is after so many forwards; 0 if it is not there (yet)."""
+        """Returns the depth of the outcome's branch after `forwards` forwards; 0 if it does not exist (yet)."""
         if stream.rank >= self._fan_out(stream.chain)[stream.accepted]:
             return 0
         ahead = stream.ahead if stream.accepted == stream.chain and stream.rank == 0 else 0
@@ -197,9 +201,9 @@ class Simulator:
 
     # --- between two rounds ---------------------------------------------------------------------------------------
 
-    def _look_up(self, streams: Sequence[Stream], work: Work, told: float) -> tuple[float, float, int]:
-        """When the next verify leaves, when the drafter attends to it, and how many sequences hit."""
-        now = self._waited(streams, work, told)
+    def _look_up(self, streams: Sequence[Stream], work: Work, known: float) -> tuple[float, float, int]:
+        """Returns when the next verify begins, when the drafter handles its commit, and the number of hits."""
+        now = self._waited(streams, work, known)
         pushed = work.done(now - self._way)
         missed = []
         for stream in streams:
@@ -209,18 +213,18 @@ class Simulator:
         free, done = work.free(now + self._way)
         length = self._after_miss(len(missed), len(streams), free - now).length if missed else 0
         if length:
-            known = min(self._depth(stream, done) for stream in missed)  # what was under way for them is not lost
-            free += max(length - known, 0) * self._draft_ms(len(missed))
+            grown = min(self._depth(stream, done) for stream in missed)  # tokens grown meanwhile are used
+            free += max(length - grown, 0) * self._draft_ms(len(missed))
             now = free + self._way
         for stream in streams:
             self._go_on(stream, done, length)
         return now, free, len(streams) - len(missed)
 
-    def _waited(self, streams: Sequence[Stream], work: Work, told: float) -> float:
-        """When the lookup is made: at once, or when waiting for the next forward is not worth it any more."""
+    def _waited(self, streams: Sequence[Stream], work: Work, known: float) -> float:
+        """Returns the time of the lookup: at once, or when waiting for the next forward no longer pays."""
         if not self._policy.anytime:
-            return max(told, work.ends[-1] + self._way)
-        now, pushed = told, work.done(told - self._way)
+            return max(known, work.ends[-1] + self._way)
+        now, pushed = known, work.done(known - self._way)
         while pushed < len(work.ends):
             arrives = work.ends[pushed] + self._way
             gain = sum(self._gain(stream, pushed, len(streams), work, now) for stream in streams)
@@ -230,7 +234,7 @@ class Simulator:
         return now
 
     def _gain(self, stream: Stream, pushed: int, streams: int, work: Work, now: float) -> float:
-        """The tokens, less the worth of later times, that the next push may bring a stream."""
+        """Returns the expected tokens, minus the cost of later times, that the next push adds to a stream."""
         depth = self._depth(stream, pushed)
         if depth:
             return self._reach[depth] if depth < self._policy.depth else 0.0
@@ -243,26 +247,26 @@ class Simulator:
         hit = max(self._value(1, streams, depth, (depth - 1) * step_ms) for depth in range(1, self._policy.depth + 1))
         return prepared * (hit - self._after_miss(1, streams, work.free(now + self._way)[0] - now).value)
 
-    def _after_miss(self, missed: int, streams: int, asking_ms: float) -> Fallback:
-        """The chain to ask for; of no length: an AR step while the drafter reads on."""
+    def _after_miss(self, missed: int, streams: int, delay_ms: float) -> Fallback:
+        """Returns the best fallback: a chain on request, or an AR step (length 0) while the drafter continues."""
         step_ms, whole = self._draft_ms(missed), self._policy.depth
 
         def fallback(length: int) -> Fallback:
-            asked_ms = asking_ms + length * step_ms + self._way if length else 0.0
-            return Fallback(length, self._value(missed, streams, length, asked_ms))
+            wait_ms = delay_ms + length * step_ms + self._way if length else 0.0
+            return Fallback(length, self._value(missed, streams, length, wait_ms))
 
         if not self._policy.filled:
             return fallback(whole)
         return max(map(fallback, range(whole + 1)), key=lambda choice: choice.value)
 
     def _value(self, ours: int, streams: int, length: int, wait_ms: float) -> float:
-        """What `ours` of the streams bring with chains of `length`, less what the wait and the verify are worth."""
+        """Returns the expected tokens of `ours` streams with chains of `length`, minus the cost of wait and verify."""
         others = (streams - ours) * (1 + self._policy.depth)
         cost = wait_ms + self._target_ms(others + ours * (1 + length))
         return ours * self._tokens[length] - self._worth * cost
 
     def _go_on(self, stream: Stream, done: int, length: int) -> None:
-        """What the stream verifies next, and what the drafter knows of it."""
+        """Sets what the stream verifies next, and which of it the drafter has fed."""
         if stream.served:
             fed = done - (stream.accepted > stream.fed) - 1
             if stream.accepted == stream.chain and stream.rank == 0:

@@ -1,6 +1,6 @@
-"""A target whose forwards cost next to nothing, to stand behind a simulated machine's: small, random, in our format.
+"""Writes the target of a simulated machine: a tiny random model with almost free forwards.
 
-It has the embedded target's tokenizer. What it says means nothing; a drafter that replays it errs as a profile says.
+It has the embedded target's tokenizer. Its texts are meaningless; the replay drafter sets the acceptance.
 """
 
 from __future__ import annotations

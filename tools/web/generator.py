@@ -1,4 +1,4 @@
-"""Requests at times that were drawn before, sent by locust in a process of its own; what came of each."""
+"""Sends requests at given times by locust, in a process of its own, and returns their answers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from typing import Any
 
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.protocol.errors import InvalidRequest, WorkerError
-from tools.web.reading import Heard, heard
+from tools.web.reading import StreamTimes, stream_times
 
 FILE = Path(__file__).with_name("locustfile.py")
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """What was heard, or the error."""
+    """The times of a stream, or its error."""
 
-    heard: Heard | None
+    stream: StreamTimes | None
     error: str = ""
 
 
 def require_locust() -> None:
-    """
+    """Checks for locust.
+
     Raises:
-        InvalidRequest: it is not installed.
+        InvalidRequest: locust is not installed.
     """
     if find_spec("locust") is None:
-        raise InvalidRequest("locust, which sends the requests, is not installed; run pip install locust")
+        raise InvalidRequest("locust, which sends the requests, is not installed; run: pip install locust")
 
 
 def poisson(count: int, rate: float, seed: str) -> list[float]:
-    """When each of `count` requests is due, seconds from the beginning: `rate` a second in the mean, each by chance."""
+    """Returns the times of `count` requests in seconds: a Poisson process with `rate` requests per second."""
     draws, at, times = random.Random(seed), 0.0, []
     for _ in range(count):
         at += draws.expovariate(rate)
@@ -46,7 +47,7 @@ def poisson(count: int, rate: float, seed: str) -> list[float]:
 
 
 def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]]) -> list[TimedAnswer]:
-    """Sends each body at its time to the completions of `url`, and returns when all have ended.
+    """Sends each body to the completions of `url` at its time. Returns all answers when all requests have ended.
 
     Raises:
         WorkerError: locust failed.
@@ -66,10 +67,10 @@ def generate(url: str, times: Sequence[float], bodies: Sequence[dict[str, Any]])
     return [_answer(json.loads(line)) for line in lines]
 
 
-def _answer(told: dict[str, Any]) -> TimedAnswer:
-    if told["error"]:
-        return TimedAnswer(None, told["error"])
+def _answer(record: dict[str, Any]) -> TimedAnswer:
+    if record["error"]:
+        return TimedAnswer(None, record["error"])
     try:
-        return TimedAnswer(heard(told["sent"], [(at, data.encode()) for at, data in told["events"]]))
+        return TimedAnswer(stream_times(record["sent"], [(at, data.encode()) for at, data in record["events"]]))
     except WorkerError as error:
         return TimedAnswer(None, str(error))

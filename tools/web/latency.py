@@ -1,7 +1,7 @@
-"""What requests at random times showed: a table for people, and a picture over the load.
+"""A table and a picture of the latencies of requests at random times.
 
-Intervals are over blocks, and over the requests in them where a number is of a request. A token's time is a request's
-from its first text to its end over its other tokens, as vLLM's benchmark has it.
+Intervals are over blocks, and for numbers per request also over the requests in each block. A request's time per token
+is the time from its first text to its end divided by its other tokens, as in vLLM's benchmark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.bench import picture
 from outrider.bench.comparison.report import COLOURS, Percentiles
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, nested_bootstrap, total_rate
 from tools.web.generator import TimedAnswer
-from tools.web.reading import Heard
+from tools.web.reading import StreamTimes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ OTHER_COLOURS = {"mlx-lm": COLOURS["mlx-lm"], "mlx-lm, draft": "#8d6a9f"}
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """One way at one load: tokens per second of all, milliseconds to the first text and a token, and the errors."""
+    """One server at one load: total tokens per second, milliseconds to the first text and per token, and errors."""
 
     name: str
     share: float
@@ -39,28 +39,28 @@ class LatencyRow:
 
 
 def row(name: str, share: float, blocks: Sequence[Sequence[TimedAnswer]]) -> LatencyRow:
-    """Sums up the blocks of one way."""
-    found = [[answer.heard for answer in block if answer.heard is not None] for block in blocks]
-    errors = tuple(answer.error for block in blocks for answer in block if answer.heard is None)
+    """Sums up the blocks of one server."""
+    found = [[answer.stream for answer in block if answer.stream is not None] for block in blocks]
+    errors = tuple(answer.error for block in blocks for answer in block if answer.stream is None)
     return LatencyRow(
         name,
         share,
         bootstrap([timed(block) for block in found], total_rate),
-        _percentiles(found, lambda one: [1000 * (one.first - one.sent)]),
-        _percentiles(found, lambda one: [1000 * (one.ended - one.first) / (one.tokens - 1)] if one.tokens > 1 else []),
+        _percentiles(found, lambda s: [1000 * (s.first - s.sent)]),
+        _percentiles(found, lambda s: [1000 * (s.ended - s.first) / (s.tokens - 1)] if s.tokens > 1 else []),
         sum(len(block) for block in blocks),
         errors,
     )
 
 
-def timed(block: Sequence[Heard]) -> Timed:
-    """All tokens, from the first sending to the last end."""
-    seconds = max(one.ended for one in block) - min(one.sent for one in block)
-    return Timed(sum(one.tokens for one in block), seconds)
+def timed(block: Sequence[StreamTimes]) -> Timed:
+    """Returns all tokens, and the seconds from the first sending to the last end."""
+    seconds = max(stream.ended for stream in block) - min(stream.sent for stream in block)
+    return Timed(sum(stream.tokens for stream in block), seconds)
 
 
-def _percentiles(blocks: Sequence[Sequence[Heard]], of: Callable[[Heard], list[float]]) -> Percentiles:
-    numbers = [[of(one) for one in block] for block in blocks]
+def _percentiles(blocks: Sequence[Sequence[StreamTimes]], of: Callable[[StreamTimes], list[float]]) -> Percentiles:
+    numbers = [[of(stream) for stream in block] for block in blocks]
 
     def at(share: int) -> Interval:
         return nested_bootstrap(numbers, lambda many: float(np.percentile(many, share)))
@@ -69,26 +69,26 @@ def _percentiles(blocks: Sequence[Sequence[Heard]], of: Callable[[Heard], list[f
 
 
 def table(rows: Sequence[LatencyRow]) -> str:
-    """Markdown."""
+    """Returns a Markdown table."""
     lines = [
-        "| | tok/s of all [95 %] | first text, ms p50 / p99 | a token, ms p50 / p99 | errors |",
+        "| | total tok/s [95 %] | first text, ms p50 / p99 | per token, ms p50 / p99 | errors |",
         "|---|---|---|---|---|",
     ]
-    for one in rows:
-        rate = f"{one.rate.value:.0f} [{one.rate.low:.0f}, {one.rate.high:.0f}]"
-        token = f"{one.token_ms.p50.value:.1f} / {one.token_ms.p99.value:.1f}"
-        lines.append(f"| {one.name} | {rate} | {one.first_ms} | {token} | {len(one.errors)} of {one.requests} |")
+    for row in rows:
+        rate = f"{row.rate.value:.0f} [{row.rate.low:.0f}, {row.rate.high:.0f}]"
+        token = f"{row.token_ms.p50.value:.1f} / {row.token_ms.p99.value:.1f}"
+        lines.append(f"| {row.name} | {rate} | {row.first_ms} | {token} | {len(row.errors)} of {row.requests} |")
     return "\n".join(lines)
 
 
 PANELS: dict[str, Callable[[LatencyRow], Percentiles]] = {
-    "first text, ms (p50; dotted p99)": lambda one: one.first_ms,
-    "a token, ms (p50; dotted p99)": lambda one: one.token_ms,
+    "first text, ms (p50; dotted p99)": lambda row: row.first_ms,
+    "per token, ms (p50; dotted p99)": lambda row: row.token_ms,
 }
 
 
 def draw(rows: Sequence[LatencyRow], path: Path, title: str) -> None:
-    """A panel of rates and one for each time, over the load.
+    """Draws rates and both times over the load, in a panel each.
 
     Raises:
         InvalidRequest: the file can't be written.
@@ -104,9 +104,9 @@ def draw(rows: Sequence[LatencyRow], path: Path, title: str) -> None:
             _line(axes, name, chosen, [of(one).p50 for one in chosen])
             tails = [of(one).p99.value for one in chosen]
             axes.plot([one.share for one in chosen], tails, color=_colour(name), linestyle=":", marker=".")
-    for axes, of_what in zip((first, *others), ("tokens per second, all together", *PANELS), strict=True):
-        axes.set_title(of_what, fontsize=10, loc="left")
-        axes.set_xlabel("requests a second, of the capacity")
+    for axes, title_of_panel in zip((first, *others), ("total tokens per second", *PANELS), strict=True):
+        axes.set_title(title_of_panel, fontsize=10, loc="left")
+        axes.set_xlabel("load as a share of the capacity")
         axes.set_xticks(sorted({one.share for one in rows}))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

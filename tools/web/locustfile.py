@@ -1,7 +1,7 @@
-"""What locust runs: one user who sends each request of a plan at its time, and keeps when each event of it came.
+"""locust's file: a user that sends each request of a plan at its time, and records when each event arrives.
 
-The plan is a file that PLAN names, {requests: [{after, body}], answers: a file}. That file gets a line a request when
-it has ended, {number, sent, events: [[seconds, data]], error}. Knows HTTP and clocks; knows nothing of Outrider.
+The environment variable PLAN names a JSON file, {requests: [{after, body}], answers: a path}. Each request that has
+ended adds a line to the file of answers, {number, sent, events: [[seconds, data]], error}. Does not depend on Outrider.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ SECONDS = 600.0
 
 
 class Arrivals(FastHttpUser):  # type: ignore[misc]
-    """Waits for nobody's answer before the next request is due."""
+    """Sends requests without waiting for earlier answers."""
 
     concurrency = len(PLAN["requests"])
     network_timeout = connection_timeout = SECONDS
 
     @task  # type: ignore[untyped-decorator]
     def all_of_them(self) -> None:
-        """The whole plan, once."""
-        begun, asking = time.perf_counter(), Group()
+        """Sends the whole plan once."""
+        begun, group = time.perf_counter(), Group()
         with Path(PLAN["answers"]).open("w") as answers:
             for number, request in enumerate(PLAN["requests"]):
                 gevent.sleep(max(0.0, begun + request["after"] - time.perf_counter()))
-                asking.spawn(lambda *asked: print(json.dumps(self.ask(*asked)), file=answers), number, request["body"])
-            asking.join()
+                group.spawn(lambda *of: print(json.dumps(self.ask(*of)), file=answers), number, request["body"])
+            group.join()
         self.environment.runner.quit()
 
     def ask(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
-        """One request to its end."""
-        told: dict[str, Any] = {"number": number, "sent": time.perf_counter(), "events": [], "error": ""}
+        """Sends a request, and returns its record when it has ended."""
+        record: dict[str, Any] = {"number": number, "sent": time.perf_counter(), "events": [], "error": ""}
         with self.client.post("/v1/completions", json=body, stream=True, catch_response=True) as answer:
             if answer.status_code != 200:
-                told["error"] = f"{answer.status_code}: {answer.error or answer.text}"
-                answer.failure(told["error"])
-                return told
+                record["error"] = f"{answer.status_code}: {answer.error or answer.text}"
+                answer.failure(record["error"])
+                return record
             while line := answer.stream.readline(b"\n"):
                 if line.startswith(b"data: "):
-                    told["events"].append((time.perf_counter(), line[6:].decode()))
-        return told
+                    record["events"].append((time.perf_counter(), line[6:].decode()))
+        return record

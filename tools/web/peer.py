@@ -1,7 +1,7 @@
-"""`mlx_lm.server` with the same weights, as a process that its users would start.
+"""Runs `mlx_lm.server` with the same weights, as its users would start it.
 
-The weights are copied as float32 first, for on a CPU it is several times faster with them, and ours are float32 there.
-It has our workers' BLAS, and all cores.
+The weights are first copied as float32, because mlx-lm is several times faster with them on a CPU, where ours are
+float32, too. The server uses our workers' BLAS and all cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START_S, END_S = 120.0, 10.0
 
 
 def as_float32(model: Path, to: Path) -> Path:
-    """A copy of the model's folder, its weights as float32."""
+    """Copies the model's folder to `to` with float32 weights, and returns `to`."""
     shutil.copytree(model, to, ignore=shutil.ignore_patterns("*.safetensors*"))
     for file in model.glob("*.safetensors"):
         weights = {name: value.astype(np.float32) for name, value in load_file(file).items()}
@@ -37,21 +37,21 @@ def as_float32(model: Path, to: Path) -> Path:
 
 @contextmanager
 def mlx_lm_server(model: Path, draft: Path | None, log: Path) -> Iterator[str]:
-    """Its address; with a draft it decodes speculatively, a request at a time, and without one in batches.
+    """Runs the server, and yields its URL. With a draft it serves a request at a time, without one it batches.
 
     Raises:
-        WorkerError: it does not come up.
+        WorkerError: the server does not start.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     drafting = ["--draft-model", str(draft)] if draft is not None else []
     command = ["--model", str(model), "--port", str(port), "--log-level", "WARNING", *drafting]
-    with log.open("wb") as told:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             python("-m", "mlx_lm", "server", *command),
             env=system.environment(child_environment(), os.cpu_count() or 1),
-            stdout=told,
-            stderr=told,
+            stdout=output,
+            stderr=output,
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -74,4 +74,4 @@ def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
                 return
         except OSError:
             time.sleep(0.2)
-    raise WorkerError(f"mlx_lm.server does not come up: {log.read_text(errors='replace')[-1000:]}")
+    raise WorkerError(f"mlx_lm.server does not start: {log.read_text(errors='replace')[-1000:]}")

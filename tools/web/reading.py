@@ -1,6 +1,6 @@
-"""One stream of completions as its reader sees it: when each event came. By the standard library, which costs little.
+"""Reads streams of completions, and records when each event arrives. Uses the standard library, which costs little.
 
-What the events say is read when all have come, so that the reader's own work is not what is timed.
+Events are parsed after the last one has arrived, so that the reader's own work is not timed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SECONDS = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """Seconds on one clock; `chunks` that had text, `tokens` in all."""
+class StreamTimes:
+    """The times of a stream in seconds on one clock, its `chunks` with text, its `tokens`, and its text."""
 
     sent: float
     first: float
@@ -31,19 +31,20 @@ class Heard:
 
 
 class EventReader:
-    """Asks the server at `url`, over one connection that is kept."""
+    """Sends requests to the server at `url` over one persistent connection."""
 
     def __init__(self, url: str) -> None:
         self._connection = HTTPConnection(urlsplit(url).netloc, timeout=SECONDS)
 
-    def ask(self, body: dict[str, Any]) -> Heard:
-        """
+    def ask(self, body: dict[str, Any]) -> StreamTimes:
+        """Sends a request, and reads its stream.
+
         Raises:
-            WorkerError: it was refused, or broke off.
+            WorkerError: the request was refused, or the stream is incomplete.
         """
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         sent = time.perf_counter()
-        self._connection.request("POST", PATH, json.dumps(asked), {"content-type": "application/json"})
+        self._connection.request("POST", PATH, json.dumps(request), {"content-type": "application/json"})
         answer = self._connection.getresponse()
         if answer.status != 200:
             raise WorkerError(f"HTTP answered {answer.status}: {answer.read().decode()}; expected 200")
@@ -51,20 +52,20 @@ class EventReader:
         while line := answer.readline():
             if line.startswith(b"data: "):
                 events.append((time.perf_counter(), line[6:]))
-        return heard(sent, events)
+        return stream_times(sent, events)
 
 
-def heard(sent: float, events: list[tuple[float, bytes]]) -> Heard:
-    """What events said that came at these times.
+def stream_times(sent: float, events: list[tuple[float, bytes]]) -> StreamTimes:
+    """Parses the events of a stream.
 
     Raises:
-        WorkerError: one is an error, or the end is missing.
+        WorkerError: an event is an error, or the end is missing.
     """
-    told = [(at, json.loads(data)) for at, data in events if data.strip() != b"[DONE]"]
-    if not told or len(told) == len(events) or any("error" in event for _, event in told):
-        raise WorkerError(f"a stream broke off: {events[-1][1].decode() if events else 'nothing came'}")
-    texts = [(at, event["choices"][0]["text"]) for at, event in told if event.get("choices")]
+    parsed = [(at, json.loads(data)) for at, data in events if data.strip() != b"[DONE]"]
+    if not parsed or len(parsed) == len(events) or any("error" in event for _, event in parsed):
+        raise WorkerError(f"a stream is incomplete: {events[-1][1].decode() if events else 'no event arrived'}")
+    texts = [(at, event["choices"][0]["text"]) for at, event in parsed if event.get("choices")]
     with_text = [(at, text) for at, text in texts if text]
-    tokens = next((event["usage"]["completion_tokens"] for _, event in told if event.get("usage")), 0)
-    first = with_text[0][0] if with_text else told[0][0]
-    return Heard(sent, first, told[-1][0], len(with_text), tokens, "".join(text for _, text in texts))
+    tokens = next((event["usage"]["completion_tokens"] for _, event in parsed if event.get("usage")), 0)
+    first = with_text[0][0] if with_text else parsed[0][0]
+    return StreamTimes(sent, first, parsed[-1][0], len(with_text), tokens, "".join(text for _, text in texts))

@@ -1,4 +1,4 @@
-"""A running HTTP server before a cluster: where it is, and what the system says of its process."""
+"""Runs an HTTP server for a cluster, and reads the memory and CPU time of its process."""
 
 from __future__ import annotations
 
@@ -23,33 +23,29 @@ START_S, ASKED_S = 60.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """`url` without a slash at its end."""
+    """A running HTTP server. `url` has no slash at its end."""
 
     url: str
     process: HttpProcess
 
     @property
     def resident(self) -> int:
-        """Bytes of memory."""
-        return int(self._told.memory_info().rss)
+        """Resident memory in bytes."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of CPU since it began, the system's for it included."""
-        times = self._told.cpu_times()
+        """Seconds of user and system CPU time since its start."""
+        times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
-
-    @property
-    def _told(self) -> psutil.Process:
-        return psutil.Process(self.process.pid)
 
 
 @contextmanager
 def site(cluster: LocalCluster, model: ModelFiles, **settings: object) -> Iterator[Site]:
-    """HTTP for a cluster that serves `model`; `settings` are those of HttpSettings.
+    """Runs HTTP for a cluster that serves `model`; `settings` are those of HttpSettings.
 
     Raises:
-        WorkerError: it does not come up.
+        WorkerError: the server does not start.
     """
     listener = HttpListener(HttpSettings(port=0, **settings))  # type: ignore[arg-type]
     with TemporaryDirectory() as folder:
@@ -71,4 +67,4 @@ def _wait_until_up(url: str, process: HttpProcess) -> None:
                 return
         except OSError:
             time.sleep(0.05)
-    raise WorkerError(f"the HTTP server does not answer at {url}; its process runs")
+    raise WorkerError(f"the HTTP server does not answer at {url}, although its process runs")
