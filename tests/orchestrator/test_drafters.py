@@ -9,7 +9,7 @@ import pytest
 
 from outrider.bench import prompts
 from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.planner import MOST_WISHED, Planner
+from outrider.orchestrator.core.planner import MOST_REQUESTED, Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
@@ -90,10 +90,10 @@ def test_ssd_prepares_what_the_drafter_can_finish_unless_b_is_given() -> None:
 def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
     found, usual = planner(), asked()
     first = found._policy(usual, found._sources(usual, 1))
-    for number in range(3 * MOST_WISHED):
+    for number in range(3 * MOST_REQUESTED):
         plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
     assert found._policy(usual, found._sources(usual, 1)) is first
-    assert len(found._policies) == MOST_WISHED + 1
+    assert len(found._policies) == MOST_REQUESTED + 1
 
 
 def rates(policy: Policy, found: dict[str, float], rounds: int = 4000) -> list[str]:

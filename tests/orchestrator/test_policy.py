@@ -277,7 +277,7 @@ def test_what_a_tuning_says_of_a_way_is_not_the_formulas_to_change() -> None:
         estimates.observe_depth(4, 12.0)
     for _ in range(2 * FEW_ROUNDS):
         plan = policy.plan()
-        assert plan == RoundPlan("ssd", 6, 4) and "by a forecast of tune's" in policy.why
+        assert plan == RoundPlan("ssd", 6, 4) and "by tune's forecast" in policy.why
         assert max(record.rate or 0.0 for record in policy._records.values()) == pytest.approx(0.204)
         policy.observe_round(plan, 1, 0.0)
 

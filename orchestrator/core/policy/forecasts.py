@@ -1,11 +1,11 @@
-"""What an arm should bring, by the formula and the live estimates; its K and B are the best by that formula.
+"""Forecasts the rate of an arm from the live estimates, and chooses the best K and B by that forecast.
 
-So many requests share each forward of the target, and the drafter; with them the best K and B become small.
+All requests share the drafter and each forward of the target; with more requests the best K and B become smaller.
 
-`Costs`: the formula: tokens per second of AR, SD and SSD from times and probabilities measured one by one. It is
-theorem 7 of the paper with the cost c(M) of verifying M tokens and the turnaround put in. Pure; milliseconds in, tokens
-per millisecond out. The policy, `outrider tune` and `outrider bench` all predict with it. Requests that share their
-forwards share their time: together they bring as many times more, for a forward over all their rows.
+`Costs` and the functions below it are the formula: theorem 7 of the paper with the cost c(M) of verifying M tokens and
+the turnaround added. It predicts the rates of AR, SD and SSD, in tokens per millisecond, from times in milliseconds and
+probabilities that are measured separately. The functions are pure; the policy, `outrider tune` and `outrider bench` use
+them. n requests in one forward gain n times the tokens, for a forward over the rows of all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import itemgetter
 
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.text_profiles import TextAcceptance
@@ -21,11 +22,11 @@ from outrider.protocol.heads import NGRAM
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times measured alone. `verify_ms(M)` is c(M); `chain_ms(K)` a just-in-time chain, link included; `tree_ms(K)` the
-    work ahead for full depth K; `turnaround_ms` the target's wait between two verifies on a hit.
+    """Times, each measured alone: `verify_ms(M)` is c(M), `chain_ms(K)` a chain on request including the link,
+    `tree_ms(K)` the work ahead for full depth K, `turnaround_ms` the target's idle time between two verifies on a hit.
 
-    With `at_once` requests `step_ms` is of a token for each, `tree_ms` of a tree for each, `chain_ms` still of one
-    chain and `verify_ms(M)` of M rows in all.
+    With `at_once` requests, `step_ms` is for one token of each, `tree_ms` for a tree of each, `verify_ms(M)` for M rows
+    in all, and `chain_ms` for one chain.
     """
 
     step_ms: float
@@ -38,7 +39,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """How often things succeed: `tokens(K)` is E[tokens] of a round with a chain of K, bonus included; `hit` is p."""
+    """`tokens(K)` is E[tokens] of a round with a chain of K, the bonus token included; `hit` is the hit rate p."""
 
     tokens: Callable[[int], float]
     hit: float
@@ -46,11 +47,10 @@ class Odds:
 
 @dataclass(frozen=True, slots=True)
 class RoundKind:
-    """Rounds that are made alike, `share` of all: a verify of `rows` tokens, bringing `tokens`.
+    """A kind of round that makes up `share` of all: a verify of `rows` that gains `tokens`.
 
-    `asked`: the length of the just-in-time chain that was waited for first, 0 for none. `ahead`: how deep the work
-    ahead must have come before the next round can begin, 0 when nothing is waited for. `own_ms`: what the target takes
-    to draft by itself first.
+    `asked` is the length of the chain on request that the round waits for first (0: none), `ahead` the depth of the
+    work ahead that the next round waits for (0: none), `own_ms` the time of in-process drafting before the verify.
     """
 
     share: float
@@ -62,15 +62,15 @@ class RoundKind:
 
 
 def round_ms(costs: Costs, kind: RoundKind) -> float:
-    """A round of this kind: the target's turn or the drafter's, whichever is longer, and what comes between."""
+    """Returns the duration of a round: the target's work or the drafter's, whichever is longer, and the turnaround."""
     work = max(costs.verify_ms(costs.at_once * kind.rows), costs.tree_ms(kind.ahead) if kind.ahead else 0.0)
     chain = costs.chain_ms(kind.asked) if kind.asked else 0.0
-    # Of several requests one's chain is drafted while others' are verified, one after the other.
+    # With several requests, chains are drafted one after the other while other requests are verified.
     return max(kind.own_ms + work + chain, costs.at_once * chain) + costs.turnaround_ms
 
 
 def mixed_rate(costs: Costs, kinds: Sequence[RoundKind]) -> float:
-    """Theorem 7 for any mix of rounds: the tokens they bring over the time they take."""
+    """Theorem 7 for any mix of rounds: their expected tokens over their expected time."""
     return costs.at_once * sum(k.share * k.tokens for k in kinds) / sum(k.share * round_ms(costs, k) for k in kinds)
 
 
@@ -84,13 +84,13 @@ def sd_rate(costs: Costs, odds: Odds, depth: int) -> float:
 
 
 def own_rate(costs: Costs, odds: Odds, depth: int, draft_ms: float) -> float:
-    """Draft, then verify, in the target's process: requests that share the verify share the drafting, too."""
+    """SD in the target's process: requests that share the verify share the drafting, too."""
     verify_ms = costs.verify_ms(costs.at_once * (depth + 1))
     return costs.at_once * odds.tokens(depth) / (draft_ms + verify_ms)
 
 
 def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
-    """Theorem 7. After a miss the better of an AR step and a just-in-time chain is taken."""
+    """Theorem 7. After a miss the better of an AR step and a chain on request counts."""
     hit = RoundKind(odds.hit, depth + 1, odds.tokens(depth), ahead=depth)
     asking = RoundKind(1.0 - odds.hit, depth + 1, odds.tokens(depth), asked=depth)
     stepping = RoundKind(1.0 - odds.hit, 1, 1.0, ahead=depth)
@@ -100,18 +100,18 @@ def ssd_rate(costs: Costs, odds: Odds, depth: int) -> float:
 
 
 def joint_rate(costs: Costs, odds: Odds, depth: int, own: Odds, own_ms: float) -> float:
-    """SSD where after a miss a drafter of the target's process drafts, in `own_ms`.
+    """SSD where an in-process drafter drafts after a miss, in `own_ms`.
 
-    No branch is prepared for what is accepted of that, so a hit can follow only where nothing is.
+    No branch is prepared for an accepted token of that chain, so a hit can follow only if its first token is rejected.
     """
-    holds = own.tokens(1) - 1.0
-    missed = (1.0 - odds.hit) / max(1.0 - odds.hit * holds, 1e-9)
+    first_accepted = own.tokens(1) - 1.0
+    missed = (1.0 - odds.hit) / max(1.0 - odds.hit * first_accepted, 1e-9)
     hit = RoundKind(1.0 - missed, depth + 1, odds.tokens(depth), ahead=depth)
     return mixed_rate(costs, [hit, RoundKind(missed, depth + 1, own.tokens(depth), own_ms=own_ms)])
 
 
 def ceiling(costs: Costs, depth: int) -> float:
-    """1 + T_SD: the most that SSD can gain over SD with the same drafter and K."""
+    """1 + T_SD: the upper bound of the speedup of SSD over SD with the same drafter and K."""
     return 1.0 + costs.chain_ms(depth) / costs.verify_ms(depth + 1)
 
 
@@ -121,8 +121,8 @@ BREADTHS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """How rounds are made: `mode` is ar, sd or ssd; `depth` is K, `branches` B. `drafter`: the one of the target's
-    process, or n-grams; empty: draft workers; in ssd those, and beside them this one."""
+    """How rounds are made: `mode` is ar, sd or ssd, `depth` is K, `branches` is B. `drafter` is an in-process drafter
+    (in ssd one that drafts after a miss) or n-grams; empty: draft workers only."""
 
     mode: str
     depth: int
@@ -132,7 +132,7 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What there is to choose from: a mode that keeps to a tuned K and B, or, without a depth, follows the formula."""
+    """A mode with its drafter, and with a tuned K and B; a `depth` or `branches` of 0 follows the formula."""
 
     mode: str
     depth: int = 0
@@ -141,20 +141,21 @@ class Arm:
 
     @property
     def kind(self) -> Arm:
-        """The same with whatever K and B."""
+        """The arm without K and B."""
         return Arm(self.mode, drafter=self.drafter)
 
 
-# The widest B that the formula puts so near to its best: drafters take no more than they can do in time.
+# The widest B within this share of the best rate is chosen: drafters grow no more than they can finish in time.
 NEAR = 0.93
 
 Forecast = tuple[RoundPlan, float]
-"""A plan, and the tokens per millisecond that all requests bring under it."""
+"""A plan and the rate of all requests under it, in tokens per millisecond."""
 
 
 @dataclass
 class Forecasts:
-    """In texts of these `odds`, `at_once` requests, K up to `max_depth`, B up to `branches`, or, `fixed`, just that."""
+    """Forecasts for `at_once` requests and texts of these `odds`; K is at most `max_depth`, B at most `branches`, or
+    exactly that if `fixed`."""
 
     estimates: Estimates
     odds: Estimates | TextAcceptance
@@ -162,13 +163,13 @@ class Forecasts:
     max_depth: int
     branches: int
     fixed: bool
-    _tokens: dict[str, list[float]] = field(default_factory=dict)
+    _tokens_by_depth: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._verify_ms = cache(self.estimates.forward_ms)
 
     def of(self, arm: Arm) -> Forecast:
-        """The best plan of this way."""
+        """Returns the best plan of this arm, and its rate."""
         if arm.mode == "ar":
             return RoundPlan("ar", 1, self.branches), ar_rate(self._costs(1))
         if arm.drafter == NGRAM:
@@ -177,9 +178,9 @@ class Forecasts:
             [arm.depth] if arm.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
         )
         if arm.drafter and arm.mode == "ssd":
-            return max((self._joint(arm, depth) for depth in depths), key=lambda forecast: forecast[1])
+            return max((self._joint(arm, depth) for depth in depths), key=itemgetter(1))
         if arm.drafter:
-            return max((self._in_process(arm.drafter, depth) for depth in depths), key=lambda forecast: forecast[1])
+            return max((self._in_process(arm.drafter, depth) for depth in depths), key=itemgetter(1))
         if arm.mode == "sd":
             return self._best("sd", depths, [self.branches])
         return self._best("ssd", depths, [arm.branches] if arm.branches else self._breadths())
@@ -189,43 +190,43 @@ class Forecasts:
         return [self.branches, *reversed(narrower)]
 
     def _best(self, mode: str, depths: Iterable[int], breadths: Iterable[int]) -> Forecast:
-        found = []
+        forecasts: list[Forecast] = []
         for breadth in breadths:
-            costs, odds = self._costs(breadth), Odds(self._brings, self.estimates.covered(breadth))
+            costs, odds = self._costs(breadth), Odds(self._tokens, self.estimates.covered(breadth))
             rate = sd_rate if mode == "sd" else ssd_rate
-            found += [(RoundPlan(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
-        best = max(rate for _, rate in found)
-        widest = max(plan.branches for plan, rate in found if rate >= min(NEAR * best, best))
-        return max((one for one in found if one[0].branches == widest), key=lambda forecast: forecast[1])
+            forecasts += [(RoundPlan(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
+        best = max(rate for _, rate in forecasts)
+        widest = max(plan.branches for plan, rate in forecasts if rate >= min(NEAR * best, best))
+        return max((forecast for forecast in forecasts if forecast[0].branches == widest), key=itemgetter(1))
 
     def _in_process(self, drafter: str, depth: int) -> Forecast:
-        """A chain of so many tokens by one in the target's process."""
-        odds, draft_ms = Odds(partial(self._brings, drafter=drafter), 0.0), self.estimates.in_process_ms(depth, drafter)
+        """Returns the forecast of chains of `depth` tokens by an in-process drafter."""
+        odds, draft_ms = Odds(partial(self._tokens, drafter=drafter), 0.0), self.estimates.in_process_ms(depth, drafter)
         return RoundPlan("sd", depth, self.branches, drafter), own_rate(self._costs(1), odds, depth, draft_ms)
 
     def _joint(self, arm: Arm, depth: int) -> Forecast:
-        """Branches by draft workers, and after a miss a chain by one in the target's process."""
+        """Returns the forecast of branches by draft workers with in-process chains after a miss."""
         breadth, e = arm.branches or self.branches, self.estimates
-        odds = Odds(self._brings, e.covered(breadth))
-        own = Odds(partial(self._brings, drafter=arm.drafter), 0.0)
+        odds = Odds(self._tokens, e.covered(breadth))
+        own = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
         rate = joint_rate(self._costs(breadth), odds, depth, own, e.in_process_ms(depth, arm.drafter))
         return RoundPlan("ssd", depth, breadth, arm.drafter), rate
 
     def _copying(self) -> float:
-        """Rounds that verify what the text says comes next, and nothing where it says nothing."""
+        """Returns the rate of rounds that verify n-gram chains, and make a plain step where there is none."""
         tokens, rows = self.odds.copied_a_round()
         return self.at_once * (1.0 + tokens) / self._verify_ms(self.at_once * (1 + round(rows)))
 
-    def _brings(self, depth: int, drafter: str = "") -> float:
-        """E[tokens] of a round with a chain of K; a tuned K may be deeper than is counted."""
-        known = self._tokens.get(drafter)
-        if known is None:
-            known, reach = [1.0], 1.0
+    def _tokens(self, depth: int, drafter: str = "") -> float:
+        """Returns E[tokens] of a round with a chain of K; a tuned K above the maximum counts as the maximum."""
+        tokens = self._tokens_by_depth.get(drafter)
+        if tokens is None:
+            tokens, reach = [1.0], 1.0
             for position in range(max(self.max_depth, DEPTHS[-1])):
                 reach *= self.odds.holding(drafter).rate(position)
-                known.append(known[-1] + reach)
-            self._tokens[drafter] = known
-        return known[min(depth, len(known) - 1)]
+                tokens.append(tokens[-1] + reach)
+            self._tokens_by_depth[drafter] = tokens
+        return tokens[min(depth, len(tokens) - 1)]
 
     def _costs(self, breadth: int) -> Costs:
         e, n = self.estimates, self.at_once

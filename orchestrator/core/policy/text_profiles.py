@@ -1,18 +1,17 @@
-"""How well drafts hold in one text: its kind, its odds, and whether its drafter is still of use.
+"""The kind of a text, the acceptance of drafts in it, and whether its in-process drafter is still of use.
 
-`TextProfiles`: which kind a text is of: its prompt says what it looks like, its rounds show what it is. A drafter that
-does badly in texts of one kind and well in those of another soon shows which this is; then what is known of that kind
-is expected here, also of drafters that have not drafted for it yet.
+`TextProfiles` decides which kind a text is: its prompt gives a first guess, its rounds decide. A drafter that does
+badly in texts of one kind and well in those of another soon shows the kind; then the acceptance of that kind is
+expected here, also for drafters that have not drafted for the text yet.
 
-`TextAcceptance`: how well drafts hold in one text, or in texts of one kind: the expectation one level above, moved by
-its own rounds. A text begins as its kind is, a kind as all others are, and a drafter that never drafted there is
-expected to do as well as elsewhere. Counts only.
+`TextAcceptance` is the acceptance in one text, or in texts of one kind: that of the level above, moved by its own
+rounds. A text begins as its kind, a kind as all texts, and a drafter that never drafted there as elsewhere.
 
-`kind_of`: the kind of a text before its first round. A prompt that repeats itself goes on so, and is copied from; a
-grammar leaves little to guess; code and prose, which the front tells apart, are each drafted best by another drafter.
+`kind_of` gives the kind of a text before its first round. A prompt that repeats itself will continue so, and n-grams
+copy from it; a grammar leaves little to guess; code and prose, which the front distinguishes, suit different drafters.
 
-`Drift`: whether a drafter in the target's process is still of use to a request: one that proposes nothing, or nothing
-that is accepted, is left out. `auto` has left it long before, since it measures what rounds bring.
+`Drift` decides whether an in-process drafter is still of use to a request: it is left out if it proposes nothing, or
+nothing that is accepted. `auto` leaves it long before that, since it measures rates.
 """
 
 from __future__ import annotations
@@ -24,33 +23,35 @@ from itertools import pairwise
 from outrider.orchestrator.core.policy.estimates import Acceptance, Average, Estimates, Shifted
 from outrider.protocol.heads import NGRAM
 
-# Of copies: a text is some forty rounds long.
+# For copies: a text is some forty rounds long.
 SMOOTHING = 0.08
 
 
 class TextAcceptance:
-    """`rounds`: so many drafts it has seen."""
+    """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all."""
 
     def __init__(self, above: Estimates | TextAcceptance) -> None:
-        """`above`: of the kind, or of everything."""
         self._above = above
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
         self._tokens, self._rows = Average(SMOOTHING), Average(SMOOTHING)
 
-    def moves_under(self, above: TextAcceptance) -> None:
-        """It is a text of another kind than was thought: what it has not seen itself it believes of that one."""
+    def set_above(self, above: TextAcceptance) -> None:
+        """Moves the text to another kind; its own rounds still count."""
         self._above = above
 
     def holding(self, drafter: str = "") -> Acceptance:
-        """How well its tokens hold."""
-        own = self._drafted.setdefault(drafter, Shifted() if isinstance(self._above, TextAcceptance) else Acceptance())
-        own.prior = self._above.holding(drafter)
-        return own
+        """Returns the drafter's acceptance."""
+        acceptance = self._drafted.get(drafter)
+        if acceptance is None:
+            is_text = isinstance(self._above, TextAcceptance)
+            acceptance = self._drafted[drafter] = Shifted() if is_text else Acceptance()
+        acceptance.prior = self._above.holding(drafter)
+        return acceptance
 
     def copied_a_round(self) -> tuple[float, float]:
-        """Of what the text says comes next: how many tokens held in a round, and how many there were."""
+        """Returns the right tokens and all tokens of the copies, per round."""
         tokens, rows = self._above.copied_a_round()
         return (
             tokens if self._tokens.value is None else self._tokens.value,
@@ -71,20 +72,21 @@ class TextAcceptance:
         self._copied.add(copied, held)
 
     def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
-        """The logarithm of the chance that so many of a chain hold."""
-        holding = self._copied if drafter == NGRAM else self.holding(drafter)
-        return holding.likelihood(drafted, accepted)
+        """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
+        acceptance = self._copied if drafter == NGRAM else self.holding(drafter)
+        return acceptance.likelihood(drafted, accepted)
 
 
 FREE, REPEATING, HELD, CODE = "", "repeating", "held", "code"
 
-# Of the newest tokens, so many at most and at least, this share of the pairs must have been there before.
+# A text repeats itself if at least the share REPEATED of the pairs among its newest tokens (at most MOST, at least
+# LEAST pairs) repeats earlier ones.
 MOST, LEAST = 512, 24
 REPEATED = 0.3
 
 
 def kind_of(tokens: Sequence[int], held: bool, code: bool = False) -> str:
-    """`held`: by a grammar. `code`: it looks like a program."""
+    """Returns the kind of a text; `held`: a grammar constrains it; `code`: it looks like a program."""
     if held:
         return HELD
     other = CODE if code else FREE
@@ -94,35 +96,35 @@ def kind_of(tokens: Sequence[int], held: bool, code: bool = False) -> str:
     return REPEATING if len(pairs) - len(set(pairs)) >= REPEATED * len(pairs) else other
 
 
-# A prompt's looks deceive; a grammar does not.
+# The kinds that a prompt only suggests; a grammar is certain.
 LOOKS = (FREE, CODE, REPEATING)
-# By so much, in logarithms, another kind must explain the rounds better.
+# By how much another kind must explain the rounds better, as a log-probability.
 DOUBT = 2.0
-# A kind that fewer rounds were made in explains nothing.
+# A kind with fewer rounds is not considered.
 KNOWN = 24
 
 
 @dataclass(slots=True)
 class TextProfile:
-    """`kind`: what it is taken for, at first what it looks like. `greedy`: its temperature is 0. `scores`: of the kinds
-    that it may be of, how well each explains its rounds."""
+    """The state of one text: its presumed `kind`, whether its temperature is 0 (`greedy`), and for each possible kind
+    the log-probability of its rounds (`scores`)."""
 
     kind: str
     greedy: bool
     scores: dict[str, float]
     odds: TextAcceptance
 
-    def explained(self, chances: Mapping[str, float]) -> None:
-        """By kind: the logarithm of the chance that what was seen would be seen there; it becomes of the likeliest."""
-        for kind, chance in chances.items():
-            self.scores[kind] += chance
+    def add_scores(self, likelihoods: Mapping[str, float]) -> None:
+        """Adds the log-probability of an observation in each kind; the text becomes of the likeliest kind."""
+        for kind, likelihood in likelihoods.items():
+            self.scores[kind] += likelihood
         best = max(self.scores, key=self.scores.__getitem__)
         if self.scores[best] > self.scores[self.kind]:
             self.kind = best
 
 
 class TextProfiles:
-    """What is known of each kind."""
+    """The acceptance in each kind of text, by greedy or not."""
 
     def __init__(self, estimates: Estimates) -> None:
         self._estimates = estimates
@@ -134,19 +136,19 @@ class TextProfiles:
         return self._odds[kind, greedy]
 
     def open(self, looks: str, greedy: bool) -> TextProfile:
-        """A text that looks like one of this kind."""
+        """Returns the profile of a new text that looks like one of this kind."""
         others = [kind for kind in LOOKS if looks in LOOKS and self.odds(kind, greedy).rounds >= KNOWN]
         scores = dict.fromkeys(others, -DOUBT) | {looks: 0.0}
         return TextProfile(looks, greedy, scores, TextAcceptance(self.odds(looks, greedy)))
 
     def observe_chain(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
-        """A chain by this drafter, verified in this text."""
+        """Records a chain by this drafter that was verified in this text."""
         self._judge(text, drafter, drafted, accepted)
         for odds in (text.odds, self.odds(text.kind, text.greedy)):
             odds.observe_chain(drafter, drafted, accepted)
 
     def observe_copy(self, text: TextProfile, copied: int, held: int) -> None:
-        """What the text said would come, verified or not."""
+        """Records a copy, verified or not, with `held` right tokens."""
         self._judge(text, NGRAM, copied, held)
         for odds in (text.odds, self.odds(text.kind, text.greedy)):
             odds.observe_copy(copied, held)
@@ -154,26 +156,26 @@ class TextProfiles:
     def _judge(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
         if drafted:
             kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
-            text.explained({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
-            text.odds.moves_under(self.odds(text.kind, text.greedy))
+            text.add_scores({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
+            text.odds.set_above(self.odds(text.kind, text.greedy))
 
 
-# So many rounds in a row without a token where some were asked for.
+# A drafter is left out after this many rounds in a row without a token,
 SILENT_ROUNDS = 4
-# Of so many tokens less than this share held.
+# or if less than the share LEAST_USE of TOKENS tokens was accepted.
 TOKENS, LEAST_USE = 128, 0.02
 
 
 @dataclass(slots=True)
 class Drift:
-    """Of one drafter in one request."""
+    """The recent use of one drafter to one request."""
 
     silent: int = 0
     drafted: int = 0
     held: int = 0
 
     def observe(self, drafted: int, held: int) -> str:
-        """A chain of so many tokens that was asked for; why the drafter is of no use any more, if it is not."""
+        """Records a chain; returns why the drafter is of no use any more, empty if it is of use."""
         self.silent = 0 if drafted else self.silent + 1
         self.drafted, self.held = self.drafted + drafted, self.held + held
         if self.silent >= SILENT_ROUNDS:

@@ -1,11 +1,11 @@
-"""What is known of a pair on this machine, kept between runs so that `auto` starts from it.
+"""Files with the measurements of a pair on this machine, from which `auto` starts in the next run.
 
-Two files for each pair, found by models, backend and threads: what `outrider tune` measured, and what a server's own
-rounds taught it (`PolicyStore`). Each holds one record for each temperature class (greedy, sampled). A file is written
-whole or not at all; an unreadable one counts as none.
+Each pair has two files, named by models, backend and threads: the results of `outrider tune`, and those of a server's
+own rounds (`PolicyStore`). Each holds one record for each temperature class (greedy, sampled). A file is written whole
+or not at all; an unreadable one is ignored.
 
-`PolicyStore`: what `auto` learned, read when a server starts, and written while no request runs and at the end. A file
-that can't be read or written is never an error.
+`PolicyStore` is read when a server starts, and written while no request runs and at the end. It never raises if the
+file can't be read or written.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from outrider.protocol.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-LEAST_MS = 1e-3  # a forward that takes less was not measured
+LEAST_MS = 1e-3  # a shorter time of a forward is invalid
 
 
 @dataclass(frozen=True, slots=True)
 class TunedArm:
-    """A mode with the settings that suit it, and its tokens per second: `measured` in real rounds, or a forecast.
+    """An arm and its tokens per second: `measured` in real rounds, or a forecast.
 
-    K and B of 0: not tuned, they follow the formula. `at_once`: so many requests brought that rate together.
-    `drafter`: of the target's process, or n-grams; empty: draft workers. `kind`: the kind of text (`text_profiles`).
+    A K or B of 0 is not tuned and follows the formula. The rate is that of `at_once` requests together. `drafter` is an
+    in-process drafter or n-grams (empty: draft workers), `kind` the kind of text (`text_profiles`).
     """
 
     mode: str
@@ -51,7 +51,7 @@ class TunedArm:
 
 @dataclass(frozen=True, slots=True)
 class InProcessKnown:
-    """Of a drafter in the target's process: what a token of its chains takes, and how often those hold, by place."""
+    """An in-process drafter: the time for a token of its chains, and their acceptance by position."""
 
     name: str
     step_ms: float
@@ -60,11 +60,11 @@ class InProcessKnown:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """At temperature `temp`: costs in milliseconds, each measured alone, and the choices that follow, best first.
+    """Costs in milliseconds at temperature `temp`, each measured alone, and the resulting choices, best first.
 
-    `prefill_from`: prompts of so many tokens and more a prefill worker reads quicker; 0: that was not measured.
-    By rows or number: `verify_ms` a forward by its rows, `plain_ms` a token of so many texts, `trees_ms` a depth of so
-    many branches.
+    Pairs of a number and milliseconds: `verify_ms` is a forward by its rows, `plain_ms` a plain step by its texts,
+    `trees_ms` one more token for all branches by their number. A prefill worker reads prompts from `prefill_from`
+    tokens faster than the target (0: not measured). `own` are the in-process drafters.
     """
 
     step_ms: float
@@ -88,74 +88,73 @@ class Tuning:
 
 
 def path_for(settings: ServeSettings) -> Path:
-    """Where tune's record of this pair lies; `settings` must name folders (see `pairing`)."""
+    """Returns the file of tune's records for this pair; `settings` must name folders (see `pairing`)."""
     return _file("tuning", _pair(settings))
 
 
 def memory_for(settings: ServeSettings) -> Path:
-    """The file of what servers of this pair learned; the drafters and their places are part of its name."""
-    heads = list(settings.head)
-    what = [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay), *([heads] if heads else [])]
-    return _file("memory", what)
+    """Returns the file of what servers of this pair learned; its name depends on the drafters and their processes."""
+    key = [*_pair(settings), settings.ngrams, settings.colocate, str(settings.replay)]
+    return _file("memory", [*key, list(settings.head)] if settings.head else key)
 
 
 def folder() -> Path:
-    """Where all these files lie."""
+    """Returns the folder of all these files."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # without a home there is no file either
+    except RuntimeError:  # there is no home folder
         home = Path(os.devnull)
     return home / "outrider"
 
 
 def _pair(settings: ServeSettings) -> list[object]:
-    what: list[object] = [
+    key: list[object] = [
         settings.model,
         settings.draft_model,
         settings.draft_backend,
         settings.threads,
         os.cpu_count(),
     ]
-    what += [f"{settings.shards} ranks"] if settings.shards > 1 else []
-    what += [settings.head_in] if settings.head_in != "target" else []
-    return what if settings.simulate is None else [*what, str(settings.simulate.resolve())]
+    key += [f"{settings.shards} ranks"] if settings.shards > 1 else []
+    key += [settings.head_in] if settings.head_in != "target" else []
+    return key if settings.simulate is None else [*key, str(settings.simulate.resolve())]
 
 
-def _file(kind: str, what: Sequence[object]) -> Path:
-    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    return folder() / f"{kind}-{key}.json"
+def _file(kind: str, key: Sequence[object]) -> Path:
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return folder() / f"{kind}-{name}.json"
 
 
 def nearest(tunings: Sequence[Tuning], temp: float) -> Tuning | None:
-    """The record for this temperature: of its own class if there is one, of those the nearest; None without any."""
-    return min(tunings, key=lambda found: (found.is_greedy != (temp == 0), abs(found.temp - temp)), default=None)
+    """Returns the record of the nearest temperature, one of the same class if possible; None without records."""
+    return min(tunings, key=lambda tuning: (tuning.is_greedy != (temp == 0), abs(tuning.temp - temp)), default=None)
 
 
 def save(tuning: Tuning, path: Path) -> None:
-    """Puts the record in the place of the one of its class, in one step: an interrupted run changes nothing.
+    """Replaces the record of the same class, atomically: an interrupted run changes nothing.
 
     Raises:
         InvalidRequest: the folder can't be written to.
     """
     try:
-        write([*(found for found in load(path) if found.is_greedy != tuning.is_greedy), tuning], path)
+        write([*(record for record in load(path) if record.is_greedy != tuning.is_greedy), tuning], path)
     except OSError as error:
         raise InvalidRequest(f"the tuning can't be written to {path.parent}: {error.strerror}") from error
 
 
 def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
-    """Makes these the file's records, in one step; `after`: the `digest` of the file that they go on from. Raises
+    """Replaces the file's records atomically; `after` is the `digest` of the file that they began from. Raises
     OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as part:
-        written = Path(part, path.name)
-        told = {"format": FORMAT, "after": after, "tunings": [asdict(found) for found in records]}
-        written.write_text(json.dumps(told, indent=1))
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as temporary:
+        written = Path(temporary, path.name)
+        fields = {"format": FORMAT, "after": after, "tunings": [asdict(record) for record in records]}
+        written.write_text(json.dumps(fields, indent=1))
         os.replace(written, path)
 
 
 def load(path: Path) -> tuple[Tuning, ...]:
-    """The records in the file at `path`, at most one a class; none of another format."""
+    """Returns the records in a file, at most one of each class; none of another format."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if fields["format"] != FORMAT:
@@ -169,7 +168,7 @@ def load(path: Path) -> tuple[Tuning, ...]:
 
 
 def after(path: Path) -> str:
-    """What the records in the file at `path` go on from; empty where that is not known."""
+    """Returns the digest of the file that the records at `path` began from; empty if it is not known."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["after"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -177,7 +176,7 @@ def after(path: Path) -> str:
 
 
 def digest(path: Path) -> str:
-    """Tells this file from what it was; empty without one."""
+    """Returns the hash of a file's content; empty if it can't be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
@@ -208,20 +207,20 @@ def _choice(
     drafter: str = "",
     kind: str = "",
 ) -> TunedArm:
-    rate, together = _number(tokens_per_second), max(int(at_once), 1)
-    return TunedArm(str(mode), int(depth), int(branches), rate, bool(measured), together, str(drafter), str(kind))
+    rate, at_once = _number(tokens_per_second), max(int(at_once), 1)
+    return TunedArm(str(mode), int(depth), int(branches), rate, bool(measured), at_once, str(drafter), str(kind))
 
 
 def _own(name: str, step_ms: float, acceptance: Sequence[float]) -> InProcessKnown:
     return InProcessKnown(str(name), _number(step_ms), _shares(acceptance))
 
 
-def _shares(given: Sequence[Any]) -> tuple[float, ...]:
-    return tuple(min(_number(share), 1.0) for share in given)
+def _shares(values: Sequence[Any]) -> tuple[float, ...]:
+    return tuple(min(_number(value), 1.0) for value in values)
 
 
 def _number(value: Any, least: float = 0.0) -> float:
-    """A finite one from `least`. Raises ValueError or TypeError."""
+    """Returns `value` as a finite float of at least `least`. Raises ValueError or TypeError."""
     if not least <= float(value) < math.inf:
         raise ValueError(f"{value!r} is neither a time nor a share")
     return float(value)
@@ -231,7 +230,7 @@ SECONDS = 60
 
 
 class PolicyStore:
-    """The file at `path`; None: nothing is carried over."""
+    """The file of what `auto` learned; `path` None: nothing is kept."""
 
     def __init__(self, path: Path | None, now_ns: int) -> None:
         self._path = path
@@ -240,9 +239,9 @@ class PolicyStore:
         self._complained = False
 
     def read(self, tuned: Path) -> tuple[Tuning, ...]:
-        """What an earlier server learned; nothing where the pair was tuned anew since, in the file at `tuned`.
+        """Returns what an earlier server learned; nothing if the tuning at `tuned` is not the one that it began from.
 
-        No clock tells which is newer: a file says which it goes on from.
+        The file names that tuning by its digest, since clocks do not show which file is newer.
         """
         self._after = digest(tuned)
         if self._path is None or after(self._path) != self._after:
@@ -250,11 +249,11 @@ class PolicyStore:
         return load(self._path)
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether the last writing is a while ago."""
+        """Whether the last write was more than `SECONDS` ago."""
         return self._path is not None and now_ns - self._written_ns > SECONDS * SECOND_NS
 
     def write(self, learned: Sequence[Tuning], now_ns: int) -> None:
-        """Keeps what was learned; nothing learned changes nothing."""
+        """Writes what was learned; if that is nothing, the file stays as it is."""
         self._written_ns = now_ns
         if self._path is None or not learned:
             return
@@ -264,5 +263,5 @@ class PolicyStore:
         except OSError as error:
             level = logging.INFO if self._complained else logging.WARNING
             self._complained = True
-            told = "what auto learned can't be saved in %s: %s; the next server starts without it"
-            log.log(level, told, self._path, error.strerror)
+            message = "what auto learned can't be saved in %s: %s; the next server starts without it"
+            log.log(level, message, self._path, error.strerror)
