@@ -1,1 +1,1 @@
-"""The fast half: workers, rounds, the speculation cache, and what is learned from them. Knows tokens, not text."""
+"""The core thread: workers, rounds, the speculation cache, the policy. Knows tokens, not text."""

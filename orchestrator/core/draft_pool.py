@@ -1,12 +1,12 @@
-"""All drafters: which outcomes of a round each prepares, which one is asked for a chain, and what each knows.
+"""Divides the outcomes of a round among the drafters, requests chains from them, and sends them the text.
 
 A drafter has a state in each request (`DrafterState`) and one over all requests (`DrafterLatency`). A drafter that
-missed something, or joins later, reads the whole text; the others hear nothing of that. A drafter that is not asked for
-a while hears nothing either, and gets with its next task what became final meanwhile. Sends OPEN, COMMIT and CLOSE;
-decides nothing about what is verified.
+missed a message, or joins later, reads the whole text, without any message to the others. A drafter without a task is
+sent nothing, and gets the tokens that became final meanwhile with its next task. Sends OPEN, COMMIT and CLOSE; decides
+nothing about what is verified.
 
-`DrafterLatency`: how soon a drafter's work comes, as the orchestrator sees it. Its speed, its link and its work for
-other requests are one number: the time from a message to what it brings, in milliseconds of the orchestrator's clock.
+`DrafterLatency` estimates how soon a drafter's work arrives. Its speed, its link and its work for other requests are
+one number: the time from a message to its answer, in milliseconds of the orchestrator's clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from outrider.orchestrator.core.message_validator import SentTasks
 from outrider.orchestrator.core.policy.estimates import Average, Estimates
-from outrider.orchestrator.core.proposal import worth_telling
+from outrider.orchestrator.core.proposal import min_alternative
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Abilities, Branches, Close, Commit, Drafted, Features, Message, Open
@@ -27,7 +27,7 @@ from outrider.protocol.schema import MAX_COMMIT
 
 
 class Workers(Protocol):
-    """The workers as the rounds need them."""
+    """The interface to the workers that the rounds need."""
 
     @property
     def target_context(self) -> int: ...
@@ -36,33 +36,34 @@ class Workers(Protocol):
     def target_abilities(self) -> Abilities: ...
 
     def notes(self) -> list[str]:
-        """Why there is less speculation than was asked for."""
+        """Why there is less speculation than requested."""
         ...
 
     def is_target(self, name: str) -> bool: ...
 
     def drafters(self) -> set[str]:
-        """Names of the drafters that are ready."""
+        """The names of the drafters that are ready."""
         ...
 
     def prefill_workers(self) -> set[str]:
-        """Names of those that are ready to read prompts for this target."""
+        """The names of the prefill workers that are ready and can read prompts for this target."""
         ...
 
     def vocabulary(self, name: str) -> int:
-        """How many tokens this worker's model has."""
+        """The vocabulary size of this worker's model."""
         ...
 
     def record_invalid(self, name: str, kind: str) -> None:
-        """Counts an invalid message of a drafter, by its kind (`message_validator.INVALID`); many disconnect it."""
+        """Counts an invalid message by its kind (`message_validator.INVALID`); after several the drafter is
+        disconnected."""
         ...
 
     def features(self, name: str) -> str:
-        """Of what the rows are made that this drafter reads; empty: it reads none."""
+        """The source of the features that this drafter reads; empty: it reads none."""
         ...
 
     def model(self, name: str) -> object:
-        """What tells drafters that rank outcomes alike from others."""
+        """A value that is equal for drafters with the same model, which rank outcomes alike."""
         ...
 
     def send_target(self, message: Message) -> None: ...
@@ -70,14 +71,14 @@ class Workers(Protocol):
     def send_worker(self, name: str, message: Message) -> None: ...
 
     def flush_and_yield(self) -> None:
-        """Lets what was sent leave before anything else is done here."""
+        """Sends all messages, and yields the processor to their receivers."""
         ...
 
 
 def opening(
     request: Request, verifying: tuple[int, ...] | None, ranks: range = range(0), min_prob: float = 1.0
 ) -> Open:
-    """The text so far; for a drafter, the outcomes that it is to prepare of what the target verifies."""
+    """Returns OPEN with the text so far, and for a drafter the chain and the outcomes to prepare."""
     return Open(
         request=request.id,
         epoch=request.epoch,
@@ -96,16 +97,16 @@ def opening(
 
 
 SMOOTHING = 0.3
-# Who is not worth being asked is tried again after so many rounds.
+# A drafter that is left out is tried again after this many rounds.
 TRIAL_ROUNDS = 32
-# Another leads only when it is quicker by so much: the one that leads has the chain under verification in its tree.
+# Another drafter leads only if it needs less than this share of the lead's time: the lead's tree has the chain already.
 LEADS = 0.9
-# Drafters share alike that bring at least so much of what the best of them brings in time.
+# Drafters share the likeliest outcomes if they reach at least this share of the best one's depth in time.
 ALIKE = 0.75
 
 
 class DrafterLatency:
-    """One drafter's. `left_out`: rounds since it was last asked."""
+    """The latency of one drafter. `left_out`: rounds since its last task."""
 
     def __init__(self) -> None:
         self.left_out = 0
@@ -118,49 +119,49 @@ class DrafterLatency:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be tried although it is not worth being asked, or although that is not known."""
+        """Whether it is to be tried, because its latency is unknown or old."""
         return not self.is_known or self.left_out >= TRIAL_ROUNDS
 
     @property
     def lag_ms(self) -> float:
-        """From a word to the first tokens; 0: not known."""
+        """The time from a message to the first tokens; 0: not known."""
         return self._lag_ms.value or 0.0
 
     @property
     def step_ms(self) -> float:
-        """One token more; 0: not known."""
+        """The time for one more token; 0: not known."""
         return self._step_ms.value or 0.0
 
     def observe_first(self, milliseconds: float) -> None:
-        """The first tokens came after so long."""
+        """Records the time from a message to the first tokens."""
         self._lag_ms.add(milliseconds)
 
     def observe_next(self, milliseconds: float) -> None:
-        """The next ones came after so long."""
+        """Records the time from one push to the next."""
         self._step_ms.add(milliseconds)
 
     def observe_chain(self, tokens: int, milliseconds: float) -> None:
-        """A chain came at once."""
+        """Records the time of a whole chain."""
         step = self.step_ms or milliseconds / max(tokens, 1)
         self._step_ms.add(step)
         self._lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
 
     def observe_overdue(self, milliseconds: float) -> None:
-        """Nothing came for so long, and as long again is to be expected."""
+        """Records that nothing came for this long; twice that is expected."""
         if milliseconds > self.lag_ms:
             self._lag_ms.add(2 * milliseconds)
 
     def reset(self) -> None:
-        """After a time in which it was left out: what was known is old."""
+        """Drops the old measurements of a drafter that was left out."""
         self.left_out = 0
         self._lag_ms = Average(SMOOTHING)
 
     def ready_ms(self, depth: int) -> float:
-        """From a word until what was asked for is `depth` deep."""
+        """Returns the time from a message until its branches are `depth` tokens deep."""
         return self.lag_ms + (depth - 1) * self.step_ms
 
     def share(self, depth: int, within_ms: float) -> float:
-        """How much of the depth is there in time, from 0, nothing, to 1."""
+        """Returns the share of the depth that arrives in time, from 0 to 1."""
         left_ms = within_ms - self.lag_ms
         if left_ms < 0 or not self.is_known:
             return 0.0
@@ -171,11 +172,11 @@ class DrafterLatency:
 
 Latencies = Mapping[str, DrafterLatency]
 Models = Mapping[str, object]
-"""What each drafter runs: those of one model rank alike."""
+"""The model of each drafter: drafters with the same model rank outcomes alike."""
 
 
 def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
-    """Their names, the quickest first, unknown ones last."""
+    """Returns the drafters' names, the quickest first, unknown ones last."""
 
     def expected(name: str) -> tuple[bool, float, str]:
         latency = latencies[name]
@@ -187,35 +188,35 @@ def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
 def dealt(
     latencies: Latencies, models: Models, lead: str, branches: int, depth: int, within_ms: float
 ) -> dict[str, range]:
-    """Which ranks each prepares, the quickest first: it has the likeliest outcomes, and leads.
+    """Returns the ranks of outcomes that each drafter prepares; the first, which leads, has the likeliest.
 
-    The `on_branches` likeliest of a model's ranking are shared by its drafters that are about as good in time as their
-    best. One that brings less of the depth gets some behind those, which takes nothing from anybody; one that brings
-    nothing in time gets these only when its trial is due. The quickest of all is asked however slow it is.
+    The `branches` likeliest outcomes in a model's ranking are divided among its drafters that are about as fast as the
+    best. A slower one gets outcomes after those, which takes none from the others; one that brings nothing in time gets
+    them only when its trial is due. The quickest of all always gets a task.
     """
     order = quickest(latencies, depth, lead)
     shares = {name: latencies[name].share(depth, within_ms) for name in order}
     asked = [name for name in order if shares[name] or name == order[0] or latencies[name].is_due]
-    found: dict[str, range] = {}
+    ranks: dict[str, range] = {}
     for model in dict.fromkeys(models[name] for name in asked):
         alike = [name for name in asked if models[name] == model]
         best = max(shares[name] for name in alike)
         good = [name for name in alike if shares[name] and shares[name] >= ALIKE * best] or alike[:1]
         width, others = max(branches // len(alike), 1), [name for name in alike if name not in good]
-        found |= evenly(good, branches)
-        found |= {name: range(branches + n * width, branches + (n + 1) * width) for n, name in enumerate(others)}
-    return {name: found[name] for name in order if name in found}
+        ranks |= evenly(good, branches)
+        ranks |= {name: range(branches + n * width, branches + (n + 1) * width) for n, name in enumerate(others)}
+    return {name: ranks[name] for name in order if name in ranks}
 
 
 def evenly(names: Sequence[str], branches: int) -> dict[str, range]:
-    """All ranks once, in the order of the names."""
+    """Divides all ranks evenly, in the order of the names."""
     ends = [branches * index // len(names) for index in range(len(names) + 1)]
     return {name: range(first, last) for name, first, last in zip(names, ends, ends[1:], strict=False) if last > first}
 
 
 class DraftPool:
-    """`sent`: records what they are sent. `evenly_dealt`: no measurement decides about their shares, so rounds are
-    reproducible."""
+    """Sends tasks to the drafters, recorded in `sent`. `evenly_dealt`: shares do not depend on measurements, so that
+    rounds are reproducible."""
 
     def __init__(self, workers: Workers, sent: SentTasks, estimates: Estimates, evenly_dealt: bool) -> None:
         self._workers = workers
@@ -225,20 +226,20 @@ class DraftPool:
         self._latencies: defaultdict[str, DrafterLatency] = defaultdict(DrafterLatency)
 
     def latency(self, drafter: str) -> DrafterLatency:
-        """How soon its work comes."""
+        """Returns the drafter's latency."""
         return self._latencies[drafter]
 
-    # --- what they are sent ---------------------------------------------------------------------------------------
+    # --- messages to drafters -------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
-        """All read the committed tokens, and prepare the round's outcomes, if it has any to prepare for."""
+        """Sends OPEN to all: they read the committed tokens, and prepare outcomes of the round under way, if any."""
         ranks = self._deal(request) if _verifying(request) is not None else {}
         request.cache.start(_counts(ranks))
         for name in request.drafters:
             self._open(request, name, ranks.get(name, NO_RANKS))
 
     def join(self, request: Request, name: str) -> None:
-        """This one reads the committed tokens; alone, it prepares the outcomes of the round under way, too."""
+        """Sends OPEN to a new drafter; if it is the only one, it prepares outcomes of the round under way."""
         alone = len(request.drafters) == 1 and _verifying(request) is not None
         ranks = range(request.branches) if alone else NO_RANKS
         if ranks:
@@ -246,7 +247,7 @@ class DraftPool:
         self._open(request, name, ranks)
 
     def reopen(self, request: Request, name: str) -> None:
-        """This one has missed something: it reads the committed tokens, and does what it was asked for."""
+        """Sends OPEN, and its task again, to a drafter that missed a message."""
         state = request.drafters[name]
         asked, round_, ranks, depth = not state.done, state.round, state.ranks, state.depth
         self._open(request, name, ranks if asked and round_ == request.round else NO_RANKS)
@@ -256,7 +257,7 @@ class DraftPool:
             self._commit(request, name, round_, None, NO_RANKS, depth, 0)
 
     def prepare(self, request: Request, now_ns: int) -> None:
-        """The target has its round: each is sent what became final, and which of its outcomes to prepare."""
+        """Sends COMMIT to the drafters: the tokens that became final, and the outcomes that each prepares."""
         ranks = self._deal(request)
         self._expire(request, now_ns)
         request.cache.start(_counts(ranks))
@@ -264,9 +265,9 @@ class DraftPool:
             self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
-        """Asks the quickest for what follows the committed text, and tries others that were not asked for long.
+        """Requests a chain after the committed text from the quickest drafter, and from others whose trial is due.
 
-        One, for the answer of the quickest is the first one: more would only keep the others from the next round.
+        One is enough, since its answer comes first; the others would only be kept from the next round.
         """
         latencies = self._of(request)
         first, *others = sorted(latencies) if self._evenly_dealt else quickest(latencies, depth)
@@ -278,27 +279,27 @@ class DraftPool:
             latencies[name].left_out += 1
 
     def forward_features(self, request: Request, message: Features) -> None:
-        """What the target tells of its rows goes to those that read them."""
+        """Forwards the target's features to the drafters that read them."""
         for name in request.drafters:
             if self._workers.features(name):
                 self._workers.send_worker(name, message)
 
     def remove(self, request: Request, name: str) -> None:
-        """It drafts for this request no longer; it may only have slept, and would work on."""
+        """Removes a drafter from a request; CLOSE stops it in case it was only asleep."""
         del request.drafters[name]
         request.cache.lost(name)
         self._workers.send_worker(name, Close(request.id))
 
     def close(self, request: Request) -> None:
-        """The request is over."""
+        """Closes a request at all its drafters."""
         for name in request.drafters:
             self._workers.send_worker(name, Close(request.id))
         self._sent.forget(request.id)
 
-    # --- what they say --------------------------------------------------------------------------------------------
+    # --- messages of drafters -------------------------------------------------------------------------------------
 
     def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
-        """A push of one that was asked for it."""
+        """Records an awaited push."""
         state = request.drafters[name]
         if len(request.drafters) == 1:  # there is none to compare it with
             state.done = message.final
@@ -313,30 +314,30 @@ class DraftPool:
         state.heard_ns, state.done = now_ns, message.final
 
     def on_late_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
-        """A push for a round that has ended: how late it comes is all that it says."""
+        """Records the latency of a push for a round that has ended."""
         state = request.drafters[name]
         if message.entries and message.round == state.round and state.asked_ns and not state.pushes:
             self._latencies[name].observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
             state.pushes = 1
 
     def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> None:
-        """The chain of one that was asked for it, whether it is still waited for or not."""
+        """Records a requested chain, even if the wait for it has ended."""
         state = request.drafters[name]
         if state.asked_ns:
             self._latencies[name].observe_chain(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
         state.done = True
 
     def on_overdue(self, request: Request, now_ns: int) -> None:
-        """A wait for them has ended with nothing."""
+        """Records that a wait for the drafters has ended without an answer."""
         self._expire(request, now_ns)
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------------------------
 
     def _of(self, request: Request) -> Mapping[str, DrafterLatency]:
         return {name: self._latencies[name] for name in request.drafters}
 
     def _deal(self, request: Request) -> dict[str, range]:
-        """What each prepares; the first leads. With one there is nothing to decide."""
+        """Returns the ranks that each drafter prepares; the first leads. A single drafter gets all."""
         names, branches = request.drafters, request.branches
         if len(names) == 1 or not names:
             self._estimates.part = 1.0
@@ -355,7 +356,7 @@ class DraftPool:
         return ranks
 
     def _expire(self, request: Request, now_ns: int) -> None:
-        """What was asked for before and has not begun to come is overdue, and no longer waited for."""
+        """Ends all tasks; one without any answer counts as overdue."""
         for name, state in request.drafters.items():
             if not state.done and not state.pushes and state.asked_ns:
                 self._latencies[name].observe_overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
@@ -363,7 +364,7 @@ class DraftPool:
 
     def _open(self, request: Request, name: str, ranks: range) -> None:
         state, verifying = request.drafters[name], _verifying(request) if ranks else None
-        min_prob = worth_telling(self._estimates, request.takes_trees)
+        min_prob = min_alternative(self._estimates, request.takes_trees)
         self._send(name, opening(request, verifying, ranks, min_prob))
         state.is_asked(request.round, ranks, request.depth, len(request.tokens), 0)
         state.done = verifying is None
@@ -378,7 +379,7 @@ class DraftPool:
         depth: int,
         now_ns: int,
     ) -> None:
-        """COMMIT; a drafter that lacks more tokens than a message holds is opened anew first."""
+        """Sends COMMIT; a drafter that lacks more tokens than a message holds gets a new OPEN first."""
         state = request.drafters[name]
         if len(request.tokens) - state.known_len > MAX_COMMIT:
             self._open(request, name, NO_RANKS)
@@ -393,7 +394,7 @@ class DraftPool:
             depth=depth,
             branches=len(ranks),
             rank_offset=ranks.start,
-            min_prob=worth_telling(self._estimates, request.takes_trees),
+            min_prob=min_alternative(self._estimates, request.takes_trees),
         )
         state.is_asked(round_, ranks, depth, len(request.tokens), now_ns)
         self._send(name, message)
@@ -408,6 +409,6 @@ def _counts(ranks: Mapping[str, range]) -> dict[str, int]:
 
 
 def _verifying(request: Request) -> tuple[int, ...] | None:
-    """The chain whose outcomes a drafter is to prepare; None: it only reads, as where the round has ended."""
+    """Returns the chain whose outcomes drafters prepare; None: there is none, or the round has ended."""
     under_way = request.base_len == len(request.tokens) and not request.proposal.autonomous
     return request.proposal.line if request.mode == "ssd" and under_way else None

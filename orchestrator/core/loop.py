@@ -1,4 +1,4 @@
-"""The core thread: waits for the workers' socket and for the front, and hands what comes to the pool or the scheduler.
+"""The core thread: waits for workers and for the front, and passes their messages to the pool or the scheduler.
 
 Owns no state but the loop. Everything here must answer in microseconds.
 """
@@ -45,7 +45,7 @@ PREFILL_FROM = 512
 
 
 class Core:
-    """The orchestrator's fast half: `run` is a thread's body. Construct it on that same thread's context."""
+    """The core thread's object; `run` is the body of the thread. Construct it on the same thread's context."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class Core:
 
     @property
     def joining_endpoint(self) -> str:
-        """Where drafters of other machines join; empty: nowhere."""
+        """The endpoint for workers of other machines; empty: there is none."""
         return self._pool.joining_endpoint
 
     def stats(self) -> CoreStats:
-        """For any thread."""
+        """Returns a snapshot; may be called on any thread."""
         metrics = self._scheduler.metrics
         return CoreStats(
             stale_messages=self._scheduler.stale,
@@ -105,8 +105,8 @@ class Core:
         )
 
     def run(self) -> None:
-        """Runs until Quit; always ends the workers it started."""
-        gc.freeze()  # what was loaded by now is never searched again: a full collection takes milliseconds
+        """Runs until Quit; always ends the workers that it started."""
+        gc.freeze()  # excludes all present objects from collections: a full one takes milliseconds
         poller = zmq.Poller()
         poller.register(self._pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
@@ -137,7 +137,7 @@ class Core:
         return min(max(math.ceil((deadline_ns - clock.now()) / MILLISECOND_NS), 0), self._tick_ms)
 
     def _receive_workers(self) -> None:
-        """Takes in all that has arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
+        """Handles all messages that have arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
         arrived = list(self._pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         self._scheduler.handle_all(arrived, clock.now())
@@ -177,9 +177,7 @@ class Core:
             self._send_workers_changed()
 
     def _on_loss(self, loss: WorkerLoss, now_ns: int) -> None:
-        log.log(
-            logging.INFO if loss.fatal else logging.WARNING, "%s", loss.why
-        )  # the server's own end says a fatal one
+        log.log(logging.INFO if loss.fatal else logging.WARNING, "%s", loss.why)  # the server's exit shows a fatal one
         if loss.worker.role == "target":
             self._scheduler.on_target_lost(loss.why, loss.fatal)
         elif loss.worker.role == "prefill":
@@ -197,5 +195,5 @@ class Core:
 
 
 def _prefill_from(tunings: Sequence[Tuning]) -> int:
-    """What `outrider tune` found, or what costs little where it has not looked."""
-    return next((found.prefill_from for found in tunings if found.prefill_from), PREFILL_FROM)
+    """Returns the threshold that `outrider tune` measured, or the default."""
+    return next((record.prefill_from for record in tunings if record.prefill_from), PREFILL_FROM)

@@ -1,21 +1,21 @@
-"""Which messages about a request are valid, and what each drafter was sent.
+"""Validates the workers' messages about requests against what each drafter was sent.
 
-`MessageValidator`: the target may send its outcomes, drafters their branches and chains, all of the request's epoch. A
-late message is valid: it answers what its sender was sent (`SentTasks`). A message that answers nothing, or breaks its
-bounds, is invalid, and has a kind (`INVALID`). The pool has already checked that it comes from the process that holds
-the sender's name.
+`MessageValidator`: the target may send outcomes, drafters branches and chains, all of the request's epoch. A late
+message is valid if it answers what its sender was sent (`SentTasks`). A message that answers nothing, or exceeds what
+was requested, is invalid and has a kind (`INVALID`). The pool has already checked that it comes from the process that
+holds the sender's name.
 
-`SentTasks`: the rounds that a drafter's messages may be about. Every message of an honest drafter answers an OPEN or a
-COMMIT that it was sent, however late it comes. Bounded: the latest rounds of a request, and of the latest requests that
-have ended the drafters that knew them. Knows messages; judges nothing.
+`SentTasks` records the rounds that a drafter's messages may be about. Every message of an honest drafter answers an
+OPEN or a COMMIT that it was sent, however late it comes. The records are bounded: the latest rounds of a running
+request, and the drafters of the latest requests that have ended.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from outrider.orchestrator.core.request import Request
 from outrider.protocol.messages import (
@@ -33,7 +33,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.trees import fault, line
 
-# Who still works for a request after which so many others have ended was given up long ago.
+# Records kept of requests that have ended: a drafter still busy with an older one was given up long ago.
 MOST_OVER = 2048
 MOST_ROUNDS = 8
 
@@ -43,9 +43,8 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class DraftTask:
-    """What a drafter was to do in a round: prepare `branches` outcomes of the chain `verifying`, `depth` tokens each,
-    or, with None, continue the text; after `base_len` committed tokens. `alternatives`: it may tell others beside a
-    chain's.
+    """A drafter's task in a round, after `base_len` committed tokens: prepare `branches` outcomes of the chain
+    `verifying`, each `depth` tokens deep, or, if that is None, continue the text. `alternatives`: may be sent.
     """
 
     base_len: int
@@ -57,58 +56,58 @@ class DraftTask:
 
 @dataclass(slots=True)
 class RequestTasks:
-    """Those of one request, by epoch and round; the oldest are forgotten."""
+    """The tasks of one request, by epoch and round; the oldest are dropped."""
 
     latest: Place = (0, 0)
     at: OrderedDict[Place, tuple[DraftTask, ...]] = field(default_factory=OrderedDict)
 
     def add(self, place: Place, task: DraftTask) -> None:
-        known = self.at.get(place, ())
-        if task not in known:
-            self.at[place] = (*known[-MOST_ROUNDS:], task)
+        tasks = self.at.get(place, ())
+        if task not in tasks:
+            self.at[place] = (*tasks[-MOST_ROUNDS:], task)
         self.latest = max(self.latest, place)
         if len(self.at) > MOST_ROUNDS:
             self.at.popitem(last=False)
 
     def is_past(self, place: Place) -> bool:
-        """Whether the tasks there may be forgotten by now."""
+        """Whether tasks there may have been dropped."""
         return place < min(self.at)
 
 
 class SentTasks:
-    """Of all drafters, by name."""
+    """The tasks that all drafters were sent, by drafter and request."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, dict[str, RequestTasks]] = {}
         self._forgotten: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
     def record(self, drafter: str, message: Open | Commit) -> None:
-        """It is sent this."""
+        """Records a message sent to a drafter."""
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
         tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, RequestTasks())
         task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
         tasks.add((message.epoch, message.round), task)
 
     def forget(self, request: str) -> None:
-        """It has ended: whatever is still said of it is late."""
-        told = [drafter for drafter, requests in self._tasks.items() if requests.pop(request, None) is not None]
-        self._forgotten[request] = tuple(told)
+        """Drops the tasks of a request that has ended: later messages about it are late."""
+        drafters = [drafter for drafter, requests in self._tasks.items() if requests.pop(request, None) is not None]
+        self._forgotten[request] = tuple(drafters)
         if len(self._forgotten) > MOST_OVER:
             self._forgotten.popitem(last=False)
 
     def tasks(self, drafter: str, request: str) -> RequestTasks | None:
-        """What it was sent of this running request; None: nothing."""
+        """Returns the tasks that a drafter was sent for a running request; None: none."""
         return self._tasks.get(drafter, {}).get(request)
 
     def is_forgotten(self, drafter: str, request: str) -> bool:
-        """Whether this is a request that has ended, and that it was sent."""
+        """Whether the drafter was sent a request that has ended."""
         return drafter in self._forgotten.get(request, ())
 
 
 TARGETS = (Outcome, Features, Prefilled, Resync, Fault)
 DRAFTERS = (Branches, Drafted, Prefilled, Resync, Fault)
 
-flat = chain.from_iterable
+flat = itertools.chain.from_iterable
 LATE = "late"
 INVALID = {
     "role": "messages that drafters must not send",
@@ -123,25 +122,25 @@ INVALID = {
     "frame": "frames that are not messages",
     "flood": "too many messages",
 }
-"""The kinds of invalid messages, in words that follow "it sent"."""
+"""The kinds of invalid messages, as texts that follow "it sent"."""
 
 
 class MessageValidator:
-    """Judges messages by what their senders were `sent`."""
+    """Validates messages by what their senders were `sent`."""
 
     def __init__(self) -> None:
         self.sent = SentTasks()
 
     def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
-        """Why this is dropped: LATE, or a kind of `INVALID`; empty: it is not. `request` None: it is over or never was.
+        """Returns why a message is dropped: LATE, or a kind of `INVALID`; empty: it is valid.
 
-        `vocab`: the size of the sender's vocabulary.
+        `request` is None if it has ended or never was; `vocab` is the size of the sender's vocabulary.
         """
         if from_target:
-            may = isinstance(message, TARGETS) and request is not None and not request.over
-            return "" if may and _is_of(request, message) else LATE
+            allowed = isinstance(message, TARGETS) and request is not None and not request.over
+            return "" if allowed and _is_of_epoch(request, message) else LATE
         if not isinstance(message, DRAFTERS):
-            return "role" if hasattr(message, "request") else LATE  # what is not about requests is the pool's matter
+            return "role" if hasattr(message, "request") else LATE  # other messages are handled by the pool
         tasks = self.sent.tasks(sender, message.request or "")
         if tasks is None:
             return LATE if self.sent.is_forgotten(sender, message.request or "") else "request"
@@ -149,35 +148,35 @@ class MessageValidator:
         if kind:
             return kind
         runs = request is not None and not request.over and sender in request.drafters
-        return "" if runs and _is_of(request, message) else LATE
+        return "" if runs and _is_of_epoch(request, message) else LATE
 
 
-def _is_of(request: Request | None, message: Message) -> bool:
+def _is_of_epoch(request: Request | None, message: Message) -> bool:
     return request is not None and getattr(message, "epoch", request.epoch) == request.epoch
 
 
 def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:
-    """The kind of an invalid message, or LATE; empty: it is valid."""
+    """Returns the kind of an invalid message, or LATE; empty: it is valid."""
     match message:
         case Fault():
             return ""
         case Prefilled() | Resync():
             return "round" if message.epoch > tasks.latest[0] else ""
     place = message.epoch, message.round
-    found = tasks.at.get(place)
-    if found is None:
+    sent = tasks.at.get(place)
+    if sent is None:
         return LATE if tasks.is_past(place) else "round"
-    fitting = [task for task in found if task.base_len == message.base_len]
+    fitting = [task for task in sent if task.base_len == message.base_len]
     if not fitting:
         return "base_len"
-    if not _is_sound(message):
+    if not _fits_q(message):
         return "q"
     kinds = [_misfit(task, message, vocab) for task in fitting]
     return "" if "" in kinds else kinds[-1]
 
 
-def _is_sound(message: Branches | Drafted) -> bool:
-    """Whether its q, if it has one, can be what its chains were drawn from; nothing can be verified with another."""
+def _fits_q(message: Branches | Drafted) -> bool:
+    """Whether the message's chains can have been drawn from its q, if it has one; the verify requires that."""
     if message.q is None:
         return True
     chains = [message.chain] if isinstance(message, Drafted) else [entry.chain for entry in message.entries]
@@ -185,14 +184,14 @@ def _is_sound(message: Branches | Drafted) -> bool:
 
 
 def _misfit(task: DraftTask, message: Branches | Drafted, vocab: int) -> str:
-    """What is wrong with this as an answer to this task."""
+    """Returns the kind of an invalid answer to this task; empty: it is valid."""
     if isinstance(message, Branches):
         return _misfit_branches(task, message, vocab)
     if task.verifying is not None:
         return "unasked"
     if len(message.chain) > task.depth:
         return "length"
-    if _is_misplaced(task, message.chain, message.alternatives, vocab):
+    if _are_invalid(task, message.chain, message.alternatives, vocab):
         return "beside"
     return "vocabulary" if _foreign(message.chain, vocab) else ""
 
@@ -211,22 +210,23 @@ def _misfit_branches(task: DraftTask, message: Branches, vocab: int) -> str:
         return "unasked"
     if max(map(len, chains)) > task.depth:
         return "length"
-    if any(_is_misplaced(task, entry.chain, entry.alternatives, vocab) for entry in message.entries):
+    if any(_are_invalid(task, entry.chain, entry.alternatives, vocab) for entry in message.entries):
         return "beside"
     bonuses = [tokens[-1] for tokens in committed]
     return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(chains), vocab) else ""
 
 
-def _is_misplaced(task: DraftTask, own: Sequence[int], beside: Alternatives | None, vocab: int) -> bool:
-    """Whether these are no valid alternatives to a chain's tokens."""
-    if beside is None:
+def _are_invalid(task: DraftTask, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:
+    """Whether `others` are no valid alternatives to the tokens of `chain`."""
+    if others is None:
         return False
-    count, odds = len(beside.tokens), beside.odds
-    if not task.alternatives or not count == len(beside.parents) == len(odds) or _foreign(beside.tokens, vocab):
+    count, odds = len(others.tokens), others.odds
+    if not task.alternatives or not count == len(others.parents) == len(odds) or _foreign(others.tokens, vocab):
         return True
-    sound = max(beside.parents, default=-1) < len(own) and all(0.0 <= share <= 1.0 for share in odds)
-    return not sound or bool(fault((*own, *beside.tokens), (*line(len(own)), *beside.parents)))
+    sound = max(others.parents, default=-1) < len(chain) and all(0.0 <= share <= 1.0 for share in odds)
+    return not sound or bool(fault((*chain, *others.tokens), (*line(len(chain)), *others.parents)))
 
 
 def _foreign(tokens: Iterable[int], vocab: int) -> bool:
+    """Whether a token is outside the vocabulary."""
     return max(tokens, default=0) >= vocab

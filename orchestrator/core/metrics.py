@@ -1,18 +1,18 @@
-"""What is counted and timed of requests and rounds, and the trace. Decides nothing.
+"""Counts and times of requests and rounds, and the trace. Decides nothing.
 
-`RequestMetrics`: one request in counts and times. The latest rounds are kept one by one: a stop string is found after
-the core has gone on, and rounds behind it do not count.
+`RequestMetrics` holds the counts and times of one request. The latest rounds are kept one by one: a stop string is
+found after the core has continued, and rounds after it do not count.
 
-`RoundRecords`: the rounds of one request, each reported when it has ended, on the request's own clock; kept only for
-requests that asked (`Generate.rounds`).
+`RoundRecords` reports each round of one request when it has ended, in times since the request began; kept only for
+requests with `Generate.rounds`.
 
-`DurationHistogram`: durations counted in fixed buckets, which costs little enough for every round.
+`DurationHistogram` counts durations in fixed buckets, which is cheap enough for every round.
 
-`RoundMetrics`: what the rounds write down: each request's metrics, how long rounds take, and the trace.
+`RoundMetrics` records each round: the request's metrics, the durations of rounds, and the trace.
 
-`Trace`: what every process did, on one clock, as a Chrome/Perfetto trace (open it at ui.perfetto.dev). All spans are
-CLOCK_MONOTONIC nanoseconds of this machine. Workers send theirs with their answers; those of other machines have been
-converted to this clock (`worker_registry.FarClock`).
+`Trace` writes the work of every process on one clock as a Chrome/Perfetto trace (open it at ui.perfetto.dev). All spans
+are CLOCK_MONOTONIC nanoseconds of this machine. Workers send theirs with their answers; those of other machines have
+been converted to this clock (`worker_registry.FarClock`).
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ if TYPE_CHECKING:
 
 
 TARGETS_DRAFTER = "target's drafter"
-"""The track of a drafter in the target's process."""
-# A request tells at most this many single turnarounds; the sums go on.
+"""The track of an in-process drafter."""
+# A request reports at most this many single turnarounds; the sums include all.
 MAX_TURNAROUNDS = 10_000
-# So many rounds can be taken back.
+# The latest rounds, which may turn out not to count.
 RECENT_ROUNDS = 64
 
 
 @dataclass(slots=True)
 class RoundEntry:
-    """One round: the lookup before it, by how many tokens the outcome had accepted, and where its chain came from;
-    then, once it has `ended_ns`, the tokens `kept`, how many were drafted, `depth` of them in a row, and `by` whom the
-    `accepted` ones; whose `drafter`'s. `turnaround`: whether the wait before it was one."""
+    """One round.
+
+    `hit` or `missed` is the number of tokens accepted by the outcome that was looked up, `source` that of its chain.
+    When the round has ended: the tokens `kept`, the length of its `chain`, `depth` of them in a row, the origins (`by`)
+    of the `accepted` ones, its `drafter`, and whether the wait before it was a `turnaround`.
+    """
 
     hit: int | None = None
     missed: int | None = None
@@ -70,7 +73,7 @@ class RoundEntry:
 
 @dataclass(slots=True)
 class RoundSums:
-    """Rounds added up."""
+    """The sums over rounds."""
 
     tokens: int = 0
     rounds: int = 0
@@ -93,7 +96,7 @@ class RoundSums:
     held_by: Counter[Origin] = field(default_factory=Counter)
 
     def add(self, entry: RoundEntry, most: int) -> None:
-        """A round, of whose tokens no more than `most` count; nor does a drafted token behind them."""
+        """Adds a round; at most its first `most` tokens count, and no drafted token after them."""
         kept = min(entry.kept, most)
         is_whole = kept > entry.accepted
         chain = entry.chain if is_whole else min(entry.chain, kept)
@@ -139,14 +142,14 @@ class RequestMetrics:
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
 
     def on_asked(self, number: int, missed: int | None) -> None:
-        """Round `number` waits for a drafter; `missed`: the lookup after so many accepted tokens found nothing."""
+        """Records that round `number` waits for a drafter; `missed`: the accepted tokens of an outcome that missed."""
         entry = self._entry(number)
         entry.waits += 1
         if missed is not None:
             entry.missed = missed
 
     def on_proposed(self, number: int, proposal: Proposal, accepted: int) -> None:
-        """What round `number` verifies, after an outcome that accepted this many tokens."""
+        """Records the proposal of round `number`, after an outcome with this many accepted tokens."""
         entry = self._entry(number)
         if proposal.lookup.missed:
             entry.missed, entry.late = accepted, proposal.lookup is Lookup.LATE
@@ -157,10 +160,10 @@ class RequestMetrics:
     def on_ended(
         self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int, read: bool = False
     ) -> None:
-        """Round `number`, of whose tokens the first `kept` count; the first round ends the prompt's time.
+        """Records the end of round `number`, with `kept` tokens that count; the first round ends the prompt's time.
 
-        The wait before the verify of a hit that was served at once is a turnaround. `read`: the target read the whole
-        text before, which is no verify's time.
+        The wait before the verify of a hit that was served at once is a turnaround. `read`: the round began by reading
+        the whole text, so its time is not that of a verify.
         """
         entry = self._entry(number)
         entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
@@ -174,22 +177,22 @@ class RequestMetrics:
         entry.turnaround = proposal.lookup is Lookup.HIT
 
     def on_lookup_late(self) -> None:
-        """Rounds that were begun or waited for have no outcome."""
+        """Drops the rounds that will have no outcome: those under way or waiting."""
         self._recent = {number: entry for number, entry in self._recent.items() if entry.ended_ns}
 
     def on_branch_found(self, tokens: int, drafter: bool) -> None:
-        """So many of the first tokens were remembered by the target, or by a drafter. Only the first word counts."""
+        """Records how many prompt tokens the target, or a drafter, had in its cache; the first report counts."""
         if drafter:
             self._draft_cached = self._draft_cached or tokens
         else:
             self._cached = self._cached or tokens
 
     def held(self, worker: str, peak_bytes: int) -> None:
-        """The most memory that this worker has held."""
+        """Records the peak memory of a worker."""
         self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
 
     def timings(self, prompt_n: int, predicted_n: int) -> Timings:
-        """Of the rounds that brought the first `predicted_n` tokens."""
+        """Returns the timings of the rounds up to token `predicted_n`."""
         sums, cached = deepcopy(self._sums), min(self._cached, prompt_n)
         for _, entry in sorted(self._recent.items(), key=lambda item: item[0]):
             if entry.ended_ns and sums.tokens < predicted_n:
@@ -235,7 +238,7 @@ class RequestMetrics:
         )
 
     def _entry(self, number: int) -> RoundEntry:
-        """The round's own; the oldest of too many is added to the sums."""
+        """Returns the round's entry; the oldest of more than `RECENT_ROUNDS` is added to the sums."""
         if number not in self._recent:
             self._recent[number] = RoundEntry()
             if len(self._recent) > RECENT_ROUNDS:
@@ -245,47 +248,47 @@ class RequestMetrics:
 
 
 class RoundRecords:
-    """`began_ns` is zero on the request's clock. A drafter's work after a round is reported with the next that ends."""
+    """The records of one request, in nanoseconds since `began_ns`; drafting is reported with the next round to end."""
 
     def __init__(self, began_ns: int) -> None:
         self._began_ns = began_ns
-        self._asked_ns: int | None = None
+        self._waiting_ns: int | None = None
         self._missed = False
         self._decided: dict[int, tuple[Lookup, Span]] = {}
         self._drafting: list[DraftWork] = []
 
     def on_asked(self, missed: bool, now_ns: int) -> None:
-        """The next round waits for a drafter; `missed`: for a chain, after a lookup that found nothing."""
-        self._asked_ns = now_ns if self._asked_ns is None else self._asked_ns
+        """Records that the next round waits for a drafter; `missed`: for a chain, after a miss."""
+        self._waiting_ns = now_ns if self._waiting_ns is None else self._waiting_ns
         self._missed = missed
 
     def on_proposed(self, number: int, proposal: Proposal, now_ns: int) -> None:
-        """Round `number` is under way, or known to be."""
-        since_ns = now_ns if self._asked_ns is None else self._asked_ns
+        """Records that round `number` is under way."""
+        since_ns = now_ns if self._waiting_ns is None else self._waiting_ns
         lookup = Lookup.MISS if self._missed else proposal.lookup
-        self._decided[number] = lookup, self._format(Span(since_ns, now_ns))
-        self._asked_ns, self._missed = None, False
+        self._decided[number] = lookup, self._relative(Span(since_ns, now_ns))
+        self._waiting_ns, self._missed = None, False
 
     def on_lost(self) -> None:
-        """Rounds that were begun or waited for have no outcome."""
+        """Drops the rounds that will have no outcome: those under way or waiting."""
         self._decided.clear()
-        self._asked_ns, self._missed = None, False
+        self._waiting_ns, self._missed = None, False
 
     def on_drafted(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
-        """Work of before the request, or of a time that cannot be, is left out."""
+        """Records drafting; work from before the request, or with impossible times, is left out."""
         work = message.work
         if not self._began_ns <= work.started_ns <= work.ended_ns <= now_ns:
             return
         depth, branches = (
             (message.depth, len(message.entries)) if isinstance(message, Branches) else (len(message.chain), 0)
         )
-        self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._format(work)))
+        self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._relative(work)))
 
     def on_ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int) -> RoundRecord:
-        """Of round `number`, of whose tokens `kept` count."""
+        """Returns the record of round `number`, with `kept` tokens that count."""
         drafting, self._drafting = self._drafting, []
         if outcome.drafting is not None:
-            work = self._format(outcome.drafting)
+            work = self._relative(outcome.drafting)
             drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, number, len(proposal.chain), 0, work))
         lookup, decided = self._decided.pop(number, (proposal.lookup, None))
         return RoundRecord(
@@ -295,12 +298,13 @@ class RoundRecords:
             drafted=len(proposal.chain),
             accepted=min(outcome.accepted, kept),
             tokens=kept,
-            verify=self._format(outcome.work),
+            verify=self._relative(outcome.work),
             decided=decided,
             drafting=tuple(drafting),
         )
 
-    def _format(self, span: Span) -> Span:
+    def _relative(self, span: Span) -> Span:
+        """Returns a span in nanoseconds since the request began."""
         return Span(max(span.started_ns - self._began_ns, 0), max(span.ended_ns - self._began_ns, 0))
 
 
@@ -310,7 +314,7 @@ _SECOND_NS = 1000 * MILLISECOND_NS
 
 
 class DurationHistogram:
-    """Counts on one thread; any other may ask for what was counted, and misses the newest at worst."""
+    """Counts durations on one thread; another thread may take a snapshot, which lacks the newest at worst."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS_NS) + 1)
@@ -321,7 +325,7 @@ class DurationHistogram:
         self._nanoseconds += nanoseconds
 
     def snapshot(self) -> Durations:
-        """All of it, in seconds."""
+        """Returns the buckets and the sum, in seconds."""
         bounds = tuple(bound / 1000 for bound in BOUNDS_MS)
         return Durations(bounds, tuple(self._counts), self._nanoseconds / _SECOND_NS)
 
@@ -330,20 +334,17 @@ ORCHESTRATOR = "orchestrator"
 TARGET = "target"
 MOST_EVENTS = 1 << 20
 
-if TYPE_CHECKING:
-    from outrider.orchestrator.core.request import Request, RoundSnapshot
-
 log = logging.getLogger(__name__)
 
 
 def process_of(track: str) -> str:
-    """Whose work a track shows: a drafter in the target's process has a track of its own there."""
+    """Returns the process of a track; an in-process drafter has its own track in the target's process."""
     return TARGET if track == TARGETS_DRAFTER else track
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A span (or, with both ends equal, an instant) on a track."""
+    """A span on a track, or an instant if both ends are equal."""
 
     track: str
     name: str
@@ -352,7 +353,7 @@ class Event:
 
 
 class Trace:
-    """Collects the first `MOST_EVENTS` when it has a path to write them to; otherwise costs nothing."""
+    """Collects the first `MOST_EVENTS` if it has a path to write them to; otherwise costs nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -448,7 +449,7 @@ class RoundMetrics:
         self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
 
     def on_outcome(self, request: Request, ended: RoundSnapshot, outcome: Outcome, kept: int, now_ns: int) -> None:
-        """Counts and times of a round; tokens past the end of the request do not count."""
+        """Records the counts and times of a round; tokens past the end of the request do not count."""
         chain = ended.proposal.chain
         request.metrics.on_ended(ended.number, ended.proposal, outcome, kept, now_ns, ended.read)
         if not ended.read:
@@ -463,32 +464,32 @@ class RoundMetrics:
             )  # fmt: skip
 
     def record(self, request: Request, ended: RoundSnapshot, outcome: Outcome, kept: int) -> RoundRecord | None:
-        """The round, if the request asked for its rounds."""
+        """Returns the round's record, if the request has records."""
         if request.records is None:
             return None
         return request.records.on_ended(ended.number, ended.proposal, outcome, kept)
 
     def _verified(self, work: Span) -> None:
-        """One forward brings an outcome to each that had a part in it, and is counted once."""
+        """Records a forward; several requests report the same one, which counts once."""
         if work.ended_ns != self._verified_ns:
             self._verified_ns = work.ended_ns
             self.verifies.add(work.ended_ns - work.started_ns)
 
     def _trace_in_process(self, ended: RoundSnapshot, chain: tuple[int, ...], verified_ns: int, drafting: Span) -> None:
-        """A chain that the target drafted for itself; a row of its own, though it is the target's process."""
+        """Traces an in-process chain on a track of its own."""
         source = ended.proposal.source if chain else ProposalSource.NONE
         self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
         self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
 
 
 def _by(proposal: Proposal, outcome: Outcome, kept: int) -> dict[str, int]:
-    """How many of the drafted tokens that hold are from where; of those that count."""
-    held = proposal.origins(proposal.nodes(outcome) or ())[:-1]
-    return dict(Counter(origin.name.lower() for origin in held[:kept]))
+    """Returns how many of the accepted tokens that count are of each origin."""
+    accepted = proposal.origins(proposal.nodes(outcome) or ())[:-1]
+    return dict(Counter(origin.name.lower() for origin in accepted[:kept]))
 
 
 def _mark(proposal: Proposal) -> str:
-    """What the trace calls a proposal."""
+    """Returns a proposal's name in the trace."""
     if proposal.lookup is Lookup.NONE:
         return proposal.source.value
     return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value

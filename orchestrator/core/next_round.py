@@ -1,24 +1,23 @@
-"""What a request does next: its round begins, is prepared for or is waited for, and the workers are sent what follows.
+"""Begins a request's next round, prepares for it or waits for it, and sends the workers what follows.
 
-The proposer decides what that is; `NextRound` carries it out, one request at a time.
+The proposer decides the step; `NextRound` carries it out, one request at a time.
 
-`Dispatch`: a request's state as messages to the target: OPEN, VERIFY, HALT, PREPARE, CLOSE. Decides nothing and keeps
-no state. The drafters' messages are the draft pool's.
+`Dispatch` sends a request's state to the target: OPEN, VERIFY, HALT, PREPARE, CLOSE. It decides nothing and keeps no
+state. The draft pool sends the drafters' messages.
 
-`prepared`: chains for the outcomes that the target may find, so that a hit costs no message between two verifies. The
-proposer decides about them as it would decide after the outcome.
+`prepared` yields chains for likely outcomes, so that a hit costs no message between two verifies. The proposer decides
+about them as it would after the outcome.
 
-`wait_for_chain`, `wait_for_branch`: how long a request waits for a drafter: never longer than what it waits for is
-expected to take, with some slack.
+`wait_for_chain` and `wait_for_branch` bound the wait for a drafter by its expected time and some slack.
 
-`Alternation` (MineDraft, arXiv 2603.18016): the target verifies one half of the requests while the other half is
-drafted for. Without it, requests whose outcomes come together are drafted for together and verified together: the
-target waits for the drafter, then the drafter for the target. Alternation pays where two forwards over half the rows,
-or a draft and one of them, take less than a draft and one forward over all.
+`Alternation` (MineDraft, arXiv 2603.18016): the target verifies one half of the requests while the drafter drafts for
+the other half. Without it, requests with simultaneous outcomes are drafted for together and verified together: the
+target waits for the drafter, then the drafter for the target. Alternation pays if two forwards over half the rows, or
+a draft and one of them, take less than a draft and one forward over all.
 
-`RemotePrefills`: prompts that another process reads in the target's place. The target reports what it has of a prompt;
-the rest is read elsewhere where it is long enough. What is lost on the way costs time: the target, asked again, reads
-on by itself. Knows requests and messages, no keys or values.
+`RemotePrefills` lets prefill workers read prompts in the target's place. The target reports how much of a prompt it
+has; the rest goes to a worker if it is long enough. A loss only costs time: the target, asked again, reads on by
+itself. Knows requests and messages, no keys or values.
 """
 
 from __future__ import annotations
@@ -40,55 +39,56 @@ from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled,
 
 
 def may_prepare(request: Request, proposer: Proposer) -> bool:
-    """Not during a wait, nor where an in-process drafter drafts too. A residual q would travel twice."""
+    """Whether chains may be prepared: not during a wait, in a tree with in-process drafts, or with a residual q, which
+    would be sent twice."""
     ahead = request.mode == "ssd" and not proposer.unites(request)
     return ahead and not request.wait and not request.admit.sampling.is_residual
 
 
 def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
-    """What follows on outcomes that have a complete branch and do not end the request."""
+    """Yields (outcome, proposal) for each outcome that has a complete branch and does not end the request."""
     for committed, found in request.cache.complete(request.depth):
         space = remaining_tokens(request, context, len(committed))
         if space > 0 and up_to_end(request, context, committed)[1] is None:
             yield committed, proposer.branch(request, found, space, committed)
 
 
-# A wait that may include a drafter's first work, or that full depth asks for, gets this long before the target goes on.
+# The limit of a wait that may include a drafter's first work, or that full depth requires.
 PATIENCE_MS = 2000.0
 
 
 def wait_for_chain(estimates: Estimates, step: AskDrafters, full_depth: bool, now_ns: int) -> DrafterWait:
-    """The wait for a just-in-time chain, asked for now."""
+    """Returns the wait for a chain that is requested now."""
     limit_ms = longest_wait_ms(estimates.draft_ms(step.depth))
     if full_depth or not estimates.has_drafted:
         limit_ms = max(limit_ms, PATIENCE_MS)
     if step.missed and not full_depth:
-        limit_ms = _concurrent(estimates, limit_ms)
+        limit_ms = _until_next_forward(estimates, limit_ms)
     return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
 
 
 def wait_for_branch(
     estimates: Estimates, request: Request, step: WaitForBranch, full_depth: bool, now_ns: int
 ) -> DrafterWait:
-    """The wait for a branch to come or grow, begun now or gone on with; in all never longer than for a whole tree."""
+    """Returns a new or continued wait for a branch to come or grow; in all it is no longer than for a whole tree."""
     asked_ns = request.wait.asked_ns if request.wait else now_ns
     missed = request.wait.missed if request.wait else step.missed
     limit_ms = longest_wait_ms(step.milliseconds)
-    whole_ms = _concurrent(estimates, longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms()))
+    whole_ms = longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms())
+    whole_ms = _until_next_forward(estimates, whole_ms)
     if full_depth:
         limit_ms = whole_ms = PATIENCE_MS
     deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
     return DrafterWait(asked_ns, deadline_ns, step.committed, missed)
 
 
-def _concurrent(estimates: Estimates, limit_ms: float) -> float:
-    """Of several requests none that missed waits past the others' next forward, whatever keeps the drafter: it goes
-    along in the one behind."""
+def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
+    """Limits the wait after a miss to the other requests' next forward, if there are others: it joins the one after."""
     return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
 
 
 def wait_for_others(estimates: Estimates, waiting: DrafterWait, depth: int, now_ns: int) -> DrafterWait:
-    """The wait of a chain that has come, until the other half was verified."""
+    """Returns the wait of a drafted chain until the other half was verified."""
     limit_ms = longest_wait_ms(estimates.verify_ms(depth + 1))
     return DrafterWait(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
 
@@ -100,12 +100,12 @@ class Dispatch:
     workers: Workers
 
     def open(self, request: Request, offered: bool) -> None:
-        """It reads the committed tokens, unless they are `offered` to a prefill worker; its answer is the outcome of an
-        empty chain."""
+        """Sends OPEN: the target reads the committed tokens, unless they are `offered` to a prefill worker, and answers
+        with the outcome of an empty chain."""
         self.workers.send_target(replace(opening(request, None), offered=offered))
 
     def verify(self, request: Request) -> None:
-        """The request's proposal, in its round."""
+        """Sends VERIFY with the request's proposal."""
         proposal = request.proposal
         self.workers.send_target(
             Verify(
@@ -128,17 +128,17 @@ class Dispatch:
         )
 
     def again(self, request: Request) -> None:
-        """The round under way once more: the target answers from what it has said, works on, or says RESYNC."""
+        """Sends the round under way again: the target repeats its answer, continues its work, or answers RESYNC."""
         self.verify(request)
         if request.halted:
             self.halt(request)
 
     def halt(self, request: Request) -> None:
-        """The target is not to go on by itself."""
+        """Sends HALT: the target must not continue by itself."""
         self.workers.send_target(Halt(request=request.id, epoch=request.epoch))
 
     def prepare(self, request: Request) -> None:
-        """What the target may go on with after the round under way."""
+        """Sends PREPARE with the chains that the target may continue with after the round under way."""
         chains = request.prepared.values()
         self.workers.send_target(
             Prepare(
@@ -157,7 +157,7 @@ class Dispatch:
 
 
 class NextRound:
-    """Begins rounds, and waits. `full_depth`: see `RoundSettings`."""
+    """Begins rounds and waits. `full_depth`: see `RoundSettings`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class NextRound:
                 self._wait_for_branch(request, step, now_ns)
 
     def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """VERIFY to the target, and in the same breath COMMIT to the drafters."""
+        """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
         waited, request.wait = request.wait, None
         self._begin_round(request, proposal.after_wait(waited.missed) if waited else proposal)
         self._dispatch.verify(request)
@@ -199,7 +199,7 @@ class NextRound:
         request.proposal = proposal
 
     def _under_way(self, request: Request, now_ns: int) -> None:
-        """The target has its round; the drafters are to prepare its outcomes."""
+        """Requests branches for the round under way, and records its proposal."""
         request.cache.start()
         request.prepared = {}
         if request.mode == "ssd" and request.drafters:
@@ -209,7 +209,7 @@ class NextRound:
         self._planner.on_proposed(request)
 
     def on_autonomous_round(self, request: Request, proposal: Proposal, now_ns: int) -> None:
-        """The target has begun the next round by itself; HALT follows where that is to be the last such one."""
+        """Follows a target that has begun the next round by itself, and sends HALT if it is to be the last such one."""
         self._begin_round(request, proposal)
         if not proposal.autonomous:
             self._under_way(request, now_ns)
@@ -220,7 +220,7 @@ class NextRound:
             self._dispatch.halt(request)
 
     def prepare(self, request: Request) -> None:
-        """PREPARE to the target, unless the controller may have another plan after this round."""
+        """Prepares chains at the target, unless the policy may have another plan after this round."""
         if not may_prepare(request, self._proposer) or self._planner.may_replan(request):
             return
         request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
@@ -228,7 +228,7 @@ class NextRound:
             self._dispatch.prepare(request)
 
     def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
-        """COMMIT without a chain: the drafters continue the committed text, and the wait for them is bounded."""
+        """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
         self._metrics.on_asked(request, step.missed, now_ns)
         if step.missed:
             self._planner.on_missed(request)
@@ -236,13 +236,13 @@ class NextRound:
         self._draft_pool.ask(request, step.depth, now_ns)
 
     def _wait_for_branch(self, request: Request, step: WaitForBranch, now_ns: int) -> None:
-        """Waits, again when a push leaves more to wait for."""
+        """Begins a wait for a branch, or continues it after a push."""
         if request.wait is None:
             self._metrics.on_asked(request, False, now_ns)
         request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def end_wait(self, request: Request, now_ns: int) -> None:
-        """Ends the wait where no drafter is left to wait for."""
+        """Ends the wait if all drafters are done."""
         if request.wait and not request.awaits_drafters:
             held, request.held = request.held, None
             self.verify(request, held or self._proposer.as_it_is(request, self._remaining_tokens(request)), now_ns)
@@ -251,28 +251,28 @@ class NextRound:
         return remaining_tokens(request, self._workers.target_context)
 
 
-# It has to be so much quicker by the estimates, which know nothing of the hop between two halves.
+# Alternation must take less than this share of the time by the estimates, which ignore the hop between the halves.
 CLEARLY = 0.9
 
 
 class Alternation:
-    """Of SD's requests, by the two sides that they are on."""
+    """Decides which requests in SD alternate, and when; each request is on one of two sides."""
 
     def __init__(self, estimates: Estimates) -> None:
         self._estimates = estimates
 
     def side(self, requests: Collection[Request]) -> int:
-        """Where a new one goes: to the fewer."""
+        """Returns the side of a new request: the one with fewer."""
         return int(2 * sum(request.side for request in requests) < len(requests))
 
     def holds(self, request: Request, requests: Collection[Request]) -> bool:
-        """Whether a chain that has come waits until the other side's verify has ended."""
-        mine = [other for other in requests if _takes_turns(other)]
-        under_way = any(other.side != request.side and _is_verified(other) for other in mine)
-        return under_way and _takes_turns(request) and self.pays(len(mine), request.depth)
+        """Whether a drafted chain waits until the other side's verify has ended."""
+        alternating = [other for other in requests if _alternates(other)]
+        under_way = any(other.side != request.side and _is_verified(other) for other in alternating)
+        return under_way and _alternates(request) and self.pays(len(alternating), request.depth)
 
     def pays(self, requests: int, depth: int) -> bool:
-        """Whether so many requests with chains of `depth` take less time in two halves than together."""
+        """Whether `requests` with chains of `depth` take less time in two halves than together."""
         estimates, rows = self._estimates, depth + 1
         if requests < 2 or not estimates.has_drafted:
             return False
@@ -282,18 +282,18 @@ class Alternation:
         return max(first + second, draft + first) < CLEARLY * together
 
 
-def _takes_turns(request: Request) -> bool:
+def _alternates(request: Request) -> bool:
     return request.mode == "sd" and bool(request.drafters)
 
 
 def _is_verified(request: Request) -> bool:
-    """Whether the target has a round of it, other than its prompt."""
+    """Whether the target verifies a round of it, other than its prompt."""
     return not (request.wait or request.reads or request.over)
 
 
 @dataclass(slots=True)
 class RemotePrefill:
-    """A prompt in its `epoch` that was offered, or is read by `worker`; so many tokens are `left`."""
+    """A prompt in its `epoch` that was offered, or that `worker` reads, with `left` tokens unread."""
 
     epoch: int
     left: int
@@ -301,7 +301,7 @@ class RemotePrefill:
 
 
 class RemotePrefills:
-    """The readings under way, by request. `min_tokens`: shorter prompts are the target's own matter."""
+    """The remote prefills under way, by request. The target itself reads prompts shorter than `min_tokens`."""
 
     def __init__(self, workers: Workers, dispatch: Dispatch, min_tokens: int) -> None:
         self._workers = workers
@@ -311,7 +311,7 @@ class RemotePrefills:
         self._asked: set[str] = set()
 
     def offer(self, request: Request) -> bool:
-        """Whether the target is to wait, before it reads, for what becomes of this prompt."""
+        """Offers a prompt to the prefill workers; returns whether the target is to wait before it reads."""
         self.forget(request)
         left = len(request.tokens) - 1
         if left < self._min_tokens or not self._workers.prefill_workers():
@@ -320,33 +320,33 @@ class RemotePrefills:
         return True
 
     def on_progress(self, request: Request, message: Prefilled) -> None:
-        """The target has so much of a prompt: the worker with the least to read gets the rest, or the target."""
-        reading = self._prefills.get(request.id)
-        if reading is None or reading.epoch != message.epoch:
+        """Sends the rest of a prompt, of which the target has a part, to the least busy worker, or the target."""
+        prefill = self._prefills.get(request.id)
+        if prefill is None or prefill.epoch != message.epoch:
             return
-        reading.left = message.total - 1 - message.done
-        if reading.worker or reading.left <= 0:
+        prefill.left = message.total - 1 - message.done
+        if prefill.worker or prefill.left <= 0:
             return
         workers = self._workers.prefill_workers()
-        if reading.left < self._min_tokens or not workers:
+        if prefill.left < self._min_tokens or not workers:
             self._hand_back(request)
             return
-        reading.worker = min(sorted(workers), key=self._load)
-        self._asked.add(reading.worker)
+        prefill.worker = min(sorted(workers), key=self._load)
+        self._asked.add(prefill.worker)
         tokens = np.asarray(request.tokens, np.int32)
-        self._workers.send_worker(reading.worker, Prefill(request.id, request.epoch, tokens, message.done))
+        self._workers.send_worker(prefill.worker, Prefill(request.id, request.epoch, tokens, message.done))
 
     def has_asked(self, worker: str) -> bool:
-        """Whether this is a prefill worker whose words come here."""
+        """Whether a worker was sent a prompt, so that its messages come here."""
         return worker in self._asked
 
     def on_message(self, request: Request | None, sender: str, message: Message) -> bool:
-        """Takes what a prefill worker says; False: it is of no use any more."""
-        reading = self._prefills.get(request.id) if request is not None else None
-        if request is None or reading is None or reading.worker != sender:
+        """Handles a prefill worker's message; returns False if it is stale."""
+        prefill = self._prefills.get(request.id) if request is not None else None
+        if request is None or prefill is None or prefill.worker != sender:
             return False
         if isinstance(message, PromptKv):
-            if message.epoch != reading.epoch:
+            if message.epoch != prefill.epoch:
                 return False
             request.metrics.handed_over += message.count
             self._workers.send_target(message)
@@ -355,21 +355,21 @@ class RemotePrefills:
         return True
 
     def on_worker_lost(self, worker: str, requests: Mapping[str, Request]) -> None:
-        """It reads no more: the target does."""
+        """Hands the prompts of a lost worker back to the target."""
         self._asked.discard(worker)
-        for id_ in [id_ for id_, reading in self._prefills.items() if reading.worker == worker]:
+        for id_ in [id_ for id_, prefill in self._prefills.items() if prefill.worker == worker]:
             self._hand_back(requests[id_])
 
     def forget(self, request: Request) -> None:
-        """Stops the remote reading: the prompt has been read, or the target reads it, or the request is over."""
-        reading = self._prefills.pop(request.id, None)
-        if reading is not None and reading.worker:
-            self._workers.send_worker(reading.worker, Close(request.id))
+        """Ends a remote prefill: the prompt has been read, the target reads it, or the request has ended."""
+        prefill = self._prefills.pop(request.id, None)
+        if prefill is not None and prefill.worker:
+            self._workers.send_worker(prefill.worker, Close(request.id))
 
     def _hand_back(self, request: Request) -> None:
-        """The target reads on by itself."""
+        """Lets the target read on by itself."""
         self.forget(request)
         self._dispatch.again(request)
 
     def _load(self, worker: str) -> int:
-        return sum(reading.left for reading in self._prefills.values() if reading.worker == worker)
+        return sum(prefill.left for prefill in self._prefills.values() if prefill.worker == worker)

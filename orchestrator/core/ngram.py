@@ -1,6 +1,6 @@
-"""The in-process source of copies: what followed the last time the text ended like this (prompt lookup).
+"""N-gram copies of the text: the tokens that followed the last time the text ended like this (prompt lookup).
 
-Needs no worker, so no loss of one affects it. Knows tokens only.
+Needs no worker, so the loss of one does not affect it. Knows tokens only.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 LONGEST = 5
 SHORTEST = 2
-# The core looks through so many tokens at a time, well under a millisecond, and keeps as many in mind, some 15 MiB.
+# The core indexes PIECE tokens at a time, well under a millisecond, and keeps the last WINDOW, some 15 MiB.
 PIECE = 256
 WINDOW = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Tokens that followed before on the text's last `matched` tokens; the more matched, the likelier they hold."""
+    """Tokens that followed the text's last `matched` tokens before; the longer the match, the likelier they recur."""
 
     chain: tuple[int, ...] = ()
     matched: int = 0
 
 
 class NgramIndex:
-    """The n-grams of the last `WINDOW` tokens of one request's text, each with where it was last followed by something.
+    """The n-grams of the last `WINDOW` tokens of one request's text, with the position after their last occurrence.
 
-    Tokens are taken at once and looked through when there is time: until then what they say is not found.
+    Tokens are appended at once and indexed when there is time; until then a lookup does not find them.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -38,23 +38,23 @@ class NgramIndex:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it was never given a token: nothing is to be found."""
+        """Whether it has no tokens."""
         return not self._tokens
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are tokens to look through."""
+        """Whether there are tokens to index."""
         return self._read < len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Takes more text; what is behind anyway is not read here."""
+        """Appends tokens, and indexes them unless earlier ones are still to be indexed."""
         behind = self.is_behind
         self._tokens += tokens
         if not behind:
             self.read_on(PIECE)
 
     def read_on(self, count: int) -> None:
-        """Looks through up to `count` tokens more."""
+        """Indexes up to `count` more tokens."""
         if not self._read:
             self._read = max(len(self._tokens) - WINDOW, 0)
         for end in range(self._read, min(self._read + count, len(self._tokens))):
@@ -64,19 +64,19 @@ class NgramIndex:
             self._read = end + 1
 
     def _ending_at(self, end: int) -> Iterator[tuple[int, ...]]:
-        """The n-grams that the token at `end` follows."""
+        """Returns the n-grams before the token at `end`."""
         return (tuple(self._tokens[end - n : end]) for n in range(SHORTEST, min(LONGEST, end) + 1))
 
     def _forget(self, end: int) -> None:
-        """Drops what was last followed by the token there, if any."""
+        """Drops the n-grams whose last occurrence is before the token at `end`."""
         for gram in self._ending_at(end):
             if self._followed_at.get(gram) == end:
                 del self._followed_at[gram]
 
     def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
-        """`length` tokens that followed the longest known suffix of the text, as if it went on with `then`.
+        """Returns `length` tokens that followed the longest known suffix of the text, extended by `then`.
 
-        What is copied may run into its own beginning: a text that repeats itself goes on repeating.
+        A copy may continue with its own beginning: a text that repeats itself continues to repeat.
         """
         tail = [*self._tokens[-LONGEST:], *then][-LONGEST:]
         for n in range(len(tail), SHORTEST - 1, -1):

@@ -1,14 +1,14 @@
-"""What a round verifies, where it came from, and what copies of the text add to it: a longer chain, or a tree.
+"""Proposals: the chain or tree that a round verifies, extended by n-gram copies of the text.
 
-`Proposal`: the chain or tree of one round.
+`Proposal` is the chain or tree of one round, with its source.
 
-`DraftTrie`: drafts of any origin merged into one tree. A node's mass is the probability that it is accepted: the
-product of the odds down to it. The expected tokens of a round are 1 plus the sum of the masses, so the best tree of M
-nodes has the M heaviest, which one heap finds; c(M) decides how many. Where nothing else pays, the tree is a chain.
+`DraftTrie` merges drafts of any origin into one tree. A node's mass is the probability that it is accepted: the product
+of the odds down to it. The expected tokens of a round are 1 plus the sum of the masses, so the best tree of M nodes has
+the M heaviest, which one heap finds; c(M) decides how many. If nothing else pays, the tree is a chain.
 
-`filled` and `merged`: a drafter's chain, the tokens it ranked next best, and what the text says comes next, in one
-proposal. `best_tail`: how much of a copy is worth its rows: expected tokens minus the worth of the time, as in
-`proposer`. Copying costs nothing, so a copy may be longer than K. Pure functions of the estimates; nothing is sent.
+`filled` and `merged` put a drafter's chain, its alternatives and a copy into one proposal. `best_tail` decides how much
+of a copy is worth its rows: expected tokens minus the worth of the time, as in `proposer`. Copying costs nothing, so a
+copy may be longer than K. All are pure functions of the estimates; nothing is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, is_chain, 
 
 
 class ProposalSource(Enum):
-    """Where a chain under verification came from."""
+    """The source of a chain under verification."""
 
     NONE = "none"
     CACHE = "cache"
@@ -41,38 +41,39 @@ _ORIGINS = {ProposalSource.CACHE: Origin.PREPARED, ProposalSource.HEAD: Origin.H
 
 
 class Lookup(Enum):
-    """What the speculation cache had for the outcome before a round."""
+    """The result of looking an outcome up in the speculation cache."""
 
     NONE = "none"
-    """It was not asked."""
+    """No lookup."""
     HIT = "hit"
     """A branch, served at once."""
     GROWN = "grown"
-    """A branch that was waited for to grow."""
+    """A branch, served after a wait for it to grow."""
     LATE = "late"
-    """Nothing when the outcome came; its branch came while it was waited for."""
+    """No branch when the outcome came; the branch came during a wait for it."""
     MISS = "miss"
 
     @property
     def found(self) -> bool:
-        """There was a branch, at once or late."""
+        """Whether there was a branch, at once or late."""
         return self in (Lookup.HIT, Lookup.GROWN, Lookup.LATE)
 
     @property
     def missed(self) -> bool:
-        """There was none when the outcome came."""
+        """Whether there was no branch when the outcome came."""
         return self in (Lookup.LATE, Lookup.MISS)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What the next round verifies after the last committed token.
+    """The tokens that the next round verifies after the last committed token.
 
-    The last `copied` tokens are from the text, those before may be a `drafter`'s. `q`: what the chain was drawn from,
-    None where nothing was drawn. `autonomous`: the target goes on by itself after it, plainly or, `draft` tokens a
-    round, with its own drafter, whose chain comes with the outcome; with tokens beside it that hold with a probability
-    of more than `min_prob`. With `draft` and without `autonomous` that is so for one round, and the tokens stand beside
-    that chain. With `parents` the tokens are a tree; `by` tells where each is from, if not all are from one place.
+    The last `copied` tokens are n-gram copies, those before may be from a `drafter`. `q` holds the distributions that
+    the chain was drawn from, if it was. With `parents` the tokens are a tree; `by` holds the origin of each token if
+    they differ. With `autonomous` the target continues by itself after this round, plainly or with an in-process
+    drafter. That drafter drafts `draft` tokens a round, and alternatives with a probability of more than `min_prob`;
+    its chain comes with the outcome. With `draft` but not `autonomous` it does so for this round only, and `chain`
+    stands in one tree with its chain.
     """
 
     chain: tuple[int, ...] = ()
@@ -89,7 +90,7 @@ class Proposal:
 
     @property
     def line(self) -> tuple[int, ...]:
-        """The chain, or a tree's first branch."""
+        """The chain, or the first branch of a tree."""
         return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
 
     @property
@@ -101,11 +102,11 @@ class Proposal:
 
     @property
     def depth(self) -> int:
-        """How many tokens may hold at most."""
+        """The most tokens that can be accepted."""
         return max(depths(self.parents), default=-1) + 1 if self.parents else len(self.chain)
 
     def nodes(self, outcome: Outcome) -> Sequence[int] | None:
-        """Those that hold; None: the outcome is of no such proposal."""
+        """Returns the accepted nodes; None if the outcome does not fit the proposal."""
         if outcome.path is None and not self.parents:
             return range(outcome.accepted) if outcome.accepted <= len(self.chain) else None
         path = tuple(range(outcome.accepted)) if outcome.path is None else outcome.path
@@ -114,45 +115,45 @@ class Proposal:
         return path if [self.parents[node] for node in path] == [ROOT, *path][: len(path)] else None
 
     def along(self, nodes: Sequence[int]) -> int:
-        """How many of these nodes that hold are of the drafter's chain."""
+        """Returns how many of these accepted nodes are on the drafter's chain."""
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(nodes, self.drafter_nodes, strict=False)))
 
     def settled(self, outcome: Outcome) -> Proposal:
-        """With what was verified: where the target drafted, its own chain, united with what it was sent."""
+        """Returns the proposal as it was verified: united with the in-process drafter's tokens, if there are any."""
         if not self.draft:
             return self
-        own = DraftTree(outcome.drafted or (), outcome.drafted_parents)
-        first = set(spine(own.parents)) if own.parents else range(len(own.tokens))
-        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(own.tokens)))
+        drafted = DraftTree(outcome.drafted or (), outcome.drafted_parents)
+        first = set(spine(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
+        by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
-            return replace(self, chain=own.tokens, parents=own.parents, by=by if own.parents else ())
-        both = united(own, DraftTree(self.chain, self.parents), MAX_CHAIN)
-        beside = {place: origin for place, origin in zip(both.places, self.by, strict=True) if place is not None}
-        by += tuple(beside[node] for node in range(len(own.tokens), len(both.tokens)))
-        return replace(self, chain=both.tokens, parents=both.parents, by=by)
+            return replace(self, chain=drafted.tokens, parents=drafted.parents, by=by if drafted.parents else ())
+        union = united(drafted, DraftTree(self.chain, self.parents), MAX_CHAIN)
+        sent = {place: origin for place, origin in zip(union.places, self.by, strict=True) if place is not None}
+        by += tuple(sent[node] for node in range(len(drafted.tokens), len(union.tokens)))
+        return replace(self, chain=union.tokens, parents=union.parents, by=by)
 
     def again(self) -> Proposal:
-        """The round after, which the target makes by itself."""
+        """Returns the proposal of the next round of a target that continues by itself."""
         return replace(self, chain=(), parents=(), by=(), lookup=Lookup.NONE)
 
     @property
     def origin(self) -> Origin:
-        """Of what a drafter has said of it."""
+        """The origin of its drafted tokens."""
         return _ORIGINS.get(self.source, Origin.DRAFTED)
 
     def origins(self, nodes: Sequence[int]) -> tuple[Origin, ...]:
-        """Of the tokens of an outcome of which these nodes hold."""
+        """Returns the origins of an outcome's tokens, given the accepted nodes."""
         by = self.by or (self.origin,) * (len(self.chain) - self.copied) + (Origin.COPIED,) * self.copied
         return (*(by[node] for node in nodes), Origin.TARGET)
 
     def after_wait(self, missed: bool) -> Proposal:
-        """Now that a drafter was waited for; `missed`: for a branch that was not there when the outcome came."""
+        """Returns it after a wait for a drafter; `missed`: there was no branch when the outcome came."""
         if missed:
             return replace(self, lookup=Lookup.LATE if self.lookup.found else Lookup.MISS)
         return replace(self, lookup=Lookup.GROWN) if self.lookup is Lookup.HIT else self
 
     def kind(self, sampling: SamplingParams) -> str:
-        """By which rule the target is to verify it (see `Verify`)."""
+        """Returns the rule by which the target verifies it (see `Verify`)."""
         if not sampling.is_residual:
             return "coupled"
         return "one-hot" if self.q is None else "sparse"
@@ -163,7 +164,7 @@ LARGEST = 32
 
 @dataclass(slots=True)
 class DraftNode:
-    """A token that may follow those above it, with these odds where they hold."""
+    """A token of the trie, and the probability that it is accepted if those above it are."""
 
     token: int
     odds: float
@@ -171,42 +172,42 @@ class DraftNode:
     children: dict[int, DraftNode] = field(default_factory=dict)
 
     def likeliest(self) -> list[tuple[float, DraftNode]]:
-        """What may follow it, the likeliest first. Of tokens that exclude each other no more can hold than one."""
+        """Returns the children with their odds, the likeliest first. They exclude each other: the sum is at most 1."""
         total = max(sum(child.odds for child in self.children.values()), 1.0)
         shares = [(child.odds / total, child) for child in self.children.values()]
         return sorted(shares, key=lambda share: -share[0])
 
 
 class DraftTrie:
-    """What may follow the text by any source; a token that several propose stands once."""
+    """The drafts of all sources as a trie: a token that several propose occurs once."""
 
     def __init__(self) -> None:
         self.root = DraftNode(-1, 1.0, Origin.TARGET)
 
     def add(self, tokens: Sequence[int], odds: Sequence[float], by: Origin, parents: Sequence[int] = ()) -> None:
-        """A chain, or with `parents` a tree. What was said before keeps its origin, and the better odds of the two."""
+        """Adds a chain, or with `parents` a tree. A token already there keeps its origin, and the better odds."""
         nodes: list[DraftNode] = []
-        for token, own, parent in zip(tokens, odds, parents or line(len(tokens)), strict=True):
+        for token, probability, parent in zip(tokens, odds, parents or line(len(tokens)), strict=True):
             above = nodes[parent] if parent >= 0 else self.root
-            known = above.children.setdefault(token, DraftNode(token, own, by))
-            known.odds = max(known.odds, own)
-            nodes.append(known)
+            node = above.children.setdefault(token, DraftNode(token, probability, by))
+            node.odds = max(node.odds, probability)
+            nodes.append(node)
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many of these have been said already, from the text on."""
-        at, count = self.root, 0
+        """Returns how many of the first tokens are in the trie."""
+        node, count = self.root, 0
         for token in tokens:
-            if token not in at.children:
+            if token not in node.children:
                 break
-            at, count = at.children[token], count + 1
+            node, count = node.children[token], count + 1
         return count
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyTree:
-    """A tree as `protocol.trees` has it, its heaviest branch first; (): the parents of a chain.
+    """A tree in the form of `protocol.trees`, its heaviest branch first; the `parents` of a chain are ().
 
-    `by`: where each token is from. `expects`: the tokens of a round with it, the target's own included.
+    `by` holds the origin of each token, `expects` the expected tokens of a round, the bonus token included.
     """
 
     tokens: tuple[int, ...] = ()
@@ -216,51 +217,51 @@ class VerifyTree:
 
 
 def heaviest(drafts: DraftTrie) -> Iterator[tuple[float, DraftNode, DraftNode]]:
-    """Every draft with its mass and what it stands behind, the heaviest first; none comes before those above it."""
+    """Yields (mass, node, parent), the heaviest first; a parent comes before its children."""
     heap: list[tuple[float, int, DraftNode, DraftNode]] = []
     count = 0
 
-    def open_behind(above: DraftNode, mass: float) -> None:
+    def push_children(above: DraftNode, mass: float) -> None:
         nonlocal count
         for share, child in above.likeliest():
             heapq.heappush(heap, (-mass * share, count, child, above))
             count += 1
 
-    open_behind(drafts.root, 1.0)
+    push_children(drafts.root, 1.0)
     while heap:
-        lost, _, draft, above = heapq.heappop(heap)
-        yield -lost, draft, above
-        open_behind(draft, -lost)
+        negative, _, draft, above = heapq.heappop(heap)
+        yield -negative, draft, above
+        push_children(draft, -negative)
 
 
 def grown(
     drafts: DraftTrie, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST
 ) -> VerifyTree:
-    """The best tree.
+    """Returns the best tree.
 
     Args:
-        cost: what a round with so many rows costs, all told; rows are the nodes and the last committed token.
-        worth: the tokens that a unit of that is worth; None: what this round brings in it, so that tokens by time is
-            the most, which adds nodes while mass / (1 + E) > dc / c.
-        most: nodes.
+        cost: the total cost of a round by its rows: the nodes and the last committed token.
+        worth: the tokens that a unit of cost is worth. None maximises tokens per cost of this round, which adds nodes
+            while mass / (1 + E) > dc / c.
+        most: the most nodes.
     """
-    found = list(islice(heaviest(drafts), most))
+    nodes = list(islice(heaviest(drafts), most))
     best, size, expects, total = _value(1.0, cost(1), worth), 0, 1.0, 1.0
-    for index, (mass, _, _) in enumerate(found, 1):
+    for index, (mass, _, _) in enumerate(nodes, 1):
         total += mass
         value = _value(total, cost(index + 1), worth)
         if value > best:
             best, size, expects = value, index, total
-    return _laid_out(drafts, [draft for _, draft, _ in found[:size]], expects)
+    return _flatten(drafts, [draft for _, draft, _ in nodes[:size]], expects)
 
 
 def _value(tokens: float, cost: float, worth: float | None) -> float:
     return tokens / cost if worth is None else tokens - worth * cost
 
 
-def _laid_out(drafts: DraftTrie, chosen: Sequence[DraftNode], expects: float) -> VerifyTree:
-    """These drafts in the order of walking down the likeliest branch first."""
-    among = {id(draft) for draft in chosen}
+def _flatten(drafts: DraftTrie, chosen: Sequence[DraftNode], expects: float) -> VerifyTree:
+    """Returns the chosen nodes depth first, the likeliest branch first."""
+    chosen_ids = {id(draft) for draft in chosen}
     tokens: list[int] = []
     parents: list[int] = []
     by: list[Origin] = []
@@ -273,7 +274,7 @@ def _laid_out(drafts: DraftTrie, chosen: Sequence[DraftNode], expects: float) ->
             tokens.append(draft.token)
             parents.append(parent)
             by.append(draft.by)
-        todo += [(child, node) for _, child in reversed(draft.likeliest()) if id(child) in among]
+        todo += [(child, node) for _, child in reversed(draft.likeliest()) if id(child) in chosen_ids]
     return VerifyTree(tuple(tokens), () if is_chain(parents) else tuple(parents), tuple(by), expects)
 
 
@@ -282,14 +283,14 @@ LONGEST_COPY = 12
 
 @dataclass(frozen=True, slots=True)
 class CopiedTail:
-    """The first `tokens` of a copy, and what they add to a chain: tokens less the worth of their time."""
+    """The first `tokens` of a copy, and the gain from adding them: expected tokens minus the worth of their time."""
 
     tokens: tuple[int, ...] = ()
     gain: float = 0.0
 
 
 def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> CopiedTail:
-    """As much of `copy` as pays behind tokens that all hold with the probability `held`."""
+    """Returns the best beginning of `copy` after tokens that are all accepted with probability `held`."""
     best, tokens, reach = CopiedTail(), 0.0, held
     acceptance, row = estimates.copied(copy.matched), estimates.tokens_per_ms() * estimates.row_ms()
     for index in range(len(copy.chain)):
@@ -302,12 +303,12 @@ def best_tail(estimates: Estimates, copy: Copy, held: float = 1.0) -> CopiedTail
 
 
 def longest_copy(ngrams: NgramIndex, room: int) -> Copy:
-    """What the text says comes next; `room` is for the most tokens that a chain may have."""
+    """Returns the longest copy that may be verified; `room` is the most tokens of a chain."""
     return ngrams.lookup(min(LONGEST_COPY, room))
 
 
 def copied(tail: CopiedTail) -> Proposal:
-    """A chain that is nothing but copied; an empty one is an AR step."""
+    """Returns the proposal of a copy alone; an empty one is an AR step."""
     source = ProposalSource.NGRAM if tail.tokens else ProposalSource.NONE
     return Proposal(tail.tokens, source, copied=len(tail.tokens))
 
@@ -315,11 +316,11 @@ def copied(tail: CopiedTail) -> Proposal:
 def filled(
     estimates: Estimates, ngrams: NgramIndex, branch: Proposal, committed: tuple[int, ...], room: int
 ) -> Proposal:
-    """A branch with what the text says after it behind it, or what the text says in its place, if that is worth more.
+    """Returns a branch extended by a copy, or a copy in its place, whichever is worth more.
 
     Args:
-        committed: tokens that the n-grams have not seen yet and the branch follows on.
-        room: the most tokens the chain may have.
+        committed: tokens before the branch that the n-grams have not seen yet.
+        room: the most tokens of the chain.
     """
     longest = min(LONGEST_COPY, room)
     drafted = len(branch.chain)
@@ -327,19 +328,19 @@ def filled(
     instead = ngrams.lookup(longest, committed)
     held = estimates.drafted.reach(drafted - 1) if drafted else 1.0
     tail, alone = best_tail(estimates, after, held), best_tail(estimates, instead)
-    brings = estimates.drafted.expected_tokens(drafted) - 1.0 + tail.gain
-    costs = estimates.tokens_per_ms() * estimates.row_ms() * drafted
-    if alone.tokens and alone.gain > brings - costs:
+    tokens = estimates.drafted.expected_tokens(drafted) - 1.0 + tail.gain
+    cost = estimates.tokens_per_ms() * estimates.row_ms() * drafted
+    if alone.tokens and alone.gain > tokens - cost:
         return replace(copied(alone), lookup=branch.lookup)
     return replace(branch, chain=branch.chain + tail.tokens, copied=len(tail.tokens))
 
 
-# Beside a chain's token hardly anything holds more often: where a row is worth that many tokens, none are asked for.
+# Hardly any alternative to a chain's token is likelier than this. If a row is worth more tokens, none are requested.
 DEAREST_ROW = 0.3
 
 
-def worth_telling(estimates: Estimates, takes_trees: bool) -> float:
-    """How probable a token is that is worth telling beside a drafter's chain; 1: none is."""
+def min_alternative(estimates: Estimates, takes_trees: bool) -> float:
+    """Returns the least probability of an alternative token that is worth its row; 1: alternatives never are."""
     row = estimates.tokens_per_ms() * estimates.row_ms()
     return row if takes_trees and row < DEAREST_ROW else 1.0
 
@@ -350,29 +351,29 @@ def merged(
     branch: Proposal,
     committed: tuple[int, ...],
     room: int,
-    beside: Alternatives | None = None,
+    alternatives: Alternatives | None = None,
 ) -> Proposal | None:
-    """The best tree of them; None: there is nothing to merge.
+    """Returns the best tree of a branch, a copy and alternatives; None: there is nothing to merge.
 
     Args:
-        committed: tokens that the n-grams have not seen yet and the branch follows on.
-        room: the most tokens that may hold.
-        beside: what the drafter thought next best beside its chain's tokens.
+        committed: tokens before the branch that the n-grams have not seen yet.
+        room: the most tokens that can be accepted.
+        alternatives: the drafter's alternatives to tokens of its chain.
     """
     chain, longest = branch.chain, min(LONGEST_COPY, room)
     instead = Copy() if ngrams.is_empty else ngrams.lookup(longest, committed)
     forks = bool(instead.chain) and chain[: len(instead.chain)] != instead.chain[: len(chain)]
-    if not chain or not (forks or beside is not None):
+    if not chain or not (forks or alternatives is not None):
         return None
     drafts = DraftTrie()
-    drafts.add(chain, [estimates.drafted.rate(place) for place in range(len(chain))], branch.origin)
-    if beside is not None:
-        _put_beside(drafts, chain, beside)
+    drafts.add(chain, [estimates.drafted.rate(position) for position in range(len(chain))], branch.origin)
+    if alternatives is not None:
+        _add_alternatives(drafts, chain, alternatives)
     if forks:
-        put_copy(drafts, instead, estimates.alternatives(instead.matched))
-    after = _after(ngrams, branch, committed, longest)
+        add_copy(drafts, instead, estimates.alternatives(instead.matched))
+    after = Copy() if ngrams.is_empty else ngrams.lookup(longest - len(chain), (*committed, *chain))
     tail = best_tail(estimates, after, estimates.drafted.reach(len(chain) - 1)).tokens
-    rates = [estimates.copied(after.matched).rate(place) for place in range(len(tail))]
+    rates = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
     drafts.add((*chain, *tail), [*[0.0] * len(chain), *rates], Origin.COPIED)
     worth = None if estimates.active == 1 else estimates.tokens_per_ms()
     fixed = estimates.turnaround_ms()
@@ -383,49 +384,42 @@ def merged(
     return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
 
 
-def put_copy(drafts: DraftTrie, copy: Copy, holds: Acceptance) -> None:
-    """What the text says comes next; its tokens hold so well from where no other source has them."""
+def add_copy(drafts: DraftTrie, copy: Copy, acceptance: Acceptance) -> None:
+    """Adds a copy; `acceptance` counts from its first token that no other source proposes."""
     shared = drafts.shared(copy.chain)
-    drafts.add(copy.chain, [holds.rate(max(place - shared, 0)) for place in range(len(copy.chain))], Origin.COPIED)
+    odds = [acceptance.rate(max(position - shared, 0)) for position in range(len(copy.chain))]
+    drafts.add(copy.chain, odds, Origin.COPIED)
 
 
-def beside_own(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
-    """As much of `copy` as pays beside `depth` tokens that a drafter of the target's process has yet to say.
+def copy_beside(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:
+    """Returns the beginning of `copy` that pays in one tree with `depth` tokens of an in-process drafter.
 
-    They are taken to be right independently of each other, and a token that both say costs one row.
+    The two are taken to be right independently of each other, and a token that both propose costs one row.
     """
-    own, copies, row = estimates.holding(drafter), estimates.copied(copy.matched), estimates.row_ms()
+    drafted, copies, row = estimates.holding(drafter), estimates.copied(copy.matched), estimates.row_ms()
     reach, gain, best, count = 1.0, 0.0, 0.0, 0
-    for place in range(len(copy.chain)):
-        reach *= copies.rate(place)
-        both = reach * own.reach(place) if place < depth else 0.0
+    for position in range(len(copy.chain)):
+        reach *= copies.rate(position)
+        both = reach * drafted.reach(position) if position < depth else 0.0
         gain += reach - both - estimates.tokens_per_ms() * row * (1.0 - both)
         if gain > best:
-            best, count = gain, place + 1
+            best, count = gain, position + 1
     return copy.chain[:count]
 
 
 def unites(estimates: Estimates, drafter: str, depth: int) -> bool:
-    """Whether an own drafter's tokens pay beside a branch of `depth`, with their drafting and their rows.
-
-    As in `beside_own`; what both say costs no row.
-    """
-    own, ahead, worth = estimates.holding(drafter), estimates.drafted, estimates.tokens_per_ms()
+    """Whether `depth` in-process tokens pay for their drafting and rows in one tree with a branch (`copy_beside`)."""
+    drafted, ahead, worth = estimates.holding(drafter), estimates.drafted, estimates.tokens_per_ms()
     gain = -worth * estimates.in_process_ms(depth, drafter)
-    for place in range(depth):
-        both = own.reach(place) * ahead.reach(place)
-        gain += own.reach(place) - both - worth * estimates.row_ms() * (1.0 - both)
+    for position in range(depth):
+        both = drafted.reach(position) * ahead.reach(position)
+        gain += drafted.reach(position) - both - worth * estimates.row_ms() * (1.0 - both)
     return gain > 0.0
 
 
-def _after(ngrams: NgramIndex, branch: Proposal, committed: tuple[int, ...], longest: int) -> Copy:
-    """What the text says comes after the branch."""
-    return Copy() if ngrams.is_empty else ngrams.lookup(longest - len(branch.chain), (*committed, *branch.chain))
-
-
-def _put_beside(drafts: DraftTrie, chain: tuple[int, ...], beside: Alternatives) -> None:
-    """Behind what is left of the chain."""
-    for token, parent, odds in zip(beside.tokens, beside.parents, beside.odds, strict=True):
+def _add_alternatives(drafts: DraftTrie, chain: tuple[int, ...], alternatives: Alternatives) -> None:
+    """Adds the alternatives to tokens of `chain`, which may have been truncated."""
+    for token, parent, odds in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
         if parent < len(chain):
             above = chain[: parent + 1]
             drafts.add((*above, token), [*[0.0] * len(above), odds], Origin.GUESSED, line(len(above) + 1))

@@ -1,10 +1,11 @@
-"""What a request verifies next, and what after a miss: the one place where AR, SD and SSD differ.
+"""Decides what a request verifies next, after a hit or a miss: the one place where AR, SD and SSD differ.
 
-`Proposer`: decides by the request, the estimates and the time. Sends nothing.
+`Proposer` decides by the request, the estimates and the time; it sends nothing.
 
-`Fallback`: what to verify after a miss, and whether a hit should wait to grow: expected tokens minus the worth of the
-time. A millisecond of the target is worth the tokens that all requests have lately brought in one; a millisecond of a
-request's waiting is worth its own. Pure functions of the estimates: no clock, no state.
+`Fallback` and the functions below it choose what to verify after a miss, and whether a hit should wait to grow, by the
+expected tokens minus the worth of the time. A millisecond of the target is worth the tokens that all requests have
+lately gained in one; a millisecond of a request's waiting is worth its own tokens. They are pure functions of the
+estimates: no clock, no state.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from outrider.orchestrator.core.proposal import (
     Lookup,
     Proposal,
     ProposalSource,
-    beside_own,
     best_tail,
     copied,
+    copy_beside,
     filled,
     longest_copy,
     merged,
+    min_alternative,
     unites,
-    worth_telling,
 )
 from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.core.speculation_cache import CachedBranch
@@ -36,8 +37,8 @@ from outrider.protocol.trees import SparseQ
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Verify what can be copied now (nothing: an AR step), or ask the drafter for `wait_for` tokens first, or let the
-    target's own draft `own`. `value`: the tokens that brings less the worth of its time."""
+    """Verify a copy now (an empty one is an AR step), or request a chain of `wait_for` tokens first, or let the
+    in-process drafter draft `own` tokens. `value`: the expected tokens minus the worth of the time."""
 
     wait_for: int = 0
     value: float = 0.0
@@ -45,25 +46,25 @@ class Fallback:
 
 
 def after_miss(estimates: Estimates, tail: CopiedTail, longest: int, has_drafter: bool, own: str = "") -> Fallback:
-    """The best of: an AR step, what is worth copying, the drafter's just-in-time chain of any length, a chain of the
-    target's `own` drafter, if it has one for this."""
-    best = Fallback(value=_alone(estimates, tail))
+    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the in-process drafter
+    `own`, if there is one."""
+    best = Fallback(value=_copy_value(estimates, tail))
     for length in range(1, longest + 1 if own else 1):
-        value = _of_own(estimates, length, own)
+        value = _in_process_value(estimates, length, own)
         if value > best.value:
             best = Fallback(own=length, value=value)
     for length in range(1, longest + 1 if has_drafter else 1):
-        value = _asked(estimates, length)
+        value = _request_value(estimates, length)
         if value > best.value:
             best = Fallback(wait_for=length, value=value)
     return best
 
 
 def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait_ms: float) -> bool:
-    """Whether an outcome whose branches are still on their way should wait `wait_ms` for them, as likely a hit as any.
+    """Whether an outcome should wait `wait_ms` for branches on their way, which hit as often as any.
 
-    Without this a branch that comes a moment after its outcome is lost, and with a slow drafter or a long way to it
-    those are the branches of full acceptance, round after round.
+    Otherwise a branch that comes a moment after its outcome would be lost; with a slow drafter or a slow link those are
+    the branches of full acceptance, round after round.
     """
     hit = max(
         estimates.drafted.expected_tokens(depth)
@@ -76,12 +77,12 @@ def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait
 
 
 def drafts_better(estimates: Estimates, tail: CopiedTail, longest: int, drafter: str = "") -> bool:
-    """Whether a drafter's chain of `longest` is worth asking for when this can be copied for nothing (SD)."""
-    return not tail.tokens or _asked(estimates, longest, drafter) > _alone(estimates, tail)
+    """Whether a drafter's chain of `longest` tokens is worth more than a copy, which costs no drafting (SD)."""
+    return not tail.tokens or _request_value(estimates, longest, drafter) > _copy_value(estimates, tail)
 
 
 def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
-    """Whether a hit of `depth` tokens should wait for one more, the last having come `since_last_ms` ago."""
+    """Whether a hit of `depth` tokens should wait for one more; the last came `since_last_ms` ago."""
     if depth >= longest:
         return False
     waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
@@ -89,36 +90,36 @@ def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms:
     return estimates.drafted.reach(depth) > waiting + row
 
 
-def _alone(estimates: Estimates, tail: CopiedTail) -> float:
-    """What a step brings, with what can be copied behind it, less the worth of its forward."""
+def _copy_value(estimates: Estimates, tail: CopiedTail) -> float:
+    """Returns the tokens of a step with a copy, minus the worth of its forward."""
     return 1.0 - estimates.tokens_per_ms() * estimates.verify_ms(1) + tail.gain
 
 
-def _asked(estimates: Estimates, length: int, drafter: str = "") -> float:
-    """What a chain that is asked for brings, less the worth of its forward and of the wait."""
+def _request_value(estimates: Estimates, length: int, drafter: str = "") -> float:
+    """Returns the tokens of a chain on request, minus the worth of its forward and of the wait."""
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
     return estimates.holding(drafter).expected_tokens(length) - forward - waiting
 
 
-def _of_own(estimates: Estimates, length: int, own: str) -> float:
-    """What a chain of the target's own drafter brings, less the worth of its forward and its drafting; and of the next
-    chain's: no branch is prepared behind this one, which the draft workers do not know."""
+def _in_process_value(estimates: Estimates, length: int, own: str) -> float:
+    """Returns the tokens of an in-process chain, minus the worth of its forward, its drafting, and the drafting of the
+    next chain: draft workers do not know this one, so they prepare no branch after it."""
     drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
     forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
     holding = estimates.holding(own)
-    next_time = estimates.hit_rate() * holding.reach(0) * drafting
-    return holding.expected_tokens(length) - forward - drafting - next_time
+    next_drafting = estimates.hit_rate() * holding.reach(0) * drafting
+    return holding.expected_tokens(length) - forward - drafting - next_drafting
 
 
 def longest_wait_ms(expected_ms: float) -> float:
-    """Any wait for a drafter is bounded: three times what it should take, then the target goes on alone."""
+    """Returns the limit of a wait for a drafter: three times the expected time; then the target continues alone."""
     return 3.0 * expected_ms + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class AskDrafters:
-    """Ask the drafters for the continuation of the committed text, `depth` tokens; `missed`: a lookup found nothing."""
+    """Request a chain of `depth` tokens after the committed text from the drafters; `missed`: after a miss."""
 
     depth: int
     missed: bool = False
@@ -126,7 +127,7 @@ class AskDrafters:
 
 @dataclass(frozen=True, slots=True)
 class WaitForBranch:
-    """Wait for this outcome's branch to grow, or, `missed`, to come at all, for about `milliseconds`."""
+    """Wait for about `milliseconds` for this outcome's branch to grow, or, if `missed`, to arrive."""
 
     committed: tuple[int, ...]
     milliseconds: float
@@ -138,13 +139,13 @@ Step = Proposal | AskDrafters | WaitForBranch
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """Decides by the mode of the request. `full_depth`: a round's branches are waited for until all are complete."""
+    """Decides the next step by the request's mode; with `full_depth` each round waits for all branches in full."""
 
     estimates: Estimates
     full_depth: bool
 
     def after(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
-        """The step after the outcome that made `committed` final; a chain has room for so many tokens."""
+        """Returns the step after the outcome that made `committed` final; `room` is the most tokens of a chain."""
         if request.mode == "ar":
             return Proposal(autonomous=True)
         if room < 1:
@@ -159,7 +160,7 @@ class Proposer:
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
             return copied(tail)
         if drafter:
-            copy = self._beside_in_process(request, room)
+            copy = self._copy_beside(request, room)
             return (
                 self._in_process(request, copied(CopiedTail(copy)))
                 if copy
@@ -168,29 +169,29 @@ class Proposer:
         return AskDrafters(longest)
 
     def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
-        """What the plan's drafter in the target's process is to say, and what stands `beside` it; `depth` tokens, or as
-        many as the plan has."""
-        drafter, told = request.plan.drafter, beside or Proposal()
+        """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
+        `beside`."""
+        drafter, beside = request.plan.drafter, beside or Proposal()
         source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
         return replace(
-            told,
+            beside,
             source=source,
             draft=depth or request.depth,
             drafter=drafter,
-            min_prob=worth_telling(self.estimates, request.takes_trees),
-            by=told.origins(range(len(told.chain)))[:-1],
+            min_prob=min_alternative(self.estimates, request.takes_trees),
+            by=beside.origins(range(len(beside.chain)))[:-1],
             copied=0,
         )
 
-    def _beside_in_process(self, request: Request, room: int) -> tuple[int, ...]:
-        """What the text says comes next, as far as that pays beside an own drafter's chain."""
+    def _copy_beside(self, request: Request, room: int) -> tuple[int, ...]:
+        """Returns the copy that pays in one tree with an in-process chain."""
         if not request.takes_trees or request.ngrams.is_empty:
             return ()
         copy = longest_copy(request.ngrams, room)
-        return beside_own(self.estimates, copy, request.plan.drafter, min(request.depth, room))
+        return copy_beside(self.estimates, copy, request.plan.drafter, min(request.depth, room))
 
     def unites(self, request: Request) -> bool:
-        """Whether what is prepared for it elsewhere stands in one tree with what the target drafts for itself."""
+        """Whether a branch and an in-process chain are verified in one tree."""
         return (
             bool(request.in_process_drafter)
             and request.takes_trees
@@ -198,34 +199,34 @@ class Proposer:
         )
 
     def stays(self, request: Request, room: int) -> bool:
-        """Whether a target that goes on by itself is to: not where what its drafter says can be copied for nothing, nor
-        plainly where a drafter has come meanwhile."""
+        """Whether an autonomous target should continue by itself: not when a copy is worth more than its drafter's
+        chains, nor, without a drafter, when the mode has changed."""
         if not request.proposal.draft:
             return request.mode == "ar"
         if request.proposal.drafter in request.left_out:
             return False
         if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
             return True
-        if self._beside_in_process(request, room):
+        if self._copy_beside(request, room):
             return False
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
 
     def branch(self, request: Request, found: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
-        """A branch as the chain to verify after `committed` tokens that are still to come, filled from the text."""
+        """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
         chain = found.chain[: max(min(request.depth, room), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)
         return self._filled(request, hit, room, committed, found.alternatives)
 
     def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
-        """A just-in-time chain, filled from the text."""
+        """Returns a chain on request as a proposal, extended by a copy."""
         chain = message.chain[: max(min(request.depth, room), 0)]
         source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
-        found = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, found, room, (), message.alternatives)
+        proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
+        return self._filled(request, proposal, room, (), message.alternatives)
 
     def as_it_is(self, request: Request, room: int) -> Proposal:
-        """Instead of a wait that has ended: the branch that it was for, as deep as it has come, or nothing."""
+        """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
         outcome = request.wait.outcome if request.wait else None
         found = request.cache.lookup(outcome) if outcome else None
         return self.branch(request, found, room) if found else Proposal()
@@ -233,7 +234,7 @@ class Proposer:
     def _filled(
         self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], beside: Alternatives | None
     ) -> Proposal:
-        """Not where rounds are to be reproducible, nor behind a chain that comes with its q."""
+        """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
             return chain
         if request.takes_trees:
@@ -243,14 +244,14 @@ class Proposer:
         return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)
 
     def serve(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
-        """The lookup. A hit is served as deep as it has come, unless one more token is worth its wait."""
+        """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
         cache = request.cache
         found = cache.lookup(committed)
         if self.full_depth and not cache.final:
             return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=found is None)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
         if found is None:
-            return self._without(request, committed, room, since_ms)
+            return self._after_miss(request, committed, room, since_ms)
         hit = self.branch(request, found, room)
         if self.unites(request):
             return self._in_process(request, hit)
@@ -261,30 +262,30 @@ class Proposer:
         return hit
 
     def _is_fixed(self, request: Request) -> bool:
-        """Full depth makes residual texts reproducible: then no estimate may decide what is verified."""
+        """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
         return self.full_depth and request.admit.sampling.is_residual
 
-    def _without(self, request: Request, committed: tuple[int, ...], room: int, since_ms: float) -> Step:
-        """No branch for this outcome: a miss, unless such branches are still on their way and worth their wait."""
+    def _after_miss(self, request: Request, committed: tuple[int, ...], room: int, since_ms: float) -> Step:
+        """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
         longest = min(request.depth, room)
         if self._is_fixed(request) and request.drafters:
             return AskDrafters(longest, missed=True)
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
         line = request.proposal.line
-        beside = committed[:-1] != line[: len(committed) - 1]  # what follows a sibling comes with the sibling's branch
-        pushes = 0 if beside else request.cache.pushes_until(len(committed) - 1, len(line))
+        off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
+        pushes = 0 if off_line else request.cache.pushes_until(len(committed) - 1, len(line))
         if pushes and request.drafters:
             expected_ms = pushes * self.estimates.depth_ms()
             expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0
-            # What is overdue is expected to stay away as long again.
+            # An overdue push is expected to take as long again.
             wait_ms = abs(expected_ms - since_ms)
             if worth_hoping(self.estimates, choice, longest, wait_ms):
                 return WaitForBranch(committed, wait_ms, missed=True)
         if choice.wait_for:
             return AskDrafters(choice.wait_for, missed=True)
         if choice.own:
-            copy = replace(copied(CopiedTail(self._beside_in_process(request, room))), lookup=Lookup.MISS)
+            copy = replace(copied(CopiedTail(self._copy_beside(request, room))), lookup=Lookup.MISS)
             return self._in_process(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
 

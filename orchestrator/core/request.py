@@ -1,10 +1,10 @@
-"""One running request as the core sees it: its tokens, its round, its drafters, what it waits for and where it ends.
+"""The state of one running request in the core: its tokens, round, drafters and wait, and where it ends.
 
 Knows tokens and times; knows no text, socket or model.
 
-`DrafterState`: what a drafter knows of one request's text, what it was asked for, and how far that has come.
+`DrafterState` is a drafter's state in one request: the tokens that it knows, its task, and how far that has come.
 
-`remaining_length`, `up_to_end`: where a request must end: at its end tokens, its length, or the target's context.
+`remaining_length` and `up_to_end` decide where a request ends: at its end tokens, its length, or the target's context.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NO_RANKS = range(0)
 class DrafterState:
     """A drafter's state in a request: it knows the first `known_len` tokens.
 
-    What it was asked for last is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, where
-    there are none, a chain; `depth` tokens. `asked_ns`: when; 0: with a text to read, so that the answer's time tells
-    nothing. `heard_ns`: when the latest of its `pushes` came. `done`: no more is to come, or nobody waits for it.
+    Its latest task is of `round`: branches for the outcomes of these `ranks`, likeliest first, or, without any, a
+    chain; each of `depth` tokens. `asked_ns` is when it was sent (0: with a text to read, so that its latency does not
+    count), `heard_ns` when the latest of its `pushes` came. `done`: nothing more is to come, or is awaited.
     """
 
     known_len: int = 0
@@ -46,27 +46,27 @@ class DrafterState:
     done: bool = True
 
     def is_asked(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
-        """It is sent the text up to `known_len`, and this task."""
+        """Records that the drafter was sent the text up to `known_len`, and this task."""
         self.round, self.ranks, self.depth, self.known_len = round_, ranks, depth, known_len
         self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
 
     def is_awaited(self, message: Branches | Drafted) -> bool:
-        """Whether this answers what it was asked for last, which was not answered in full."""
+        """Whether a message answers the latest task, which is not done."""
         is_kind = isinstance(message, Branches) == bool(self.ranks)
         return is_kind and not self.done and (message.round, message.base_len) == (self.round, self.known_len)
 
 
-# A drafter that was lost so often in a row while it drafted for a request, without a word for that, is not taken back.
+# A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
 MOST_LOSSES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
-    """`depth` is K, `branches` B, with `each` for each drafter; the cluster begins with so many `drafters`.
+    """`depth` is K, `branches` is B (with `each`, for each drafter), `drafters` the number at the start.
 
-    `full_depth`: wait until a round's branches are complete (reproducible rounds). `simulated`: without its drafters a
-    request stands for no machine, so it fails. `prefill_from`: prompts of so many unread tokens go to a prefill worker,
-    where there is one.
+    `full_depth`: wait until a round's branches are complete (reproducible rounds). `simulated`: a request fails without
+    its drafters, because its times would be those of no machine. `prefill_from`: prompts with at least this many unread
+    tokens go to a prefill worker, if there is one.
     """
 
     depth: int
@@ -82,10 +82,10 @@ class RoundSettings:
 
 @dataclass(frozen=True, slots=True)
 class DrafterWait:
-    """The request waits for a drafter, until `deadline_ns` at the latest.
+    """A wait for a drafter, until `deadline_ns` at the latest.
 
-    With `outcome`, the tokens it made final, it waits for that branch to grow, or, `missed`, to come at all, or in full
-    depth for the round to be final; without, for the continuation asked for at `asked_ns`.
+    With `outcome` (the tokens that it made final) the request waits for that branch to grow, or, if `missed`, to
+    arrive, or in full depth for all branches; without, for the chain requested at `asked_ns`.
     """
 
     asked_ns: int
@@ -96,7 +96,7 @@ class DrafterWait:
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """What the text says comes after its first `base_len` tokens."""
+    """The copy that would follow the first `base_len` tokens."""
 
     base_len: int
     copy: Copy
@@ -104,7 +104,7 @@ class PendingCopy:
 
 @dataclass(frozen=True, slots=True)
 class RoundSnapshot:
-    """A round that has ended, as it was: it is recorded once the next one is under way. `read`: the whole text."""
+    """A round that has ended, recorded once the next one is under way. `read`: it began by reading the whole text."""
 
     number: int
     plan: RoundPlan
@@ -116,17 +116,17 @@ class RoundSnapshot:
 class Request:
     """A request in flight.
 
-    `tokens` are the prompt and all committed tokens. `proposal` is under verification in `round`, which began with
-    `base_len` committed tokens; `plan` says how its rounds are made; the latest outcome `accepted` so many tokens.
-    `prepared`: what the target may go on with after an outcome. `halted`: HALT was sent. `over`: its
-    last outcome has come. `text`: what it is taken for. `drafters`: by name, with the part that
-    each has. `pending_copy`: of the round under way.
-    `covered`: of how many outcomes drafters had finished by the latest one. `records`: of its rounds, if it asked for
-    them. `reads`: the round under way begins with reading all tokens. `deaths` of the target in a row, while this was
-    under way there and got no token; `losses`: the same of each drafter, by name. `drifts`: how drafters of the
-    target's process do; `left_out`: those that are of no use any more. `heard_ns`: when the target was last
-    heard to get on with it, or asked again. `takes_trees`: of drafts. `side`: which half it alternates with; `held`: a
-    chain that has come and waits until the other half was verified.
+    - `tokens`: the prompt and all committed tokens; `text`: the profile of the text's kind.
+    - `plan`: how its rounds are made. `proposal` is under verification in `round`, which began with `base_len`
+      committed tokens; `accepted`: the accepted tokens of the latest outcome.
+    - `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters
+      had finished at the latest one. `pending_copy`: the copy of the round under way.
+    - `halted`: HALT was sent. `over`: the last outcome has come. `reads`: the round under way begins by reading all
+      tokens. `heard_ns`: when the target last made progress on it, or was asked again.
+    - `deaths` of the target in a row without a token for this request; `losses`: the same of each drafter, by name.
+    - `drifts`: the use of in-process drafters; `left_out`: those that are of no use any more.
+    - `side`: its half in `Alternation`; `held`: a chain that waits until the other half was verified.
+    - `records`: of its rounds, if it asked for them. `takes_trees`: whether the target can verify trees of drafts.
     """
 
     admit: Admit
@@ -167,13 +167,13 @@ class Request:
         return self.admit.request
 
     def advance(self, outcome: Outcome, committed: tuple[int, ...]) -> Proposal:
-        """What the target verifies by itself after this outcome: its own, or a prepared chain."""
+        """Returns the proposal that the target verifies by itself after this outcome: its own, or a prepared one."""
         if self.proposal.autonomous:
             return self.proposal.again()
         chain = outcome.next_proposal or ()
-        known = self.prepared.get(committed)
-        if known is not None and (known.chain, known.parents) == (chain, outcome.next_parents):
-            return known
+        prepared = self.prepared.get(committed)
+        if prepared is not None and (prepared.chain, prepared.parents) == (chain, outcome.next_parents):
+            return prepared
         by = (Origin.PREPARED,) * len(outcome.next_parents)
         return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, parents=outcome.next_parents, by=by)
 
@@ -181,24 +181,24 @@ class Request:
         return RoundSnapshot(self.round, self.plan, self.proposal, self.reads)
 
     def can_join(self, drafter: str) -> bool:
-        """Whether a drafter that can be used now may draft for it: not where it died of it, as it seems."""
+        """Whether an available drafter may draft for it: not if the request seems to have caused its losses."""
         return self.admit.takes_workers and drafter not in self.drafters and self.losses[drafter] < MOST_LOSSES
 
     def add_rejoined(self, drafter: str) -> None:
-        """Is one of its drafters, in the middle of the text."""
+        """Adds a drafter in the middle of the text."""
         self.drafters[drafter] = DrafterState()
         self.metrics.rejoined += 1
         self.add_note(f"speculation: {drafter} drafts again")
 
     @property
     def awaits_drafters(self) -> bool:
-        """Whether one of them has not finished what it was asked for."""
+        """Whether a drafter has not finished its task."""
         return not all(state.done for state in self.drafters.values())
 
     def suspend(self) -> None:
-        """The target does not know it any more, and what it and the drafters still say of it comes too late.
+        """Begins a new epoch: the target has lost the request, and messages of the old epoch are stale.
 
-        What comes next is a round of its own: the latest may have ended, and a drafter been waited for.
+        The next round gets a new number, because the latest may have ended during a wait for a drafter.
         """
         self.epoch += 1
         self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
@@ -210,12 +210,12 @@ class Request:
         self.round += 1
 
     def add_worker_note(self, sender: str, words: str) -> None:
-        """A worker's note, once."""
+        """Adds a worker's note, one for each worker."""
         if not any(note.startswith(f"{sender}: ") for note in self.notes):
             self.notes.append(f"{sender}: {words}")
 
     def add_note(self, words: str) -> None:
-        """Something whoever reads the text should know, once."""
+        """Adds a note for the reader of the text, unless it is there already."""
         if words not in self.notes:
             self.notes.append(words)
 
@@ -225,7 +225,7 @@ class Request:
 
     @property
     def in_process_drafter(self) -> str:
-        """The drafter in the target's process that drafts while others work ahead; empty: none."""
+        """The in-process drafter that drafts after a miss while draft workers work ahead; empty: none."""
         return self.plan.drafter if self.mode == "ssd" else ""
 
     @property
@@ -242,7 +242,7 @@ class Request:
 
     @property
     def made(self) -> int:
-        """How many of the generated tokens this server has made."""
+        """The tokens that this server has generated; the others were resumed."""
         return self.generated - len(self.admit.resume_tokens)
 
     @property
@@ -252,7 +252,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SettledRound:
-    """A round that ended with `outcome`: the nodes that hold, the tokens that it made final, and why the request ends
+    """A round that ended with `outcome`: the accepted nodes, the tokens that it made final, and why the request ends
     there, if it does.
     """
 
@@ -265,17 +265,17 @@ class SettledRound:
 
 
 def remaining_length(request: Request, context: int) -> int:
-    """How many tokens the request may still grow by."""
+    """Returns how many tokens the request may still grow by."""
     return min(request.remaining, context - len(request.tokens))
 
 
 def remaining_tokens(request: Request, context: int, ahead: int = 0) -> int:
-    """How long a chain may be, `ahead` tokens on: the bonus must still fit the request and the target's context."""
+    """Returns the most tokens of a chain, `ahead` tokens on: the bonus token must fit the request and the context."""
     return min(request.remaining - 1, context - len(request.tokens)) - ahead
 
 
 def up_to_end(request: Request, context: int, new: Sequence[int]) -> tuple[list[int], str | None]:
-    """The tokens of `new` that count, and why the request ends with them if it does."""
+    """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
     space = remaining_length(request, context)
     for index, token in enumerate(new[:space]):
         if token in request.admit.eos:

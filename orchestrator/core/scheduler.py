@@ -1,15 +1,15 @@
 """The rounds of speculative speculative decoding (paper algorithm 1, the verifier's side).
 
 AR, SD and SSD are this one loop with different proposals. An outcome is handled in this order: integer checks, the
-lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. Owns the running
-requests; knows tokens and integers only. Time is passed in.
+lookup, the next VERIFY, COMMIT, and only then the event for the front, which makes the text. The scheduler owns the
+running requests, and knows tokens and integers only. Time is passed in.
 
-`set_up_request`: how a new request's rounds are made, who drafts for it, and the notes about that.
+`set_up_request` creates a request with its plan, its drafters and the notes about them.
 
-`TargetRecovery`: the time without a target: which requests wait for its replacement, and in what order they continue.
-All that were under way continue together. Where the target dies again before one of them has got a token, that request
-is a suspect; on the next replacement suspects run one at a time, with no other request, until their first token. A
-request that kills the target alone fails, and the others continue.
+`TargetRecovery` holds the requests while there is no target, and continues them on its replacement, all together. If
+the target dies again before a request has got a token, that request is a suspect; on the next replacement suspects run
+one at a time, with no other request, until their first token. A request that kills the target alone fails, and the
+others continue.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from outrider.protocol.messages import (
     WorkerNote,
 )
 
-# Deaths of the target in a row while a request was under way and got no token: it is tried alone, it is given up.
+# After this many deaths of the target in a row without a token, a request is tried alone (SUSPECT), or fails (GUILTY).
 SUSPECT, GUILTY = 2, 3
 
 
 class TargetRecovery:
-    """From the target's death until every request is on its replacement; in between there is none.
+    """The requests that wait, from the target's death until all are on its replacement.
 
     `open_` begins a request on the target and its drafters, from its committed tokens.
     """
@@ -75,7 +75,7 @@ class TargetRecovery:
         self._waiting: dict[str, Request] = {}
 
     def on_target_lost(self, requests: Sequence[Request], why: str) -> list[tuple[Request, str]]:
-        """The target has died; `requests` wait from now on. Returns those that fail, with the reason."""
+        """Lets `requests` wait for a new target. Returns those that fail, with the reason."""
         under_way = [request for request in requests if not self.is_waiting(request)]
         self._away, self._trial = True, None
         for request in under_way:
@@ -88,7 +88,7 @@ class TargetRecovery:
         return [(request, words) for request in under_way if request.deaths >= GUILTY]
 
     def on_target_found(self) -> None:
-        """There is a target again."""
+        """Continues the waiting requests on the new target."""
         self._away = False
         self._open_next()
 
@@ -98,21 +98,21 @@ class TargetRecovery:
         self._open_next()
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether it waits."""
+        """Whether a request waits for the target."""
         return request.id in self._waiting
 
     def is_on_trial(self, request: Request) -> bool:
-        """Whether this one is tried alone."""
+        """Whether a request is tried alone."""
         return request is self._trial
 
     def clear_suspect(self, request: Request) -> None:
-        """It was tried and got its first token; it goes on once all suspects were tried."""
+        """Ends the trial of a request that got its first token; it continues when all suspects were tried."""
         request.suspend()
         self._trial = None
         self.admit(request)
 
     def forget(self, request: Request) -> None:
-        """It has ended."""
+        """Drops a request that has ended."""
         self._waiting.pop(request.id, None)
         if self.is_on_trial(request):
             self._trial = None
@@ -129,8 +129,8 @@ class TargetRecovery:
 
 
 def set_up_request(admit: Admit, workers: Workers, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
-    """The request before anything was sent about it; its n-grams are still to be read."""
-    less = workers.notes() if admit.mode != "ar" else []
+    """Returns a new request, about which nothing has been sent yet; its n-grams are still empty."""
+    worker_notes = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
         admit = replace(admit, mode="ar")
     drafters = workers.drafters() if admit.takes_workers else set()
@@ -150,23 +150,23 @@ def set_up_request(admit: Admit, workers: Workers, planner: Planner, budget: Cac
         metrics=RequestMetrics(admitted_ns=now_ns),
         records=RoundRecords(now_ns) if admit.rounds else None,
         takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
-        notes=[*less, *notes],
+        notes=[*worker_notes, *notes],
     )
 
 
 class Scheduler:
-    """All requests in flight, and what comes next for each."""
+    """Owns the requests in flight, and decides what each verifies next."""
 
     def __init__(
         self,
         workers: Workers,
         settings: RoundSettings,
-        tell: Callable[[ToFront], None],
+        emit: Callable[[ToFront], None],
         trace: Trace,
         tunings: Sequence[Tuning] = (),
         memory: Sequence[Tuning] = (),
     ) -> None:
-        """`tunings` are tune's for this pair, `memory` what rounds before these `learned`."""
+        """`tunings` are tune's for this pair, `memory` what an earlier server `learned`; `emit` sends to the front."""
         self.stale = 0
         self._workers = workers
         self._validator = MessageValidator()
@@ -174,7 +174,7 @@ class Scheduler:
         self._remote_prefills = RemotePrefills(workers, self._dispatch, settings.prefill_from)
         self._cache_budget = CacheBudget()
         self._settings = settings
-        self._emit = tell
+        self._emit = emit
         self._metrics = RoundMetrics(trace)
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
         self._draft_pool = DraftPool(workers, self._validator.sent, self._planner.estimates, settings.full_depth)
@@ -192,7 +192,7 @@ class Scheduler:
 
     @property
     def dropped_branches(self) -> int:
-        """How many messages with branches found no room."""
+        """The number of BRANCHES messages dropped because the cache was full."""
         return self._cache_budget.dropped
 
     @property
@@ -200,13 +200,13 @@ class Scheduler:
         return self._metrics
 
     def learned(self) -> tuple[Tuning, ...]:
-        """What later rounds of this pair on this machine may start from."""
+        """Returns the records from which the next server starts."""
         return self._planner.learned()
 
-    # --- what the front says --------------------------------------------------------------------------------------
+    # --- events of the front --------------------------------------------------------------------------------------
 
     def begin(self, admit: Admit, now_ns: int) -> None:
-        """OPEN to the target and to the drafters: all read the prompt at once."""
+        """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
         self._planner.set_load(len(self._requests) + 1, reading=True)
         request = set_up_request(admit, self._workers, self._planner, self._cache_budget, now_ns)
         admit = request.admit
@@ -228,17 +228,17 @@ class Scheduler:
         for request in list(self._requests.values()):
             self._finish(request, "cancelled")
 
-    # --- what happens to workers ----------------------------------------------------------------------------------
+    # --- arrivals and losses of workers ---------------------------------------------------------------------------
 
     def on_drafter_lost(self, name: str, why: str, now_ns: int) -> None:
-        """Requests go on with what drafters are left, or without."""
+        """Removes a drafter; its requests continue with the drafters that are left, or without."""
         for request in list(self._requests.values()):
             if name in request.drafters:
                 request.losses[name] += 1
                 self._remove_drafter(request, name, why, now_ns)
 
     def on_drafter_found(self, name: str) -> None:
-        """Takes it into all requests that it may draft for, in the middle of their texts."""
+        """Adds a drafter to all requests that it may draft for, in the middle of their texts."""
         for request in self._requests.values():
             if request.can_join(name) and not self._settings.simulated:
                 request.add_rejoined(name)
@@ -247,41 +247,39 @@ class Scheduler:
                     self._draft_pool.join(request, name)
 
     def on_prefill_worker_lost(self, name: str) -> None:
-        """The target reads on by itself what that one was reading."""
+        """Lets the target read the prompts that the lost worker was reading."""
         self._remote_prefills.on_worker_lost(name, self._requests)
 
     def on_target_lost(self, why: str, for_good: bool) -> None:
-        """Requests wait for its replacement, except suspects that have killed it again, and where none will come."""
+        """Lets requests wait for a new target; guilty ones fail, and all do if no new target will come."""
         requests = list(self._requests.values())
         over = for_good or self._settings.simulated
         for request, words in [(r, why) for r in requests] if over else self._recovery.on_target_lost(requests, why):
             self._fail(request, words)
 
     def on_target_found(self) -> None:
-        """Requests go on where they were, from their committed tokens."""
+        """Continues the requests on the new target, from their committed tokens."""
         for request in self._requests.values():
-            self._planner.on_drafter_rejoined(
-                request
-            )  # another process may lack a drafter of its own, or have one more
+            self._planner.on_drafter_rejoined(request)  # the new target may have other in-process drafters
         self._recovery.on_target_found()
 
-    # --- what workers say -----------------------------------------------------------------------------------------
+    # --- messages of workers --------------------------------------------------------------------------------------
 
     def handle(self, sender: str, message: Message, now_ns: int) -> None:
-        """A worker's message about a request. What is stale, or not the sender's to say, is dropped and counted."""
+        """Handles a worker's message about a request; a stale or invalid one is dropped and counted."""
         self.handle_all([(sender, message)], now_ns)
 
     def handle_all(self, arrived: Iterable[tuple[str, Message]], now_ns: int) -> None:
-        """What came together: all messages to workers leave before metrics are written and the front is told."""
+        """Handles messages that came together: all replies leave before metrics are written and the front is told."""
         settled: list[SettledRound] = []
         for sender, message in arrived:
             self._handle_one(sender, message, now_ns, settled)
-        self._release_side({one.request.side for one in settled}, now_ns)
+        self._release_side({round_.request.side for round_ in settled}, now_ns)
         if settled:
             self._workers.flush_and_yield()
-        for one in settled:
-            self._record(one, now_ns)
-        if any(one.ended.read for one in settled):
+        for round_ in settled:
+            self._record(round_, now_ns)
+        if any(round_.ended.read for round_ in settled):
             self._update_planner()
 
     def _handle_one(self, sender: str, message: Message, now_ns: int, settled: list[SettledRound]) -> None:
@@ -292,11 +290,13 @@ class Scheduler:
         if self._remote_prefills.has_asked(sender):
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
-        why_not = self._refusal(request, sender, message)
-        if why_not or request is None:
+        workers = self._workers
+        from_target, vocabulary = workers.is_target(sender), workers.vocabulary(sender)
+        refusal = self._validator.refusal(request, from_target, sender, message, vocabulary)
+        if refusal or request is None:
             self.stale += 1
-            if why_not != LATE:
-                self._workers.record_invalid(sender, why_not)
+            if refusal != LATE:
+                workers.record_invalid(sender, refusal)
             return
         if isinstance(message, Outcome | Branches | Drafted):
             request.metrics.held(sender, message.peak_bytes)
@@ -316,10 +316,6 @@ class Scheduler:
             case Fault():
                 self._on_fault(request, sender, message, now_ns)
 
-    def _refusal(self, request: Request | None, sender: str, message: Message) -> str:
-        workers = self._workers
-        return self._validator.refusal(request, workers.is_target(sender), sender, message, workers.vocabulary(sender))
-
     def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
         if message.cached and not request.epoch:
             request.metrics.on_branch_found(message.cached, of_drafter)
@@ -331,14 +327,14 @@ class Scheduler:
             self._emit(PrefillProgress(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
-        """When `on_time` is to be called at the latest; 0: at once, for a prompt is still to be looked through."""
+        """Returns when `on_time` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
         if any(request.ngrams.is_behind for request in self._requests.values()):
             return 0
         return min((r.wait.deadline_ns for r in self._requests.values() if r.wait), default=None)
 
     def on_time(self, now_ns: int) -> None:
-        """Ends waits that took too long: with the branch as deep as it is, or the target goes on alone; asks the target
-        again where its word may be lost. Looks through a piece of a long prompt."""
+        """Ends overdue waits, with the branch as deep as it is or a step of the target alone; sends a round again if
+        its outcome may be lost; indexes a piece of a long prompt."""
         behind = next((request for request in self._requests.values() if request.ngrams.is_behind), None)
         if behind is not None:
             behind.ngrams.read_on(PIECE)
@@ -352,22 +348,22 @@ class Scheduler:
                 self._dispatch.again(request)
 
     def _is_silent(self, request: Request, now_ns: int) -> bool:
-        """Whether the target was not heard to get on with it for so long that a word may be lost."""
+        """Whether the target has made no progress on it for so long that a message may be lost."""
         is_under_way = not (request.wait or self._recovery.is_waiting(request))
         return is_under_way and now_ns - request.heard_ns >= ASK_AGAIN_NS
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
         proposal = request.proposal.settled(outcome)
         nodes = proposal.nodes(outcome)
-        of_now = outcome.round == request.round and outcome.base_len == request.base_len
-        if not of_now or request.wait or nodes is None:
+        is_current = outcome.round == request.round and outcome.base_len == request.base_len
+        if not is_current or request.wait or nodes is None:
             self.stale += 1
             return []
         request.proposal, request.heard_ns, request.deaths = proposal, now_ns, 0
         if request.reads:
             self._remote_prefills.forget(request)
-        said = [*(proposal.chain[node] for node in nodes), outcome.bonus]
-        kept, reason = up_to_end(request, self._workers.target_context, said)
+        commit = [*(proposal.chain[node] for node in nodes), outcome.bonus]
+        kept, reason = up_to_end(request, self._workers.target_context, commit)
         ended, request.reads = request.this_round(), False
         request.tokens += kept
         request.accepted = outcome.accepted
@@ -387,7 +383,7 @@ class Scheduler:
         return [SettledRound(request, ended, outcome, nodes, tuple(kept), reason)]
 
     def _record(self, settled: SettledRound, now_ns: int) -> None:
-        """Records what a round brought, feeds the planner, and tells the front."""
+        """Records a round in metrics and planner, and sends its tokens to the front."""
         request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
         self._metrics.on_outcome(request, ended, outcome, len(kept), now_ns)
         self._planner.on_outcome(request, ended, outcome, kept, now_ns)
@@ -402,8 +398,7 @@ class Scheduler:
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         request.losses.pop(sender, None)
         self._metrics.on_branches(request, sender, message, now_ns)
-        of_now = message.round == request.round and request.drafters[sender].is_awaited(message)
-        if not of_now:
+        if message.round != request.round or not request.drafters[sender].is_awaited(message):
             self._draft_pool.on_late_branches(request, sender, message, now_ns)
             self.stale += 1
             return
@@ -419,10 +414,10 @@ class Scheduler:
             self._next.take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        waiting, of_next = request.wait, request.drafters[sender].is_awaited(message)
-        if of_next:
+        waiting, is_awaited = request.wait, request.drafters[sender].is_awaited(message)
+        if is_awaited:
             self._draft_pool.on_drafted(request, sender, message, now_ns)
-        if waiting is None or waiting.outcome or not of_next:
+        if waiting is None or waiting.outcome or not is_awaited:
             self.stale += 1
             return
         self._metrics.on_drafted(request, sender, message, now_ns)
@@ -435,7 +430,7 @@ class Scheduler:
             self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
-        """A worker missed something and gets all committed tokens again. A target's loss begins a new epoch."""
+        """Sends all committed tokens again to a worker that missed some; for the target a new epoch begins."""
         if sender in request.drafters:
             self._draft_pool.reopen(request, sender)
             self._next.end_wait(request, now_ns)
@@ -449,29 +444,30 @@ class Scheduler:
         else:
             self._fail(request, message.message)
 
-    def _on_worker_note(self, sender: str, remark: WorkerNote) -> None:
-        """Adds the note, once, to every text under way that the sender works for."""
+    def _on_worker_note(self, sender: str, note: WorkerNote) -> None:
+        """Adds the note, once, to every request that the sender works for."""
         for request in self._requests.values():
             if self._workers.is_target(sender) or sender in request.drafters:
-                request.add_worker_note(sender, remark.message)
+                request.add_worker_note(sender, note.message)
 
     def _update_planner(self) -> None:
-        """Tells the planner how many requests run, and whether prompts are still read."""
+        """Updates the planner's load: how many requests run, and whether prompts are still read."""
         self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
 
     def _release_side(self, verified: Collection[int], now_ns: int) -> None:
-        """Sends the chains that waited for the other half, all of a half together, once one forward of that has ended.
+        """Sends the held chains of a half together, when a forward of the other half has ended.
 
-        Of several requests in a half, one is always under way.
+        With several requests in a half, one of them is always under way.
         """
-        held, all_requests = [one for one in self._requests.values() if one.held is not None], self._requests.values()
-        for request in [r for r in held if 1 - r.side in verified or not self._alternation.holds(r, all_requests)]:
+        requests = self._requests.values()
+        held = [request for request in requests if request.held is not None]
+        for request in [r for r in held if 1 - r.side in verified or not self._alternation.holds(r, requests)]:
             self._next.end_wait(request, now_ns)
 
     def _remaining_tokens(self, request: Request) -> int:
         return remaining_tokens(request, self._workers.target_context)
 
-    # --- opening, booking, ending ---------------------------------------------------------------------------------
+    # --- opening and ending ---------------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
@@ -492,9 +488,9 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str) -> None:
         self._close(request)
-        until = partial(request.metrics.timings, len(request.admit.tokens))
+        timings = partial(request.metrics.timings, len(request.admit.tokens))
         notes = [*request.notes, *filter(None, [self._planner.reason(request)])]
-        self._emit(RequestEnded(request.id, reason, until(request.made), tuple(notes), until))
+        self._emit(RequestEnded(request.id, reason, timings(request.made), tuple(notes), timings))
 
     def _fail(self, request: Request, why: str) -> None:
         self._close(request)

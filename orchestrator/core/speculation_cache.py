@@ -1,11 +1,11 @@
 """The speculation cache of one request: outcome -> branch, one round deep (paper definition 4).
 
 An outcome (k, t) is identified by the tokens that it makes final: the first k of the chain, then t. The cache holds
-only what arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several drafters
-fill one cache: where two have prepared the same outcome, the deeper branch counts.
+only branches that arrived before the outcome was handled, so a hit is a prediction, never a look at the answer. Several
+drafters fill one cache: of two branches for the same outcome the deeper one counts.
 
-`CacheBudget`: how many bytes the branches of all requests may take, and those of each. What exceeds it is dropped and
-counted. An honest drafter's branches take kilobytes; the bounds are for one that sends as much as a frame holds.
+`CacheBudget` limits the bytes of the branches of each request and of all. Branches over it are dropped and counted. An
+honest drafter's branches take kilobytes; the limits are for one that sends as much as a frame holds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from outrider.protocol.messages import Alternatives, Branches
 from outrider.protocol.trees import SparseQ
 
 A_REQUEST, IN_ALL = 16 << 20, 64 << 20
-"""Bytes."""
+"""The budget of one request and of all, in bytes."""
 
 
 @dataclass(slots=True)
 class CacheBudget:
-    """What is held of it, and how many messages found no place."""
+    """The bytes held, and the number of messages dropped."""
 
     held: int = 0
     dropped: int = 0
 
     def reserve(self, size: int, of_request: int) -> bool:
-        """Whether `size` bytes more may be held, for a request that has `of_request`; then they are."""
+        """Reserves `size` bytes for a request that holds `of_request`; returns False if they exceed the budget."""
         if of_request + size > A_REQUEST or self.held + size > IN_ALL:
             self.dropped += 1
             return False
@@ -44,7 +44,7 @@ _TOKEN_BYTES = 40  # a number and its place in a tuple
 
 @dataclass(frozen=True, slots=True)
 class CachedBranch:
-    """A branch: its chain, what that was drawn from, if it was, whose it is, and what may stand beside its tokens."""
+    """A branch: its chain, the distributions it was drawn from (if it was), its drafter, and its alternatives."""
 
     chain: tuple[int, ...]
     q: SparseQ | None = None
@@ -59,42 +59,41 @@ class SpeculationCache:
     """
 
     def __init__(self, budget: CacheBudget | None = None) -> None:
-        """`budget`: shared with other requests' caches."""
-        self._room = budget or CacheBudget()
+        """`budget` is shared with other requests' caches."""
+        self._budget = budget or CacheBudget()
         self._held = 0
         self._branches: dict[tuple[int, ...], CachedBranch] = {}
         self._awaited: dict[str, int] = {}
-        self._wanted = 0
+        self._requested = 0
         self.lead = ""
         self.pushes = 0
 
     def start(self, asked: dict[str, int] | None = None) -> None:
-        """`asked`: of how many outcomes each drafter was asked for a branch, the lead first; default: none."""
+        """Empties the cache; `asked` is the number of outcomes that each drafter prepares, the lead first."""
         self.clear()
         self._awaited = asked or {}
-        self._wanted = sum(self._awaited.values())
+        self._requested = sum(self._awaited.values())
         self.lead = next(iter(self._awaited), self.lead)
         self.pushes = 0
 
     def clear(self) -> None:
-        """Holds nothing any more."""
+        """Drops all branches and releases their bytes."""
         self._branches.clear()
-        self._room.release(self._held)
+        self._budget.release(self._held)
         self._held = 0
 
     @property
     def final(self) -> bool:
-        """Nothing more will come: all drafters that were asked have finished."""
+        """Whether all drafters have finished, so that no branch will come."""
         return not self._awaited
 
     @property
     def covered(self) -> int:
-        """Of how many outcomes the drafters have finished, the likeliest among them; else 0."""
-        return 0 if self.lead in self._awaited else self._wanted - sum(self._awaited.values())
+        """The number of outcomes whose drafters have finished; 0 if the lead has not."""
+        return 0 if self.lead in self._awaited else self._requested - sum(self._awaited.values())
 
     def add(self, message: Branches, drafter: str) -> None:
-        """Takes in branches as long as there is room; a deeper one replaces its shorter beginning. Depth decides, never
-        what is in them."""
+        """Adds branches if there is room; a deeper one replaces a shorter one. Depth decides, never the tokens."""
         end = 0
         self.pushes += drafter == self.lead
         for entry in message.entries if self._has_room(message) else ():
@@ -111,26 +110,26 @@ class SpeculationCache:
             self.finished(drafter)
 
     def _has_room(self, message: Branches) -> bool:
-        """Of a message all is held or nothing: its arrays are views of what arrived."""
+        """Reserves the bytes of a whole message, because its arrays are views of one buffer."""
         size = _TOKEN_BYTES * sum(len(entry.committed) + len(entry.chain) for entry in message.entries)
         size += message.q.nbytes if message.q is not None else 0
-        if not self._room.reserve(size, self._held):
+        if not self._budget.reserve(size, self._held):
             return False
         self._held += size
         return True
 
     def finished(self, drafter: str) -> None:
-        """Nothing more is to come of this one."""
+        """Records that a drafter has sent all its branches."""
         self._awaited.pop(drafter, None)
 
     def lost(self, drafter: str) -> None:
-        """Nothing more is to come of this one, nor has all come."""
-        self._wanted -= self._awaited.pop(drafter, 0)
+        """Records that a drafter will not send the rest of its branches."""
+        self._requested -= self._awaited.pop(drafter, 0)
 
     def lookup(self, committed: tuple[int, ...]) -> CachedBranch | None:
-        """The branch prepared for the outcome that makes these tokens final, as deep as it has come, or None.
+        """Returns the branch for the outcome that makes these tokens final, as deep as it is, or None.
 
-        Of an outcome that went beyond a token beside the chain it is the rest of that token's branch.
+        After an accepted alternative, the outcome may go on along that alternative's branch; then it is the rest of it.
         """
         found = self._branches.get(committed)
         for length in range(len(committed) - 1, 0, -1) if found is None else ():
@@ -140,27 +139,27 @@ class SpeculationCache:
         return found
 
     def grows(self, branch: CachedBranch) -> bool:
-        """Whether its drafter may still make it deeper."""
+        """Whether its drafter may still extend it."""
         return branch.drafter in self._awaited
 
     def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
-        """Every outcome whose branch is as deep as it will be, with it."""
+        """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
         known = self._branches.items()
         if self.final:
             return known
         return [(on, branch) for on, branch in known if not self.grows(branch) or len(branch.chain) >= depth]
 
     def pushes_until(self, accepted: int, chain_length: int) -> int:
-        """How many more pushes of the lead may bring the first branches of this many accepted tokens; 0: they are here.
+        """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.
 
-        The branches of full acceptance come with the second, for the chain's last token is fed with the first.
+        The branches of full acceptance come with the second push: the first one feeds the chain's last token.
         """
         if self.lead not in self._awaited or any(len(known) == accepted + 1 for known in self._leads()):
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
 
     def _leads(self) -> Iterable[tuple[int, ...]]:
-        """The outcomes that the lead has prepared."""
+        """Returns the outcomes that the lead has prepared."""
         return (committed for committed, branch in self._branches.items() if branch.drafter == self.lead)
 
     def __len__(self) -> int:

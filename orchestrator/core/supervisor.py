@@ -1,19 +1,17 @@
-"""The workers' processes: starts them, finds which have died or hang, restarts those, and gives up.
+"""Starts the workers' processes, finds those that died or hang, and restarts them or gives them up.
 
-A worker that never came up is an error of the start, and a drafter that can't draft here is done without. One that had
-been ready is restarted after a while that grows with each death in a row; its place keeps its memory cost and its
-abilities. A target is given up after some deaths in a row, others only where each load fails alike. A worker that
-joined by itself is not restarted; a target that did is waited for. Knows places and processes; nothing of sockets or
+A worker that never became ready is an error of the server's start; a drafter that can't draft here is left out. A
+worker that had been ready is restarted; its successor keeps its name, its memory cost and its abilities. A worker that
+joined by itself is not restarted; a target that did is waited for. Knows workers and processes; nothing of sockets or
 requests.
 
-`Restarts`: when a worker that died is restarted, and when no more. The wait doubles with each death in a row, up to a
-minute; a worker that has done something since its start, or stood for a while, begins a new row. A worker on which all
-requests depend is given up after so many deaths in a row, so that whoever runs the server notices; so is one whose
-load fails again and again with the same error.
+`Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
+worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
+after some deaths in a row, so that the operator notices; any worker is if its loads fail with the same error as often.
 
-`Exits`: a descriptor that a poller can wait for, readable when one of our processes has ended. Linux has that;
-elsewhere the core looks at its processes a few times a second. It reaps nothing: the process id stays the process's
-until its owner asks for the exit code.
+`Exits` is a descriptor that a poller can wait for, readable when one of the processes has ended. Linux has that;
+elsewhere the core checks its processes a few times a second. It reaps nothing: the process id stays reserved until its
+owner asks for the exit code.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ STEADY_NS = 60_000_000_000
 
 @dataclass(slots=True)
 class Restarts:
-    """One worker's: `done` so far, `deaths` in a row, and when the next start is due, if one is.
+    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all.
 
-    `failed_loads`: the latest deaths in a row of which each was a load that ended with `error`.
+    `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
     """
 
     done: int = 0
@@ -52,13 +50,13 @@ class Restarts:
     error: str = ""
 
     def died(self, now_ns: int, worked: bool, stood_ns: int, needed: bool, error: str = "") -> bool:
-        """Counts a death; False: it is given up.
+        """Counts a death; returns False if the worker is given up.
 
         Args:
-            worked: it had done something for a request.
-            stood_ns: for so long it had been ready.
-            needed: no request can do without it.
-            error: what its load said at its own end, if that was its end.
+            worked: it had worked for a request.
+            stood_ns: how long it had been ready.
+            needed: all requests depend on it.
+            error: the error of its load, if the load failed.
         """
         self.deaths = 1 if worked or stood_ns >= STEADY_NS else self.deaths + 1
         self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
@@ -69,19 +67,19 @@ class Restarts:
 
     @property
     def wait_ns(self) -> int:
-        """How long after the latest death it is started again."""
+        """The time from the latest death to the next start."""
         return min(FIRST_NS << min(self.deaths - 1, 32), LONGEST_NS)
 
     def is_due(self, now_ns: int) -> bool:
         return self.due_ns is not None and now_ns >= self.due_ns
 
     def begun(self) -> None:
-        """It was started again."""
+        """Records that it was restarted."""
         self.done, self.due_ns = self.done + 1, None
 
 
 class Exits:
-    """Watches processes of this one by id. `fileno` is None where that can't be waited for."""
+    """Watches child processes by id. `fileno` is None if the system has no such descriptor."""
 
     def __init__(self) -> None:
         self._waiting = select.epoll() if sys.platform == "linux" else None
@@ -92,7 +90,7 @@ class Exits:
         return self._waiting.fileno() if self._waiting is not None else None
 
     def watch(self, pid: int) -> None:
-        """From now on its end wakes; where the system refuses that, nothing happens."""
+        """Watches a process, if the system allows it."""
         if self._waiting is None:
             return
         try:
@@ -102,10 +100,10 @@ class Exits:
         self._waiting.register(self._watched[pid], select.EPOLLIN)
 
     def forget(self, pid: int) -> None:
-        """Its end is known, or does not matter any more."""
-        held = self._watched.pop(pid, None)
-        if held is not None:
-            os.close(held)  # and so it is waited for no more
+        """Stops watching a process."""
+        descriptor = self._watched.pop(pid, None)
+        if descriptor is not None:
+            os.close(descriptor)  # which also removes it from the epoll set
 
     def close(self) -> None:
         for pid in list(self._watched):
@@ -121,7 +119,7 @@ AWAITED_SECONDS = 600
 
 
 class Supervisor:
-    """Of the workers at `registry`. `exits` wakes whoever waits for it when one of its processes has ended."""
+    """Supervises the workers in `registry`. `exits` wakes a poller when one of its processes has ended."""
 
     def __init__(
         self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
@@ -136,7 +134,7 @@ class Supervisor:
         self._dismissed: list[WorkerLoss] = []
 
     def start(self) -> None:
-        """Starts the worker processes; they report as they load."""
+        """Starts the worker processes, which report their progress while they load."""
         if not self._settings.await_target:
             self._spawn("target", TARGET)
         for number in range(self._settings.drafters if self._settings.has_draft_worker else 0):
@@ -145,7 +143,7 @@ class Supervisor:
             self._spawn("prefill", f"prefill-{number}")
 
     def losses(self, now_ns: int) -> list[WorkerLoss]:
-        """Workers newly found gone, which are ended, and drafters newly found frozen, which are left alone."""
+        """Returns the workers newly found lost, which are ended, and newly frozen drafters, which keep running."""
         lost, self._dismissed = self._dismissed, []
         for worker in self._registry.all():
             if worker.state == "restarting" and worker.spawned is None:
@@ -165,13 +163,13 @@ class Supervisor:
         return lost
 
     def thawed(self) -> list[Worker]:
-        """Workers that were frozen and answer again."""
+        """Returns the workers that were frozen and answer again."""
         frozen = [worker for worker in self._registry.all() if worker.state == "frozen"]
-        found = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
-        for worker in found:
+        thawed = [worker for worker in frozen if not worker.heartbeat.is_frozen(self._seconds_a_ping)]
+        for worker in thawed:
             worker.state = "ready"
             log.warning("%s answers again", worker)
-        return found
+        return thawed
 
     def restart(self, now_ns: int) -> list[WorkerLoss]:
         """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
@@ -185,11 +183,11 @@ class Supervisor:
             try:
                 self._spawn(before.role, name, before, restarts.done)
             except WorkerError as error:
-                lost.append(self._again(before, str(error), now_ns))
+                lost.append(self._schedule(before, str(error), now_ns))
         return lost
 
     def dismiss(self, worker: Worker, why: str) -> None:
-        """It is not to be heard any more, nor started again; `losses` will tell."""
+        """Disconnects a worker and never restarts it; `losses` will report it."""
         self._registry.shut_out(worker)
         worker.state, worker.fault = "refused" if worker.spawned else "lost", why
         if worker.spawned:
@@ -197,7 +195,7 @@ class Supervisor:
         self._dismissed.append(WorkerLoss(worker, why, gone=True))
 
     def close(self) -> None:
-        """Ends all processes, in order where they let it."""
+        """Ends all processes: with SIGTERM, and after a grace period with SIGKILL."""
         spawned = [worker.spawned for worker in self._registry.all() if worker.spawned]
         for process in spawned:
             process.terminate()
@@ -210,7 +208,7 @@ class Supervisor:
         return restarts is not None and restarts.due_ns is not None
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
-        """Ends what is left of it; one that was started here and had been ready is to come again."""
+        """Ends a worker's process; one that was started here and had been ready is to be restarted."""
         self._registry.take_away(worker)
         worker.state, worker.fault = "lost", why
         if worker.spawned is None:
@@ -223,12 +221,12 @@ class Supervisor:
         if worker.hello is None:
             return WorkerLoss(worker, why, gone=True, fatal=True)
         failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
-        return self._again(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns), failed_load)
+        return self._schedule(worker, why, now_ns, worker.worked, worker.stood_ns(now_ns), failed_load)
 
-    def _again(
+    def _schedule(
         self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0, failed_load: str = ""
     ) -> WorkerLoss:
-        """Has it come again, unless it has died too often; see `Restarts.died`."""
+        """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
         needed = worker.role == "target"
         restarts = self._restarts.setdefault(worker.name, Restarts())
         comes_back = restarts.died(now_ns, worked, stood_ns, needed, failed_load)
@@ -240,7 +238,7 @@ class Supervisor:
         return WorkerLoss(worker, why, gone=True, fatal=needed and not comes_back)
 
     def _overdue(self, worker: Worker, now_ns: int) -> list[WorkerLoss]:
-        """A target that came by itself, is gone, and has been waited for long enough."""
+        """Gives up a target that joined by itself, if none has replaced it for `AWAITED_SECONDS`."""
         if now_ns - worker.begun_ns < AWAITED_SECONDS * clock.SECOND_NS:
             return []
         worker.state = "lost"

@@ -1,10 +1,10 @@
-"""The workers' socket: admits workers, asks all of them whether they are alive, and says what they can do.
+"""The workers' socket: admits workers, pings them, and reports their abilities.
 
-Turns frames into (worker name, message) and back; what workers say about themselves stays here. `WorkerAdmission`
-decides who may join, `Supervisor` which workers live and which are started again. Knows nothing of requests.
+Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerAdmission`
+decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
 
-`WorkerRouter`: the socket itself: frames in and out, without waiting. What does not fit is dropped, since what matters
-is asked again. Knows routing ids and keys, not whose they are.
+`WorkerRouter` is the socket itself; it sends and receives frames without waiting. A message that does not fit is
+dropped, since messages that matter are sent again. Knows routing ids and keys, but no workers.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from outrider.protocol.worker_link import heartbeat_of, routing_id
 
 log = logging.getLogger(__name__)
 
-# A worker has two; the rest is for strangers, until they are turned away.
+# A worker has two; the rest is for strangers, until they are refused.
 MAX_CONNECTIONS = 256
-# Messages that wait for a worker that does not read, or for this process.
+# The most messages queued for a worker that does not read, or for this process.
 MOST_WAITING = 1024
-# So many warnings, so that strangers can't fill a log: one in ten seconds, after some at once.
+# Strangers must not fill the log: ten warnings at once, then one in ten seconds.
 WARNINGS = Rate(0.1, 10)
 
 
@@ -82,7 +82,7 @@ class WorkerRouter:
         self._warnings = RateLimiter(WARNINGS)
 
     def receive(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """What waits: the sender's routing id, which also knows its key (`key_shown`), and frames; never blocks."""
+        """Yields the sender's routing id, which also holds its key (`key_shown`), and frames; never blocks."""
         while True:
             try:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -91,7 +91,7 @@ class WorkerRouter:
             yield first, self.socket.recv_multipart()
 
     def send(self, identity: bytes, *messages: Message) -> None:
-        """Dropped where the worker is gone, or does not read: what matters is asked again."""
+        """Sends messages; they are dropped if the worker is gone or does not read."""
         frames = encode_all(messages)
         try:
             self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
@@ -103,18 +103,18 @@ class WorkerRouter:
             self.socket.send(frame, zmq.SNDMORE)
         self.socket.send(frames[-1])
 
-    def warn(self, told: str, *values: object) -> None:
-        """What others can bring about as often as they like fills no log."""
+    def warn(self, message: str, *values: object) -> None:
+        """Logs a warning about an event that a peer can cause at will, at a limited rate."""
         level = logging.WARNING if self._warnings.allow(b"", (), clock.now()) else logging.INFO
-        log.log(level, told, *values)
+        log.log(level, message, *values)
 
 
-# A drafter says a few things a forward; a stranger has little to say but HELLO.
+# A drafter sends a few messages a forward; a stranger sends little besides HELLO.
 DRAFTERS, STRANGERS = Rate(20_000, 20_000), Rate(10, 40)
 
 
 class WorkerPool:
-    """The workers of this cluster: what they can do, and messages to and from them.
+    """The workers of this cluster: their abilities, and the messages to and from them.
 
     `news`: `stats` or `stage` changed.
     """
@@ -148,34 +148,34 @@ class WorkerPool:
         self._drafters, self._strangers = RateLimiter(DRAFTERS), RateLimiter(STRANGERS)
 
     def start(self) -> None:
-        """Starts the worker processes; they report as they load."""
+        """Starts the worker processes, which report their progress while they load."""
         self._supervisor.start()
         if self._settings.await_target:
             self.stage, self.news = f"waiting for a target: outrider worker target --connect {self.endpoint}", True
 
     @property
     def exits(self) -> int | None:
-        """What wakes a poller when a worker process has ended; None where the system has no such thing."""
+        """The descriptor that wakes a poller when a worker process has ended; None if the system has none."""
         return self._supervisor.exits.fileno
 
     def record_invalid(self, name: str, kind: str) -> None:
-        """Counts what cannot be; a drafter that says it too often is dismissed."""
+        """Counts an invalid message; a drafter that sends too many is dismissed."""
         worker = self._registry.named(name)
         if worker is None or not worker.entered:
             return
         worker.trust.record_invalid(kind)
         self.news = True
-        self._router.warn("%s said %s", worker, INVALID[kind])
+        self._router.warn("%s sent %s", worker, INVALID[kind])
         if worker.trust.is_lost and worker.role == "draft":
             why = f"{worker} sent invalid messages: {worker.trust.format(INVALID)}; disconnected"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
 
-    # --- what the workers can do -----------------------------------------------------------------------------------
+    # --- abilities -------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        """Every worker this cluster was meant to have is there, or is done without."""
+        """Whether there is a target, and every other worker that was started is ready or given up."""
         spawned = [worker for worker in self._registry.all() if worker.spawned]
         return self.has_target() and all(worker.state in ("ready", "refused", "lost") for worker in spawned)
 
@@ -191,17 +191,17 @@ class WorkerPool:
 
     @property
     def kv_budget(self) -> KVBudget:
-        """What texts may take in all workers that are there."""
+        """The memory for texts in all workers."""
         return kv_budget(self._settings.kv_memory, self.stats(), self._memory)
 
     def notes(self) -> list[str]:
-        """Why requests get less speculation than was asked for, a sentence each."""
-        able = self.target_abilities
+        """Returns why requests get less speculation than requested, one note for each reason."""
+        abilities = self.target_abilities
         drafters = [worker for worker in self._registry.all() if worker.role == "draft" and worker.spawned]
         refused = [worker.fault for worker in drafters if worker.state in ("refused", "lost")]
-        if not able.chains:
-            return [f"speculation is off: {able.why}"]
-        return [*(f"no draft model: {why}" for why in refused), *able.left_out]
+        if not abilities.chains:
+            return [f"speculation is off: {abilities.why}"]
+        return [*(f"no draft model: {why}" for why in refused), *abilities.left_out]
 
     def is_target(self, name: str) -> bool:
         worker = self._registry.named(name)
@@ -211,12 +211,12 @@ class WorkerPool:
         return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}
 
     def prefill_workers(self) -> set[str]:
-        """Those of the target's own model, if it takes over what they read."""
+        """Returns the ready prefill workers whose keys and values the target can take over."""
         target = self._registry.named(TARGET)
         if target is None or target.hello is None or not target.hello.abilities.takes_kv:
             return set()
-        found = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
-        return {worker.name for worker in found if worker.hello and reads_alike(worker.hello, target.hello)}
+        ready = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
+        return {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target.hello)}
 
     def vocabulary(self, name: str) -> int:
         worker = self._registry.named(name)
@@ -237,17 +237,17 @@ class WorkerPool:
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._registry.all())
 
-    # --- talking --------------------------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------------------
 
     def send_target(self, message: Message) -> None:
         self.send_worker(TARGET, message)
 
     def send_worker(self, name: str, message: Message) -> None:
-        """To a worker by name, at the next `flush`; one that has gone meanwhile hears nothing."""
+        """Queues a message to a worker until the next `flush`; it is dropped if the worker is gone by then."""
         self._outgoing.setdefault(name, []).append(message)
 
     def flush(self) -> None:
-        """What each worker is to hear leaves, together."""
+        """Sends the queued messages, those of each worker together."""
         for name, messages in self._outgoing.items():
             worker = self._registry.named(name)
             if worker is not None and worker.entered:
@@ -255,7 +255,7 @@ class WorkerPool:
         self._outgoing.clear()
 
     def flush_and_yield(self) -> None:
-        """Flushes and gives the core away: on a machine of two, whoever waits for what was sent waits for this one."""
+        """Flushes, and yields the processor: on a machine of two cores the receiver may be waiting for it."""
         self.flush()
         os.sched_yield()
 
@@ -266,7 +266,7 @@ class WorkerPool:
             self.admission.refuse_key(worker.key, why)
 
     def receive(self) -> Iterator[tuple[str, Message]]:
-        """What waits about requests, each with the name of the worker whose place it came from; never blocks."""
+        """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
         for first, frames in self._router.receive():
             identity = first.bytes
             if self.admission.is_unauthorized(identity, first):
@@ -283,11 +283,11 @@ class WorkerPool:
                     case CacheReport(use=use):
                         worker.cache, self.news = use, True
                     case Pong():
-                        self._answered(worker, message)
+                        self._on_pong(worker, message)
                     case Loading(role=role, stage=stage):
                         self.stage, self.news, worker.heartbeat.unanswered = f"{role}: {stage}", True, 0
                     case Fault(request=None, message=why, dispensable=dispensable):
-                        worker.fault = why  # it will end, and `losses` will tell
+                        worker.fault = why  # it will end, and `losses` will report it
                         if dispensable and worker.role != "target" and not worker.entered:
                             worker.state, self.news = "refused", True
                     case _:
@@ -307,7 +307,7 @@ class WorkerPool:
             if worker.entered:
                 self._router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
 
-    def _answered(self, worker: Worker, pong: Pong) -> None:
+    def _on_pong(self, worker: Worker, pong: Pong) -> None:
         is_newest = pong.serial == self._ping_serial
         worker.heartbeat.on_pong(pong.progress, is_newest, pong.expected_ms / 1000)
         if is_newest and pong.clock_ns:
@@ -315,24 +315,24 @@ class WorkerPool:
             worker.clock.observe(self._pinged_ns, pong.clock_ns, clock.now())
 
     def arrivals(self) -> list[Worker]:
-        """Workers that can be used from now on: new, started again, or heard again."""
-        found, self._arrived = [*self._arrived, *self._supervisor.thawed()], []
-        self.news = self.news or bool(found)
-        return found
+        """Returns the workers that can be used from now on: new, restarted, or answering again."""
+        arrived, self._arrived = [*self._arrived, *self._supervisor.thawed()], []
+        self.news = self.news or bool(arrived)
+        return arrived
 
     def losses(self, now_ns: int) -> list[WorkerLoss]:
-        """Workers that can't be used from now on; what was started here and can be started again is."""
-        found = [*self._supervisor.losses(now_ns), *self._supervisor.restart(now_ns)]
-        for loss in found:
+        """Returns the workers that can't be used from now on, and restarts those that are due."""
+        losses = [*self._supervisor.losses(now_ns), *self._supervisor.restart(now_ns)]
+        for loss in losses:
             self.news = True
             if loss.gone:
                 self._router.send(routing_id(loss.worker.incarnation), Shutdown(loss.why))
-        if found:
+        if losses:
             self._share_memory()
-        return found
+        return losses
 
     def close(self) -> None:
-        """Ends the workers in order, then the socket."""
+        """Ends the workers, then closes the socket."""
         self.flush()
         for worker in self._registry.all():
             self._router.send(routing_id(worker.incarnation), Shutdown())
@@ -340,14 +340,14 @@ class WorkerPool:
         self.limiter.close()
 
     def _bind_for_joining(self, settings: ServeSettings, endpoint: str) -> None:
-        """Drafters join there, too."""
+        """Binds the endpoint for workers of other machines."""
         keys = self.admission.keys if settings.asks_for_keys(endpoint) else None
         if keys is not None:
             endpoints.prepare(self.socket)
         self.joining_endpoint = self.limiter.open(endpoint, MAX_CONNECTIONS, keys).endpoint
 
     def _hello(self, identity: bytes, hello: Hello, key: str) -> None:
-        """A worker is ready: one that was spawned, or a drafter that joins. A HELLO said again changes nothing."""
+        """Admits a worker that is ready, spawned or joining, or refuses it. A repeated HELLO changes nothing."""
         worker = self._registry.at(identity)
         if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
@@ -358,7 +358,7 @@ class WorkerPool:
             self._router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)
             self._router.send(identity, Shutdown(why))
             if worker is not None:
-                worker.fault = why  # it will end, and `losses` will tell
+                worker.fault = why  # it will end, and `losses` will report it
             return
         worker = worker or self._registry.join(hello, key)
         worker.hello, worker.state, worker.fault, worker.heartbeat = hello, "ready", "", Heartbeat()
@@ -367,10 +367,10 @@ class WorkerPool:
         self._router.send(identity, Welcome(worker.name, round(1000 * self.seconds_a_ping)))
         self._share_memory()
         self.news = True
-        self._part_misfits()
+        self._dismiss_misfits()
 
-    def _part_misfits(self) -> None:
-        """Drafters that read other features than the target makes go; the rest goes on without them."""
+    def _dismiss_misfits(self) -> None:
+        """Dismisses drafters that read other features than the target provides."""
         target = self._registry.named(TARGET)
         if target is None or target.hello is None or not target.entered:
             return
@@ -381,7 +381,7 @@ class WorkerPool:
                 self._supervisor.dismiss(worker, why)
 
     def _share_memory(self) -> None:
-        """Tells all workers what their texts may take, by the workers that are there."""
+        """Sends all workers their share of the memory for texts."""
         budget = self.kv_budget
         for worker in self._registry.all():
             share = budget.share(worker.hello.kv, self.target_context) if worker.hello is not None else 0
@@ -390,7 +390,7 @@ class WorkerPool:
                 self._router.send(routing_id(worker.incarnation), KvMemory(share, self._settings.prompt_cache))
 
     def _within_rate(self, identity: bytes, frames: Sequence[bytes]) -> bool:
-        """Whether it has not said too much lately; of what is more nothing is read."""
+        """Whether the sender is within its rate; messages over it are not decoded."""
         worker = self._registry.at(identity)
         if worker is not None and worker.role == "target":
             return True
@@ -417,5 +417,5 @@ class WorkerPool:
             if worker is not None:
                 self.record_invalid(worker.name, "frame")
             elif isinstance(error, VersionMismatch):
-                self._router.send(identity, Shutdown(str(error)))  # which tells its sender by the version alone
+                self._router.send(identity, Shutdown(str(error)))  # its header shows that the versions differ
             return []

@@ -143,7 +143,7 @@ def test_nobody_speaks_by_anothers_routing_id(door: Door) -> None:
 def test_two_drafters_of_one_name_are_told_of_each_other(door: Door) -> None:
     door.hello(door.peer(7, MINI), 7, name="mini", model="/one")
     told = reason(door.hello(door.peer(8, STUDIO), 8, name="mini", model="/two"))
-    assert "the name mini is taken" in told and "/one" in told and "/two" in told and "leave it out" in told
+    assert "the name mini is taken" in told and "/one" in told and "/two" in told and "omit it" in told
 
 
 def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> None:

@@ -16,7 +16,7 @@ from outrider.orchestrator.core.proposal import (
     ProposalSource,
     grown,
     merged,
-    worth_telling,
+    min_alternative,
 )
 from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
@@ -123,13 +123,13 @@ def test_where_all_agree_or_rows_are_dear_there_is_no_tree() -> None:
     assert merged(estimates(), ngrams, hit(), (), room=50) is None
     dear = estimates(row_ms=9.0, drafted=1)
     assert merged(dear, ngrams, hit(8), (), room=50) is None
-    assert worth_telling(dear, True) == 1.0 and worth_telling(estimates(), False) == 1.0
-    assert 0.0 < worth_telling(estimates(row_ms=0.1), True) < 0.3
+    assert min_alternative(dear, True) == 1.0 and min_alternative(estimates(), False) == 1.0
+    assert 0.0 < min_alternative(estimates(row_ms=0.1), True) < 0.3
 
 
 def test_what_the_drafter_thought_next_best_stands_beside_its_tokens() -> None:
     beside = Alternatives((7, 8, 6), (-1, 0, 2), (0.5, 0.5, 0.5))
-    found = merged(estimates(), NgramIndex(), hit(3, 4), (), room=50, beside=beside)
+    found = merged(estimates(), NgramIndex(), hit(3, 4), (), room=50, alternatives=beside)
     assert found is not None and Origin.GUESSED in found.by
     assert [7] in lines(found.chain, found.parents) and [3, 8] in lines(found.chain, found.parents)
     assert 6 not in found.chain, "what it stood behind was cut off"

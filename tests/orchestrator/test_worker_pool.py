@@ -499,7 +499,7 @@ def test_a_start_may_take_ten_times_what_the_one_before_took_since_its_latest_ne
     loading.say(Loading("target", "reading weights"))
     hall.settle()
     assert hall.pass_time(limit - 1) == []
-    assert "has made no progress in starting" in hall.pass_time(2)[0].why
+    assert "has made no progress while starting" in hall.pass_time(2)[0].why
 
 
 def test_a_first_start_takes_as_long_as_it_takes(hall: Hall) -> None:

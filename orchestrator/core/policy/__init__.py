@@ -1,1 +1,1 @@
-"""What `auto` and the rounds believe: measured costs and odds, what follows from them, and what is kept of both."""
+"""Estimates, forecasts, the policy of `auto`, and the files that keep what they learned."""
