@@ -1,9 +1,9 @@
-"""Which peers may connect, and which client a request comes from.
+"""Decides which peers may connect, and which client a request comes from.
 
-`CurveAuth`: the allow-list of the server's keyring, read again when it changes, less the keys refused since. ZeroMQ
-asks it at each handshake, on a thread of its own. Knows keys and endpoints' roles; knows nothing of messages.
+`CurveAuth` is the allow-list of the server's keyring, read again when it changes, without the keys refused since.
+ZeroMQ calls it at each handshake, on a thread of its own. Knows keys and endpoints' roles; knows nothing of messages.
 
-`client_key`: the common beginning of the routing ids of one client, whose requests have a socket each.
+`client_key` is the common prefix of the routing ids of one client, which has a socket for each request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.protocol.keys import CLIENT, DRAFTER, PREFILL, AllowedKey, Keyring
 
 log = logging.getLogger(__name__)
 
-# Which roles an endpoint admits: all workers of other machines have one.
+# The roles that an endpoint admits: all workers of other machines share one endpoint.
 _ADMITTED = {CLIENT: (CLIENT,), DRAFTER: (DRAFTER, PREFILL)}
 
 
@@ -30,7 +30,7 @@ class CurveAuth:
     """Decides for all sockets of `context` that are bound with `keys`, from creation to `close`.
 
     Raises:
-        KeyFault: there is no own key, or the keyring can't be used.
+        KeyFault: the server has no key, or the keyring can't be used.
     """
 
     def __init__(self, context: zmq.Context[Any], keyring: Keyring) -> None:
@@ -47,75 +47,75 @@ class CurveAuth:
             self._authenticator.configure_curve_callback(role, self)
 
     def keys(self, role: str) -> ServerKeys:
-        """What a socket is bound with, to admit the keys that are allowed this role; workers connect as drafters."""
+        """Returns the keys to bind a socket with, so that it admits keys of this role; workers connect as drafters."""
         return ServerKeys(self.own, role)
 
     def refuse(self, key: str, why: str) -> None:
-        """Refuses this key from now on, as long as this server runs; open connections stay. From any thread."""
+        """Refuses a key while this server runs; open connections stay. May be called on any thread."""
         with self._lock:
             self._refused[key] = why
         log.warning("the key %s is now refused: %s", key, why)
 
     def is_allowed(self, role: str, key: str) -> bool:
-        """Whether `key` is admitted as `role` now. From any thread."""
+        """Whether `key` is admitted as `role` now. May be called on any thread."""
         with self._lock:
             try:
                 self._read()
             except KeyFault as fault:
                 log.error("no client is accepted: %s", fault)
                 self._seen, self._allowed = None, ()
-            allowed = any((one.role, one.key) == (role, key) for one in self._allowed)
-            return allowed and key not in self._refused
+            is_listed = any((allowed.role, allowed.key) == (role, key) for allowed in self._allowed)
+            return is_listed and key not in self._refused
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The same as ZeroMQ's authentication asks it."""
+        """Whether a key is admitted, in the form that ZeroMQ's authentication calls."""
         shown = from_zmq(key)
-        let_in = any(self.is_allowed(role, shown) for role in _ADMITTED[domain])
-        log.info("the key %s is %s as %s", shown, "let in" if let_in else "refused", domain)
-        return let_in
+        admitted = any(self.is_allowed(role, shown) for role in _ADMITTED[domain])
+        log.info("the key %s is %s as %s", shown, "accepted" if admitted else "refused", domain)
+        return admitted
 
     def close(self) -> None:
         """Admits no more keys."""
         self._authenticator.stop()
 
     def _read(self) -> None:
-        seen = self._state()
-        if seen != self._seen or seen is None:
-            self._allowed, self._seen = self._keyring.allowed(), seen
+        state = self._state()
+        if state != self._seen or state is None:
+            self._allowed, self._seen = self._keyring.allowed(), state
 
     def _state(self) -> tuple[int, ...] | None:
-        """What changes when the allow-list does; None: not known."""
+        """Returns a value that changes with the allow-list; None: not known."""
         try:
-            found = os.stat(self._keyring.allowed_file)
+            stat = os.stat(self._keyring.allowed_file)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ino, found.st_size, found.st_mode
+        return stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode
 
 
 def curve_auth_for(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:
-    """What a server's endpoints ask keys by; None: only this machine reaches them, and no keys are wanted.
+    """Returns the authentication of a server's endpoints; None: none of them requires keys.
 
     Raises:
-        KeyFault: they need one and the keyring has no own key, or can't be used.
+        KeyFault: one does, and the server has no key, or the keyring can't be used.
     """
-    asked = [endpoint for endpoint in (settings.endpoint, settings.workers_endpoint) if endpoint is not None]
-    served = [endpoint for endpoint in asked if settings.asks_for_keys(endpoint)]
-    if not served:
+    endpoints = [endpoint for endpoint in (settings.endpoint, settings.workers_endpoint) if endpoint is not None]
+    keyed = [endpoint for endpoint in endpoints if settings.asks_for_keys(endpoint)]
+    if not keyed:
         return None
     try:
         return CurveAuth(context, Keyring(settings.keys))
     except KeyFault as fault:
-        raise KeyFault(f"{served[0]} can't be served without keys: {fault}") from None
+        raise KeyFault(f"{keyed[0]} can't be served without keys: {fault}") from None
 
 
 CLIENT_KEY_BYTES = 9
 
 
 def client_key() -> bytes:
-    """Begins the routing ids of one client, so that the server queues fairly by client and not by request."""
+    """Returns a prefix for the routing ids of one client, so that the server queues by client and not by request."""
     return b"c" + os.urandom(CLIENT_KEY_BYTES - 1)  # a routing id must not begin with a zero byte
 
 
 def client_of(routing_id: bytes) -> bytes:
-    """Which client a routing id belongs to."""
+    """Returns the client of a routing id."""
     return routing_id[:CLIENT_KEY_BYTES]

@@ -1,7 +1,8 @@
 """The settings of the HTTP server: a frozen record that checks itself.
 
-The server is a process of a room that this one does not know. The record travels to it as JSON on stdin, since other
-users can read command lines and it holds keys. Knows names and ranges; opens no socket.
+The HTTP server is a process of its own, in the folder `server/`, which this one must not import. The record is sent to
+it as JSON on stdin, because it holds keys and other users can read command lines. Knows names and ranges; opens no
+socket.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """Where HTTP is served and to whom.
+    """The address, access and limits of the HTTP server.
 
-    `port` 0 is any free one. `api_keys`: whoever asks has to name one of them; none: nobody is asked, which only holds
-    on loopback. `cors_origins`: pages of these origins may ask from a browser (`*`: all). `tls_cert` and `tls_key`: PEM
-    files. `model_names`: what requests may call the model; the first is its id, none: its own name. `max_body_mb`: the
-    largest request body in MB. `request_timeout`: seconds after which an answer is given up, None: never.
-    `max_streams_per_key`: answers at once to each key, or address where no key is named; None: any number.
-    `otlp_endpoint`: the URL of a collector that spans of traced requests go to; None: as OTEL_... of the environment
-    say. `tool_fallback`: a model whose chat template has no tools is told of them in its system prompt.
+    - `port`: 0 is any free one. `tls_cert` and `tls_key`: PEM files.
+    - `api_keys`: a request must have one of them; an empty tuple, for loopback only, requires none. `cors_origins`:
+      pages of these origins may send requests from a browser (`*`: all).
+    - `model_names`: the names of the model in requests, its id first; empty: its own name.
+    - `max_body_mb`: the largest request body in MB. `request_timeout`: seconds after which an answer ends with an
+      error; None: never. `max_streams_per_key`: simultaneous answers for each key, or for each address without keys;
+      None: any number.
+    - `otlp_endpoint`: the URL of a collector for the spans of traced requests; None: by the environment (OTEL_...).
+    - `tool_fallback`: describe tools in the system prompt if the model's chat template has none.
 
     Raises:
-        InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
+        InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
     host: str = HOST
@@ -68,7 +71,7 @@ class HttpSettings:
         if not self.api_keys and not self.is_loopback:
             raise InvalidRequest(
                 f"host {self.host} is reachable from other machines and needs an API key; expected --api-key,"
-                " --api-key-file or OUTRIDER_API_KEY, or a host of loopback such as 127.0.0.1"
+                " --api-key-file or OUTRIDER_API_KEY, or a loopback host such as 127.0.0.1"
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequest("TLS needs a certificate and its key; expected both --tls-cert and --tls-key, or none")
@@ -93,7 +96,7 @@ class HttpSettings:
 
 
 def tracing_wanted(settings: HttpSettings, environment: Mapping[str, str]) -> bool:
-    """Whether spans are to be exported, by the settings or by OpenTelemetry's own variables."""
+    """Whether spans are exported, by the settings or by OpenTelemetry's environment variables."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
         return False
     return settings.otlp_endpoint is not None or any(environment.get(name) for name in COLLECTORS)
@@ -115,7 +118,7 @@ def _check_certificate(cert: str, key: str) -> None:
 def _check_origin(origin: str) -> None:
     parts = urlsplit(origin)
     if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
-        raise InvalidRequest(f"cors_origin is {origin!r}; expected one as browsers say it, https://host:port, or *")
+        raise InvalidRequest(f"cors_origin is {origin!r}; expected an origin such as https://host:port, or *")
 
 
 def _check_collector(url: str) -> None:
@@ -126,9 +129,9 @@ def _check_collector(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HttpOrder:
-    """All that the server's process is told: its settings, the orchestrator's endpoint, the model, the open socket.
+    """The order to the HTTP process: its settings, the orchestrator's endpoint, the model, the open socket.
 
-    `log_fd`: where the orchestrator logs.
+    `log_fd`: the descriptor of the orchestrator's log.
     """
 
     settings: HttpSettings
@@ -141,13 +144,13 @@ class HttpOrder:
     log_fd: int | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """Returns the order as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> HttpOrder:
-        """What `to_json` wrote."""
+        """Returns the order that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(line)
-        given = fields.pop("settings").items()
-        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        items = fields.pop("settings").items()
+        settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in items}
         return cls(settings=HttpSettings(**settings), **fields)

@@ -1,15 +1,16 @@
-"""Limits: how much a peer may send, how many connections an endpoint serves, and how much memory texts may take.
+"""Limits on the messages of a peer, the connections of an endpoint, and the memory of texts.
 
-`RateLimiter`: each peer of a socket may send so much a second, with a reserve for bursts. What exceeds that is dropped
-before it is read, so a flood takes no time from other peers. Knows peers and sizes; knows nothing of messages.
+`RateLimiter` limits the messages of each peer of a socket per second, with a reserve for bursts. Messages over it are
+dropped before they are decoded, so a flood takes no time from other peers. Knows peers and sizes; knows nothing of
+messages.
 
-`ConnectionLimiter`: serves an endpoint for so many connections at once; ZeroMQ would accept until no file is left and
-then end the process. A full unix socket stops listening, and whoever connects waits in the system's queue. A port can't
-stop listening, so excess connections to one are closed, and may try again.
+`ConnectionLimiter` limits the connections of an endpoint; ZeroMQ would accept connections until no file descriptor is
+left, and then end the process. A full unix socket stops listening, and new connections wait in the system's queue. A
+port can't stop listening, so excess connections to it are closed, and may try again.
 
-`KVBudget`: how much memory texts may take in all workers together, and what one request needs of it. A text lies in the
-target and in every drafter, so the budget counts tokens alike for all: each worker's share is what the same tokens take
-there. Arithmetic only; the front waits for room, the workers evict.
+`KVBudget` is the memory for texts in all workers together. A text is in the target and in every drafter, so the budget
+counts tokens alike for all: each worker's share is what the same tokens take there. Arithmetic only; the front waits
+for room, the workers evict.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from outrider.protocol.messages import WorkerStats
 from outrider.protocol.stats import KvCost
 
 BYTES = 16 * 1024
-"""A message counts as one more for each of these."""
+"""A message counts as one more for each of these bytes."""
 MOST_PEERS = 64
-"""So many are not looked through for those that could be forgotten."""
+"""With fewer peers idle ones are not dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many messages a second, after as many at once as are in `reserve`."""
+    """A rate of messages per second, with a `reserve` of messages for bursts."""
 
     a_second: float
     reserve: float
@@ -50,7 +51,7 @@ class _Level:
 
 
 class RateLimiter:
-    """Of all peers of one socket alike."""
+    """Applies one rate to each peer of a socket."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
@@ -61,14 +62,14 @@ class RateLimiter:
         """Whether the peer may send this much now."""
         level = self._level(peer, now_ns)
         cost = 1 + sum(map(len, frames)) / BYTES
-        # What is larger than the reserve passes when that is full: a size has a limit of its own.
+        # A message larger than the reserve passes if the reserve is full: sizes have a limit of their own.
         if level.left < min(cost, self._rate.reserve):
             return False
         level.left -= cost
         return True
 
     def is_first(self, peer: bytes) -> bool:
-        """Whether this refusal is the peer's first since it had all its reserve: the one to report."""
+        """Whether this refusal, the one to report, is the peer's first since its reserve was full."""
         level = self._levels[peer]
         level.is_over, was_over = True, level.is_over
         return not was_over
@@ -88,7 +89,7 @@ class RateLimiter:
             level.is_over = False
 
     def _forget_idle(self, now_ns: int) -> None:
-        """Forgets peers that have all their reserve. Looks through all only when they have doubled."""
+        """Drops peers whose reserve is full. Checks them only when their number has doubled."""
         if len(self._levels) < self._most:
             return
         for peer, level in list(self._levels.items()):
@@ -102,7 +103,7 @@ CROWDED = 0.875
 
 
 class LimitedEndpoint:
-    """An endpoint and its connections: file descriptors, as ZeroMQ reports them."""
+    """An endpoint and its connections, as file descriptors that ZeroMQ reports."""
 
     def __init__(self, bound: Bound, most: int) -> None:
         self.bound = bound
@@ -114,7 +115,7 @@ class LimitedEndpoint:
         return len(self.inside) >= CROWDED * self.most
 
     def enter(self, descriptor: int) -> None:
-        """A connection was accepted. At a port, which can't stop listening, one too many is closed."""
+        """Adds an accepted connection; an excess one to a port, which can't stop listening, is closed."""
         self.inside.add(descriptor)
         if len(self.inside) > self.most:
             self.bound.hang_up(descriptor)
@@ -128,7 +129,7 @@ class LimitedEndpoint:
 
 
 class ConnectionLimiter:
-    """Binds `socket` to `endpoint`. Whenever something waits on `monitor`, call `watch`.
+    """Binds `socket` to `endpoint`. Call `watch` whenever `monitor` is readable.
 
     Raises:
         EndpointError: the endpoint can't be served.
@@ -145,7 +146,7 @@ class ConnectionLimiter:
             raise
 
     def open(self, endpoint: str, most: int, keys: ServerKeys | None = None) -> Bound:
-        """Serves one more endpoint, with a limit of its own, so that a crowd at one leaves room at another.
+        """Serves one more endpoint with a limit of its own, so that a full one leaves room at another.
 
         Endpoints without keys come first; see `bind`.
         """
@@ -155,30 +156,30 @@ class ConnectionLimiter:
 
     @property
     def crowded(self) -> bool:
-        """Nearly all places are taken: time to turn work away while there is still room to say so."""
-        return any(one.crowded for one in self.endpoints)
+        """Whether an endpoint is nearly full: new work must be refused while there is still room to answer."""
+        return any(endpoint.crowded for endpoint in self.endpoints)
 
     def watch(self) -> None:
-        """Counts the connections that came and went; stops or resumes listening."""
+        """Counts connections that were opened and closed; stops or resumes listening."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._at(event["endpoint"].decode()).enter(event["value"])
             else:
-                for one in self.endpoints:
-                    one.inside.discard(event["value"])
-        for one in self.endpoints:
-            one.keep()
+                for endpoint in self.endpoints:
+                    endpoint.inside.discard(event["value"])
+        for endpoint in self.endpoints:
+            endpoint.keep()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Ends the socket and frees the endpoints."""
+        """Closes the socket and frees the endpoints."""
         self._end_monitor()
-        for one in self.endpoints:
-            one.bound.close(linger_ms)
+        for endpoint in self.endpoints:
+            endpoint.bound.close(linger_ms)
 
-    def _at(self, endpoint: str) -> LimitedEndpoint:
-        """The endpoint there; ZeroMQ may spell an address in its own way, of which there is at most one."""
-        return next((one for one in self.endpoints if one.bound.endpoint == endpoint), self.endpoints[-1])
+    def _at(self, address: str) -> LimitedEndpoint:
+        """Returns the endpoint at an address; ZeroMQ may spell that of one, the last, differently."""
+        return next((end for end in self.endpoints if end.bound.endpoint == address), self.endpoints[-1])
 
     def _end_monitor(self) -> None:
         if not self._socket.closed:
@@ -186,8 +187,8 @@ class ConnectionLimiter:
         self.monitor.close(linger=0)
 
 
-_PART = 2  # of what weights leave of the machine's memory: one half is the texts', one everything else's
-_ENDLESS = 2**31 - 1
+_PART = 2  # texts get one half of the memory that the weights leave, everything else the other
+_UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,43 +202,44 @@ class KVBudget:
     def tokens(self) -> int:
         """The longest text that fits."""
         if not self.cost.per_token:
-            return _ENDLESS
+            return _UNLIMITED
         return max(self.limit - self.cost.per_text, 0) // self.cost.per_token
 
     def places(self, tokens: int) -> int:
-        """How many texts of so many tokens fit beside each other, at least one."""
+        """Returns how many texts of this many tokens fit together, at least one."""
         return max(self.limit // max(self.cost.of(tokens), 1), 1)
 
     def share(self, cost: KvCost, tokens: int) -> int:
-        """The bytes of a worker where texts take `cost`; they are split as they are for a text of so many tokens."""
+        """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
         return self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1)
 
 
 def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
-    """The room of these workers, those that are there or will be again.
+    """Returns the budget of the workers that are in use or restarting.
 
     Args:
-        limit: bytes; None: half of what their weights leave of `memory`.
-        memory: the machine's, in bytes.
+        limit: bytes; None: half of the memory that their weights leave.
+        memory: the machine's memory in bytes.
     """
-    there = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
-    left = max(memory - sum(worker.weight_bytes for worker in there), 0)
-    return KVBudget(left // _PART if limit is None else limit, sum((worker.kv for worker in there), KvCost()))
+    used = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
+    left = max(memory - sum(worker.weight_bytes for worker in used), 0)
+    return KVBudget(left // _PART if limit is None else limit, sum((worker.kv for worker in used), KvCost()))
 
 
 def check_holds(budget: KVBudget, context: int, name: str) -> None:
-    """
+    """Checks that one text as long as the context of model `name` fits.
+
     Raises:
-        InvalidRequest: not even one text as long as the context of model `name` fits.
+        InvalidRequest: it does not.
     """
     needed = budget.cost.of(context)
     if needed > budget.limit:
         raise InvalidRequest(
             f"kv_memory is {in_mb(budget.limit)}, and one text of {context} tokens, the context of {name}, takes"
-            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory for what the machine has"
+            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
         )
 
 
 def in_mb(count: int) -> str:
-    """Bytes for a person to read."""
+    """Formats bytes as megabytes."""
     return f"{count / 1e6:.1f} MB"

@@ -1,6 +1,6 @@
-"""One server in the foreground: core and front threads, signals, and an orderly end.
+"""Runs one server in the foreground: core and front threads, signals, drain and shutdown.
 
-Owns the run directory and the order in which things start and end. Knows nothing of requests.
+Owns the run directory and the order of start and end. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from outrider.protocol.socket_files import PrivateDirectory, private_directory
 STATUS_SECONDS = 1.0
 DRAIN_LOOK_SECONDS = 0.05
 THREAD_END_SECONDS = 15.0
-# Threads hand over the interpreter this often: the core must not wait 5 ms (the default) while the front makes text.
+# The interpreter's switch interval: the core must not wait 5 ms (the default) while the front makes text.
 SWITCH_SECONDS = 0.0002
 
 log = logging.getLogger(__name__)
@@ -63,17 +63,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
-    """Somebody wants the server to end: a signal, or the end of its parent. `drain`: once its requests have ended."""
+    """A request to end the server: a signal, or the end of its parent. `drain`: after its requests have ended."""
 
     drain: bool = False
 
 
-Happening = Announcement | StopSignal
+Event = Announcement | StopSignal
 
 
 @dataclass(frozen=True, slots=True)
 class ServerThreads:
-    """What runs; no `http`: nobody asked for it. `orders` reach the front."""
+    """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front."""
 
     front: Front
     core: Core
@@ -83,7 +83,7 @@ class ServerThreads:
     auth: CurveAuth | None
 
     def complete(self, ready: ServerReady) -> ServerReady:
-        """With all that is known of where the server is reached."""
+        """Adds the endpoints and the key of the server."""
         key = self.auth.own.public if self.auth is not None else ""
         workers, joining = self.core.workers_endpoint, self.core.joining_endpoint
         return replace(ready, workers=workers, own=self.clients.own, joining=joining, key=key)
@@ -97,29 +97,29 @@ def run(
     http: HttpSettings | None = None,
     drain_timeout: int = 0,
 ) -> Unfinished | None:
-    """Serves until a signal or the parent's end. `tell` hears how the start goes, `status` is called once a second.
+    """Serves until a signal or the parent's end. Calls `tell` with the stages of the start, and `status` once a second.
 
-    `http`: the same over HTTP, by a process of its own. `drain_timeout`: for so many seconds SIGTERM waits for requests
-    that run or wait to end; none are taken meanwhile, and another signal ends it.
+    `http`: also serves HTTP, by a process of its own. `drain_timeout`: seconds that SIGTERM waits for running and
+    queued requests; new ones are refused meanwhile, and another signal ends the wait.
 
-    Returns what could not be finished in the end, such as a trace on a full disk.
+    Returns the error of an otherwise regular end, such as a trace that can't be written to a full disk, or None.
 
     Raises:
-        OutriderError: the cluster can't start or can't go on; everything it started is ended.
+        OutriderError: the cluster can't start or can't continue; everything that it started is ended.
     """
     files = system.raise_limit()
     pair = choose_pair(settings)
     system.place(0, "orchestrator", pair.settings)
-    happenings: SimpleQueue[Happening] = SimpleQueue()
+    events: SimpleQueue[Event] = SimpleQueue()
     sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as stack:
-        stack.enter_context(_end_on_signals(happenings))
-        stack.enter_context(_notice_crashes(happenings))
+        stack.enter_context(_end_on_signals(events))
+        stack.enter_context(_notice_crashes(events))
         if parent is not None:
-            threading.Thread(target=_end_with_parent, args=(parent, happenings), daemon=True, name="parent").start()
+            threading.Thread(target=_end_with_parent, args=(parent, events), daemon=True, name="parent").start()
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
         directory = stack.enter_context(private_directory())
-        server = stack.enter_context(_threads(pair, directory, happenings, files * 3 // 4, listener))
+        server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
 
         def tick() -> None:
             if server.http is not None:
@@ -131,66 +131,66 @@ def run(
             url = listener.url if listener is not None else ""
             return replace(server.complete(ready), http=url, notes=(*ready.notes, *system.notes()))
 
-        enough = _watch(happenings, tell, tick, complete)
-        if enough.drain:
-            _drain(happenings, server, drain_timeout)
-    return _unfinished(happenings)
+        stop = _watch(events, tell, tick, complete)
+        if stop.drain:
+            _drain(events, server, drain_timeout)
+    return _unfinished(events)
 
 
-def _unfinished(happenings: SimpleQueue[Happening]) -> Unfinished | None:
-    """What went wrong when nobody watched any more. A worker that was lost then was told to whoever waited for it."""
-    while not happenings.empty():
-        happening = happenings.get()
-        if isinstance(happening, Failure) and happening.kind != WorkerError.__name__:
-            return Unfinished(happening.kind, happening.message)
+def _unfinished(events: SimpleQueue[Event]) -> Unfinished | None:
+    """Returns the first error after the stop signal, or None. A lost worker does not count: its requests were told."""
+    while not events.empty():
+        event = events.get()
+        if isinstance(event, Failure) and event.kind != WorkerError.__name__:
+            return Unfinished(event.kind, event.message)
     return None
 
 
 def _watch(
-    happenings: SimpleQueue[Happening],
+    events: SimpleQueue[Event],
     tell: Callable[[Announcement], None],
     tick: Callable[[], None],
     complete: Callable[[ServerReady], ServerReady],
 ) -> StopSignal:
     while True:
         try:
-            happening = happenings.get(timeout=STATUS_SECONDS)
+            event = events.get(timeout=STATUS_SECONDS)
         except Empty:
             tick()
             continue
-        if isinstance(happening, StopSignal):
-            return happening
-        if isinstance(happening, Failure):
-            raise as_error(happening.kind, happening.message)
-        if isinstance(happening, ServerReady):
-            happening = complete(happening)
-        tell(happening)
+        if isinstance(event, StopSignal):
+            return event
+        if isinstance(event, Failure):
+            raise as_error(event.kind, event.message)
+        if isinstance(event, ServerReady):
+            event = complete(event)
+        tell(event)
 
 
-def _drain(happenings: SimpleQueue[Happening], server: ServerThreads, seconds: int) -> None:
-    """Until all requests have ended, the time is over, or somebody wants it to end at once."""
+def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> None:
+    """Waits until all requests have ended, the time is over, or another stop signal comes."""
     if server.http is not None:
         server.http.drain()
     server.orders.put(Drain())
     until = time.monotonic() + seconds
     while server.front.busy and (left := until - time.monotonic()) > 0:
         with suppress(Empty):
-            happening = happenings.get(timeout=min(left, DRAIN_LOOK_SECONDS))
-            if isinstance(happening, StopSignal):
+            event = events.get(timeout=min(left, DRAIN_LOOK_SECONDS))
+            if isinstance(event, StopSignal):
                 return
-            if isinstance(happening, Failure):
-                raise as_error(happening.kind, happening.message)
+            if isinstance(event, Failure):
+                raise as_error(event.kind, event.message)
 
 
 @contextmanager
 def _threads(
     pair: ChosenPair,
     directory: PrivateDirectory,
-    happenings: SimpleQueue[Happening],
+    events: SimpleQueue[Event],
     connections: int,
     listener: HttpListener | None,
 ) -> Iterator[ServerThreads]:
-    """Both threads and their sockets; the workers load while the tokenizers are read here."""
+    """Runs both threads and their sockets; the workers load while this thread loads the tokenizers."""
     settings = pair.settings
     context: zmq.Context[Any] = zmq.Context()
     with ExitStack() as stack:
@@ -204,25 +204,25 @@ def _threads(
         if listener is not None:
             http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
             stack.callback(http.close)
-        lines = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | EndServer](context))
-        core = Core(settings, context, lines.core, lines.events, directory.path, auth)
+        queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | EndServer](context))
+        core = Core(settings, context, queues.core, queues.events, directory.path, auth)
         threads = [_start(core.run, "core")]
         try:
             if settings.advertise:
                 beacon = Beacon(core.joining_endpoint, auth.own.public if auth is not None else "")
                 stack.enter_context(closing(beacon))
             text = read_pair(pair)
-            lines.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
-            front = Front(pair, Admission(text), clients, lines, core.stats, happenings.put)
+            queues.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
+            front = Front(pair, Admission(text), clients, queues, core.stats, events.put)
             threads.insert(0, _start(front.run, "front"))
-            yield ServerThreads(front, core, lines.orders, http, clients, auth)
+            yield ServerThreads(front, core, queues.orders, http, clients, auth)
         finally:
-            lines.orders.put(EndServer())
+            queues.orders.put(EndServer())
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
-            lines.core.put(Quit())
+            queues.core.put(Quit())
             threads[-1].join(THREAD_END_SECONDS)
     if not any(thread.is_alive() for thread in threads):
-        lines.close()
+        queues.close()
         context.term()
 
 
@@ -233,7 +233,7 @@ def _clients(
     connections: int,
     auth: CurveAuth | None,
 ) -> ClientSocket:
-    """Clients' socket. Where keys are asked for the server's own processes have an endpoint of theirs, without."""
+    """Returns the clients' socket. If keys are required, the server's own processes get an endpoint without them."""
     private = directory.endpoint("clients")
     if auth is None or settings.endpoint is None or not settings.asks_for_keys(settings.endpoint):
         return ClientSocket(context, settings.endpoint or private, connections)
@@ -252,16 +252,16 @@ def _start(body: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def _end_with_parent(parent: socket.socket, happenings: SimpleQueue[Happening]) -> None:
+def _end_with_parent(parent: socket.socket, events: SimpleQueue[Event]) -> None:
     wait_for_end(parent)
-    happenings.put(StopSignal())
+    events.put(StopSignal())
 
 
 @contextmanager
-def _end_on_signals(happenings: SimpleQueue[Happening]) -> Iterator[None]:
+def _end_on_signals(events: SimpleQueue[Event]) -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         # A SimpleQueue may be put to from a signal handler.
-        happenings.put(StopSignal(drain=number == signal.SIGTERM))
+        events.put(StopSignal(drain=number == signal.SIGTERM))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -272,17 +272,17 @@ def _end_on_signals(happenings: SimpleQueue[Happening]) -> Iterator[None]:
 
 
 @contextmanager
-def _notice_crashes(happenings: SimpleQueue[Happening]) -> Iterator[None]:
-    """A thread that ends with an exception ends the server, in order."""
+def _notice_crashes(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Shuts the server down when a thread ends with an exception."""
 
     def notice(crash: threading.ExceptHookArgs) -> None:
         error = crash.exc_value
         name = crash.thread.name if crash.thread is not None else "a"
         if isinstance(error, OutriderError):
-            happenings.put(Failure(kind_of(error), str(error)))
+            events.put(Failure(kind_of(error), str(error)))
             return
         log.error("the %s thread failed", name, exc_info=error)
-        happenings.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); the log above tells where"))
+        events.put(Failure("OutriderError", f"the {name} thread failed ({error!r}); see the log above"))
 
     before, threading.excepthook = threading.excepthook, notice
     try:

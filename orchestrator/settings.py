@@ -1,7 +1,7 @@
 """The settings of one cluster: a frozen record that checks itself.
 
-Each field says what it may hold, and carries the help of its flag, from which `cli.flags` makes the command line. Knows
-names and ranges; touches no file, no socket and no model.
+Each field has a check and the help of its flag, from which `cli.flags` makes the command line. Knows names and ranges;
+uses no file, socket or model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES = ("auto", "ar", "sd", "ssd")
 DRAFT_BACKENDS = ("mlx", "replay", "coreml", *HEADS, "auto", "ngram", "none")
 PREFILL_BACKENDS = ("mlx", "coreml")
 DRAFT_DEVICES = ("auto", "cpu")
-# Those that can draw from their distribution, for residual sampling; n-grams and none need no word about it.
+# Backends that can draw from their distribution, for residual sampling; n-grams and none need no note about it.
 DRAWING_BACKENDS = ("mlx", "coreml", "ngram", "none")
 FAN_OUTS = ("best-first", "geometric", "uniform")
 BRANCH_DEPTHS = ("auto", "full")
@@ -33,25 +33,25 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DRAFT_TOKENS = 4
 BRANCHES = 16
 NAMED = ("tiny", "smollm2", "gemma3-270m")
-"""Models with names of their own (`pairing.model_files`), which may come with a draft."""
+"""The models with short names (`pairing.model_files`), which may come with a draft model."""
 MAX_DRAFTERS = 8
 MAX_DRAFT_TOKENS = 32
 MAX_SHARDS = 64
 MAX_BRANCHES_ASKED = 256
 NO_SSD_COLOCATED = (
-    "mode ssd needs a drafter that works while the target verifies, and with colocate, or heads alone, both take turns"
-    " in one process; expected mode sd, ar or auto, or a drafter on its own"
+    "mode ssd needs a drafter that works while the target verifies; with colocate, or heads alone, both take turns in"
+    " one process; expected mode sd, ar or auto, or a drafter in a process of its own"
 )
 
 
 Check = Callable[[str, Any], Any]
-"""(name, value) -> the plain value; raises InvalidRequest."""
+"""(name, value) -> the converted value; raises InvalidRequest."""
 
 
 def _setting(default: Any, check: Check, group: str, metavar: str, *, help: str, type: type[Any] | None = None) -> Any:
-    """A field whose flag stands in this group of a command's help; `type` is what argparse makes of its value.
+    """Returns a field whose flag is in this group of a command's help; `type` is argparse's type of its value.
 
-    In `help`, {default} stands for the default. None is allowed where it is the default.
+    In `help`, {default} stands for the default. None is allowed if it is the default.
     """
     metadata = {"check": check, "group": group, "metavar": metavar, "help": help, "type": type}
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,7 +66,7 @@ def _count(default: int | None, low: int, high: int, group: str, metavar: str = 
 
 
 def _flag(default: bool, group: str, *, help: str) -> Any:
-    """`help` is of the flag, --NAME or --no-NAME, that says the opposite of the default."""
+    """Returns a field with the flag, --NAME or --no-NAME, for the opposite of the default, described by `help`."""
     return _setting(default, values.flag, group, "", help=help, type=bool)
 
 
@@ -90,23 +90,23 @@ MEMORY, LOGS, ENDPOINTS = "requests and memory", "keys, logs and traces", "endpo
 class ServeSettings:
     """The settings of one cluster; every field is a flag of the command line by the same name, with its help here.
 
-    - Both models None: the default (docs/models.md). `num_draft_tokens` and `branches` None: in `auto` what `outrider
-      tune` found, else `DRAFT_TOKENS`, and `BRANCHES` for each drafter.
-    - `draft_backend` mtp: the head in the model's own folder, unless `draft_model` names another; auto: what
-      `draft_model` is. `head`: a kind, such as "mtp", means the model's own, or one that comes with the embedded
-      target. A head that can't be used is left out. `head_in` draft-worker: the target sends it the rows that it reads.
-    - `pin_cores` off: where another cluster runs on the machine. `worker_timeout`: a drafter is done without after a
-      fifth of that. `prompt_cache`: ended texts stay where running ones leave room.
-    - `keyed`: beyond this machine keys are always asked for. `await_target`: it may be of several ranks.
+    - Both models None: the default pair (docs/models.md). `num_draft_tokens` and `branches` None: in `auto` the values
+      of `outrider tune`, else `DRAFT_TOKENS`, and `BRANCHES` for each drafter.
+    - `draft_backend` mtp: the head in the model's own folder, unless `draft_model` names another; auto: by the files of
+      `draft_model`. `head`: a kind, such as "mtp", means the model's own, or one that comes with the embedded target. A
+      head that can't be used is left out. `head_in` draft-worker: the target sends it the features that it reads.
+    - `pin_cores`: turn it off if another cluster runs on the machine. `worker_timeout`: after a fifth of it a silent
+      drafter is not waited for. `prompt_cache`: keeps ended texts while running ones leave room.
+    - `keyed`: endpoints for other machines always require keys. `await_target`: the target may have several ranks.
 
     Raises:
-        InvalidRequest: a value is out of range, or two don't go together; the message says what is allowed.
+        InvalidRequest: a value is out of range, or two exclude each other; the message says what is allowed.
     """
 
     mode: str = _word("auto", MODES, SPECULATION, help="how tokens are generated (default: {default})")
     num_draft_tokens: int | None = _count(
         None, 1, MAX_DRAFT_TOKENS, SPECULATION, "K",
-        help=f"draft tokens a round (default: {DRAFT_TOKENS}); what is copied from the text may be longer",
+        help=f"draft tokens a round (default: {DRAFT_TOKENS}); n-gram chains may be longer",
     )  # fmt: skip
     branches: int | None = _count(
         None, 1, MAX_BRANCHES_ASKED, SPECULATION, "B",
@@ -122,10 +122,10 @@ class ServeSettings:
     )  # fmt: skip
     gguf_keep_precision: bool = _flag(
         False, MODELS,
-        help="keep in half precision what MLX can't hold as a GGUF file has it, instead of quantizing it anew",
+        help="convert GGUF tensors in formats that MLX lacks to half precision, instead of quantizing them again",
     )  # fmt: skip
     draft_backend: str = _word(
-        "mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"what drafts: {', '.join(DRAFT_BACKENDS)} (default: {{default}})"
+        "mlx", DRAFT_BACKENDS, MODELS, "NAME", help=f"the drafter: {', '.join(DRAFT_BACKENDS)} (default: {{default}})"
     )
     head: tuple[str, ...] = _setting(
         (), values.texts, MODELS, "ID|PATH",
@@ -138,26 +138,26 @@ class ServeSettings:
     )
     draft_prefill: str = _setting(
         "auto", values.text, DRAFTING, "auto|mlx|coreml|PACKAGE",
-        help="what reads an mlx drafter's prompts (default: {default})",
+        help="the backend that reads the prompts of an mlx drafter (default: {default})",
     )  # fmt: skip
     draft_device: str = _word(
         "auto", DRAFT_DEVICES, DRAFTING,
-        help="where draft workers on MLX compute (default: {default}, where the target does)",
+        help="the device of draft workers on MLX (default: {default}, the target's)",
     )  # fmt: skip
     colocate: bool = _flag(False, DRAFTING, help="draft in the target's process")
     fan_out: str = _word("best-first", FAN_OUTS, DRAFTING, help="how outcomes are chosen (default: {default})")
     branch_depth: str = _word(
         "auto", BRANCH_DEPTHS, DRAFTING, help="full: wait until branches are K tokens deep (default: {default})"
     )
-    ngrams: bool = _flag(True, DRAFTING, help="copy no drafts from the text")
+    ngrams: bool = _flag(True, DRAFTING, help="do not draft by copying from the text (n-grams)")
     trees: bool = _flag(
-        False, DRAFTING, help="verify drafts of several drafters at once, where that pays and the target can"
+        False, DRAFTING, help="verify drafts of several drafters as one tree, if that pays and the target can"
     )
     replay: Path | None = _path(DRAFTING, help="the script of the replay drafter (default: none)")  # noqa: RUF009
     threads: int = _count(1, 1, 1024, WORKERS, help="threads of each worker for matrix products (default: {default})")
     cpu_kernels: str = _word(
         "auto", KERNELS, WORKERS,
-        help="what computes on a CPU; auto: ONNX Runtime, or MLX for models that it does not serve"
+        help="the kernels on a CPU; auto: ONNX Runtime, or MLX for models that it does not support"
         " (default: {default})",
     )  # fmt: skip
     pin_cores: bool = _flag(True, WORKERS, help="let target and drafter run on any core, on a machine that has two")
@@ -167,7 +167,7 @@ class ServeSettings:
     )
     prefill_from: int | None = _count(
         None, 1, 2**31 - 1, WORKERS, "TOKENS",
-        help="the shortest prompt that they read (default: what tune found, else 512)",
+        help="the shortest prompt for prefill workers (default: as measured by tune, else 512)",
     )  # fmt: skip
     prefill_backend: str = _word(
         "mlx", PREFILL_BACKENDS, WORKERS, help="backend of prefill workers (default: {default})"
@@ -177,7 +177,7 @@ class ServeSettings:
         10, 1, 86_400, WORKERS, "SECONDS",
         help="seconds of silence before a worker is considered dead (default: {default})",
     )  # fmt: skip
-    simulate: Path | None = _path(WORKERS, help="a machine's latency profile to keep to (default: none)")  # noqa: RUF009
+    simulate: Path | None = _path(WORKERS, help="the latency profile of a machine to simulate (default: none)")  # noqa: RUF009
     max_active: int | None = _count(
         None, 1, 1024, MEMORY, help="requests in flight at once (default: as many as fit in memory, at most 16)"
     )
@@ -186,26 +186,26 @@ class ServeSettings:
     )
     kv_memory: int | None = _setting(
         None, values.size, MEMORY, "SIZE",
-        help="for keys and values in all workers, like 2GB (default: half of what the weights leave)",
+        help="memory for keys and values in all workers, such as 2GB (default: half of what the weights leave)",
     )  # fmt: skip
     prompt_cache: bool = _flag(True, MEMORY, help="read every prompt in full")
-    memory: bool = _flag(True, MEMORY, help="mode auto starts without what it learned before, and saves nothing")
+    memory: bool = _flag(True, MEMORY, help="mode auto does not use what it learned before, and saves nothing")
     keys: Path | None = _path(LOGS, "FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)")  # noqa: RUF009
     trace: Path | None = _path(LOGS, help="write a timeline for chrome://tracing or Perfetto (default: none)")  # noqa: RUF009
-    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the least that is logged (default: {default})")
+    log_level: str = _word("warning", LOG_LEVELS, LOGS, help="the lowest level that is logged (default: {default})")
     log_format: str = _word(
         "text", process.FORMATS, LOGS, help="json: an object a line on stderr, from every process (default: {default})"
     )
     endpoint: str | None = _setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
-        help="where Python clients connect, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
+        help="the endpoint for Python clients, ipc://PATH or tcp://HOST:PORT (default: a new socket)",
     )  # fmt: skip
     workers_endpoint: str | None = _setting(
         None, values.text, ENDPOINTS, "ENDPOINT",
-        help="where drafters of other machines join, tcp://HOST:PORT, see docs/security.md (default: nowhere)",
+        help="the endpoint for drafters of other machines, tcp://HOST:PORT, see docs/security.md (default: none)",
     )  # fmt: skip
     advertise: bool = _flag(False, ENDPOINTS, help="announce the workers' endpoint on the local network")
-    keyed: bool = _flag(False, ENDPOINTS, help="ask for keys on loopback, too; other machines are always asked")
+    keyed: bool = _flag(False, ENDPOINTS, help="require keys on loopback, too; other machines always need one")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -217,45 +217,45 @@ class ServeSettings:
         self._check_together()
 
     def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen for everybody else
+        object.__setattr__(self, name, value)  # the record is frozen for all other code
 
     @property
     def depth(self) -> int:
-        """K where a request names none and nothing was tuned."""
+        """K, if neither the request nor a tuning sets it."""
         return DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
 
     @property
     def breadth(self) -> int:
-        """B, the same."""
+        """B, if neither the request nor a tuning sets it."""
         return BRANCHES if self.branches is None else self.branches
 
     def asks_for_keys(self, endpoint: str) -> bool:
-        """Whether who comes to this endpoint has to show a key. Raises EndpointError when it is none."""
+        """Whether peers at this endpoint need a key. Raises EndpointError if it is not an endpoint."""
         return self.keyed or not is_local(parse(endpoint))
 
     @property
     def drafts_by_head(self) -> bool:
-        """Whether what drafts reads the target, and so lives in its process."""
+        """Whether the drafter is a head, which reads the target's hidden states."""
         return self.draft_backend in HEADS
 
     @property
     def has_draft_worker(self) -> bool:
-        """Whether a process of its own proposes; n-grams live in the orchestrator."""
+        """Whether there are draft workers; n-grams need none."""
         return self.draft_backend not in ("ngram", "none") and not self.colocate
 
     @property
     def can_work_ahead(self) -> bool:
-        """Whether somebody may draft while the target verifies, or what stands for that, n-grams."""
+        """Whether a drafter, or n-grams in its place, may draft while the target verifies."""
         return not self.colocate and not (self.head and self.draft_backend == "none")
 
     @property
     def needs_draft_model(self) -> bool:
-        """Whether somebody drafts with a model, in whatever process."""
+        """Whether there is a draft model, in any process."""
         return self.has_draft_worker or self.colocate
 
     @property
     def _has_no_draft(self) -> bool:
-        """Of what comes with a model that has a name of its own, or is the default, the names' owner knows."""
+        """Whether there can be no draft model: none is named, and only named and default models come with one."""
         return self.model is not None and self.model not in NAMED and self.draft_model is None
 
     def _check_together(self) -> None:
@@ -269,8 +269,8 @@ class ServeSettings:
             self._check_colocated()
         if self.draft_model is not None and not self.needs_draft_model:
             raise InvalidRequest(
-                f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r}"
-                " or choose the backend mlx"
+                f"draft_backend {self.draft_backend} runs no draft model; leave out draft_model {self.draft_model!r},"
+                " or use draft_backend mlx"
             )
         if self.draft_model is not None and self.model is None:
             raise InvalidRequest(f"draft_model {self.draft_model!r} needs model; give both, or neither for the default")
@@ -278,7 +278,7 @@ class ServeSettings:
             raise InvalidRequest("advertise needs workers_endpoint, the endpoint that it announces")
         if self.await_target and self.shards > 1:
             raise InvalidRequest(
-                "await_target starts no target; expected shards where the target is started, or neither"
+                "await_target starts no target; expected shards on the target's own command line, or neither"
             )
         if self.prefill_workers and self.simulate is not None:
             raise InvalidRequest("prefill_workers can't be simulated; leave out simulate or prefill_workers")
@@ -287,7 +287,7 @@ class ServeSettings:
                 f"draft_prefill {self.draft_prefill} is for drafters on MLX; leave it out with {self.draft_backend}"
             )
         if self.draft_backend == "ngram" and not self.ngrams:
-            raise InvalidRequest("draft_backend ngram without ngrams drafts nothing; expected one or the other")
+            raise InvalidRequest("draft_backend ngram drafts nothing without ngrams; leave out one of the two settings")
         if self.draft_backend == "none" and self.mode in ("sd", "ssd") and not self.head:
             raise InvalidRequest(f"mode {self.mode} needs a drafter; expected a draft_backend that drafts, or mode ar")
         if self.head and self.simulate is not None:
@@ -301,7 +301,7 @@ class ServeSettings:
         if self.head_in != "target" and self.draft_backend not in (*AHEAD, "auto"):
             raise InvalidRequest(
                 f"head_in {self.head_in} is for heads that can work ahead, and draft_backend {self.draft_backend} is"
-                f" none; expected one of {', '.join(AHEAD)}, or no head_in"
+                f" not one; expected one of {', '.join(AHEAD)}, or no head_in"
             )
         if self.head_in != "target" and self.colocate:
             raise InvalidRequest("colocate drafts in the target's process; leave out colocate or head_in")
@@ -318,8 +318,8 @@ class ServeSettings:
     def _check_colocated(self) -> None:
         if self.draft_backend not in ("mlx", "auto", *HEADS):
             raise InvalidRequest(
-                f"colocate drafts with MLX in the target's process, so draft_backend {self.draft_backend} has no place"
-                " there; leave out one of the two"
+                f"colocate drafts with MLX in the target's process and can't use draft_backend {self.draft_backend};"
+                " leave out one of the two"
             )
         if self.draft_device != "auto":
             raise InvalidRequest(
@@ -337,7 +337,7 @@ class ServeSettings:
 
 
 class Settings(TypedDict, total=False):
-    """The fields of `ServeSettings` as keywords, in every form in which they are taken; see `LocalCluster`."""
+    """The fields of `ServeSettings` as keywords, in every accepted form; see `LocalCluster`."""
 
     mode: str
     num_draft_tokens: int | None
@@ -383,12 +383,12 @@ class Settings(TypedDict, total=False):
 
 
 def settings_from(given: Settings) -> ServeSettings:
-    """The record that these keywords make. Raises InvalidRequest like the record itself."""
+    """Returns the settings of these keywords. Raises InvalidRequest like `ServeSettings`."""
     return ServeSettings(**cast("dict[str, Any]", given))
 
 
 def flags(settings: ServeSettings) -> list[str]:
-    """The command line that says these settings; defaults are left out."""
+    """Returns the settings as command-line flags, without defaults."""
     line = []
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), field.name.replace("_", "-")
@@ -397,17 +397,17 @@ def flags(settings: ServeSettings) -> list[str]:
         if isinstance(value, bool):
             line.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
-            line += [f"--{name}={one}" for one in value]
+            line += [f"--{name}={item}" for item in value]
         else:
-            line.append(f"--{name}={value}")  # in one word, for a value may begin with a dash
+            line.append(f"--{name}={value}")  # as one word, because a value may begin with a dash
     return line
 
 
 def check_draft_tokens(value: object) -> int:
-    """`num_draft_tokens` as a plain number. Raises InvalidRequest."""
+    """Returns `num_draft_tokens` as an int. Raises InvalidRequest."""
     return values.whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
 
 
 def check_branches(value: object) -> int:
-    """`branches` as a plain number. Raises InvalidRequest."""
+    """Returns `branches` as an int. Raises InvalidRequest."""
     return values.whole("branches", value, 1, MAX_BRANCHES_ASKED)

@@ -1,1 +1,1 @@
-"""The half that faces clients: admission, the line of waiting requests, text."""
+"""The front thread: clients, admission, the queue of waiting requests, text."""

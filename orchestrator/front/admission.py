@@ -1,15 +1,15 @@
-"""What the front checks before a request may wait, what it makes of it (tokens, a seed, a text stream), and the
-queue.
+"""Admission: checks a request and prepares it (tokens, seed, text stream), and the queue of waiting requests.
 
-Every refusal is one sentence with what was expected. Knows the pair's text side and limits; knows nothing of sockets.
+Every refusal is one sentence that says what was expected. Knows the pair's tokenizer, template and limits; knows
+nothing of sockets.
 
-`is_code`: whether a prompt looks like code; code and prose are each drafted best by another drafter. It counts
-characters: in nine of ten pieces of Python more than one character in twenty is a sign, in nine of ten pieces of prose
-and Markdown fewer are. What a prompt asks for it does not know.
+`is_code` decides whether a prompt looks like code, since code and prose suit different drafters. It counts characters:
+in nine of ten pieces of Python more than one character in twenty is a sign, in nine of ten pieces of prose and Markdown
+fewer are. It does not know what kind of text a prompt requests.
 
-`FairQueue`: requests wait in one line per client, and the clients take turns; so do the users a client asks for.
+`FairQueue` has one line of requests for each client, and clients take turns; so do the users of a client.
 
-`Ticket`: a request as the front keeps it, and its lines in the log.
+`Ticket` is the front's state of a request.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import Grammar, SamplingParams
 
 NEWEST = 512  # of a prompt's tokens
-SHORTEST = 80  # characters that tell anything
+SHORTEST = 80  # characters; shorter prompts show nothing
 SHARE = 0.05
 SIGNS = frozenset('{}[]();=_<>/\\#:"*+|&')
 
 
 def is_code(text: str) -> bool:
-    """Whether a prompt's end looks like a program, or anything else that is written with many signs."""
+    """Whether a prompt's end looks like a program, or like another text with many signs."""
     return len(text) >= SHORTEST and sum(char in SIGNS for char in text) > SHARE * len(text)
 
 
 SEEDS = 2**32
-# Of so many tokens a request's text is usually at most; each waits for its own memory all the same.
+# The number of places assumes texts of this many tokens; each request still waits for the memory that it needs.
 USUAL_TOKENS = 4096
-# Until memory is known, and as many at once as were measured.
+# The places until memory is known, and the most that were measured.
 FEW_PLACES, MOST_PLACES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that may run: what the core is to do, its text to be, and `notes` for whoever asked.
+    """A request that may run: its order to the core, its text stream, and `notes` for the client.
 
-    `ended`: why the text is complete with what was said of it before, if it is.
+    `ended`: why a resumed text is complete already, if it is.
     """
 
     admit: Admit
@@ -67,7 +67,7 @@ class Accepted:
 
 
 class Admission:
-    """Checks requests against one pair of models. The limits are config.json's until a worker has said its own."""
+    """Checks requests against one pair of models. The limits are config.json's until a worker reports its own."""
 
     def __init__(self, text: PairText) -> None:
         self._text = text
@@ -80,62 +80,67 @@ class Admission:
         self.draft_context = draft.context_length if draft is not None else None
         self.kv_budget: KVBudget | None = None
         self.of_target = ""
-        self._of_tokens = fingerprint(text.codec)
+        self._of_tokenizer = fingerprint(text.codec)
 
     @property
     def fingerprint(self) -> str:
-        """Whose texts this server can go on with: those of its weights, number format and tokenizer; empty until a
-        target has said its own."""
-        return f"{self.of_target}-{self._of_tokens}" if self.of_target else ""
+        """Identifies the weights, number format and tokenizer, with which a text can be resumed; empty until there is a
+        target."""
+        return f"{self.of_target}-{self._of_tokenizer}" if self.of_target else ""
 
     @property
     def places(self) -> int:
-        """How many requests may run at once: as was said, or as many of usual length as memory holds."""
+        """How many requests may run at once: the setting, or as many of usual length as memory holds."""
         if self._settings.max_active is not None:
             return self._settings.max_active
         if self.kv_budget is None:
             return FEW_PLACES
         return min(self.kv_budget.places(min(USUAL_TOKENS, self.context_length or USUAL_TOKENS)), MOST_PLACES)
 
-    def accept(self, asked: Generate, key: str) -> Accepted:
-        """Raises InvalidRequest for what can't run, ModelError when the model's chat template refuses the prompt."""
-        if asked.num_draft_tokens is not None:
-            check_draft_tokens(asked.num_draft_tokens)
-        if asked.branches is not None:
-            check_branches(asked.branches)
-        tokens, said = self._tokens(asked), _said(asked)
-        self._check_same(asked)
-        self._check_tokens(tokens, said, asked.sampling)
-        sampling, notes = self._fitted(asked.sampling, len(tokens))
+    def accept(self, generate: Generate, key: str) -> Accepted:
+        """Checks and prepares a request, called `key` in the core.
+
+        Raises:
+            InvalidRequest: it can't run.
+            ModelError: the model's chat template refuses the prompt.
+        """
+        if generate.num_draft_tokens is not None:
+            check_draft_tokens(generate.num_draft_tokens)
+        if generate.branches is not None:
+            check_branches(generate.branches)
+        tokens, resumed = self._tokens(generate), _resume_tokens(generate)
+        self._check_fingerprint(generate)
+        self._check_tokens(tokens, resumed, generate.sampling)
+        sampling, notes = self._fitted(generate.sampling, len(tokens))
         eos = frozenset() if sampling.ignore_eos else self._text.codec.eos
         if sampling.grammar is not None:
             self._check_grammar(sampling.grammar)
-        mode = self._mode(asked.mode)
+        mode = self._mode(generate.mode)
         admit = Admit(
             request=key,
             tokens=tokens,
             sampling=sampling,
             mode=mode,
             eos=eos,
-            num_draft_tokens=asked.num_draft_tokens or self._settings.num_draft_tokens,
-            branches=asked.branches or self._settings.branches,
-            origins=asked.origins,
-            rounds=asked.rounds,
-            resume_tokens=said,
-            drafter=self._drafter(asked),
+            num_draft_tokens=generate.num_draft_tokens or self._settings.num_draft_tokens,
+            branches=generate.branches or self._settings.branches,
+            origins=generate.origins,
+            rounds=generate.rounds,
+            resume_tokens=resumed,
+            drafter=self._drafter(generate),
             code=mode == "auto" and is_code(self._text.codec.decode(tokens[-NEWEST:])),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
-        return Accepted(admit, text, notes, _ended(admit, text, asked.resume_chars))
+        return Accepted(admit, text, notes, _ended(admit, text, generate.resume_chars))
 
     def need(self, admit: Admit) -> int:
-        """Bytes that a request takes in all workers when its text is as long as it may get."""
+        """Returns the bytes that a request takes in all workers when its text has its maximum length."""
         return (
             self.kv_budget.cost.of(len(admit.tokens) + admit.sampling.max_tokens) if self.kv_budget is not None else 0
         )
 
-    def _mode(self, asked: str) -> str:
-        mode = self._settings.mode if asked == "auto" else asked
+    def _mode(self, requested: str) -> str:
+        mode = self._settings.mode if requested == "auto" else requested
         if self._settings.draft_backend == "none" and not self._settings.head:
             if mode in ("sd", "ssd"):
                 raise InvalidRequest(f"mode {mode} needs a drafter and this server has none; expected auto or ar")
@@ -144,37 +149,37 @@ class Admission:
             raise InvalidRequest(NO_SSD_COLOCATED)
         return mode
 
-    def _drafter(self, asked: Generate) -> str:
-        """The only one that is to draft; empty: whoever is there."""
-        if asked.drafter and asked.drafter not in self._drafters:
+    def _drafter(self, generate: Generate) -> str:
+        """Returns the only drafter that may draft; empty: any."""
+        drafter = generate.drafter
+        if drafter and drafter not in self._drafters:
             known = ", ".join(self._drafters) or "none: this server has no drafter"
-            raise UnknownDrafter(f"no drafter is called {asked.drafter!r} here; expected {known}")
-        if asked.drafter not in ("", DRAFT_MODEL) and asked.mode == "ssd" and not is_joint(asked.drafter):
-            raise InvalidRequest(
-                f"mode ssd is for draft workers, and {asked.drafter} is not one; expected mode sd or auto"
-            )
-        if is_joint(asked.drafter) and asked.mode == "sd":
-            raise InvalidRequest(f"{asked.drafter} draft for one tree while one works ahead; expected mode ssd or auto")
-        return asked.drafter
+            raise UnknownDrafter(f"no drafter is called {drafter!r} here; expected {known}")
+        if drafter not in ("", DRAFT_MODEL) and generate.mode == "ssd" and not is_joint(drafter):
+            raise InvalidRequest(f"mode ssd is for draft workers, and {drafter} is not one; expected mode sd or auto")
+        if is_joint(drafter) and generate.mode == "sd":
+            raise InvalidRequest(f"{drafter} needs a drafter that works ahead; expected mode ssd or auto")
+        return drafter
 
-    def _check_same(self, asked: Generate) -> None:
-        theirs, ours = asked.fingerprint, self.fingerprint
-        if asked.resume_tokens is not None and len(asked.resume_tokens) and theirs and ours and theirs != ours:
+    def _check_fingerprint(self, generate: Generate) -> None:
+        theirs, ours = generate.fingerprint, self.fingerprint
+        if generate.resume_tokens is not None and len(generate.resume_tokens) and theirs and ours and theirs != ours:
             raise OtherModel(
                 f"the text began with another model or number format ({theirs}) than this server runs ({ours}), so it"
-                " would go on as another text; expected a server with the same files on the same kind of device"
+                " would continue differently; expected a server with the same files on the same kind of device"
             )
 
-    def _tokens(self, asked: Generate) -> tuple[int, ...]:
-        if (asked.prompt is None) == (asked.tokens is None):
+    def _tokens(self, generate: Generate) -> tuple[int, ...]:
+        if (generate.prompt is None) == (generate.tokens is None):
             raise InvalidRequest("the request has a prompt and tokens, or neither; expected exactly one of them")
-        if asked.tokens is not None:
-            return tuple(int(token) for token in asked.tokens)
-        if not asked.prompt:
+        if generate.tokens is not None:
+            return tuple(int(token) for token in generate.tokens)
+        if not generate.prompt:
             raise InvalidRequest("the prompt is empty; expected at least one character")
-        return ModelText(self._text.codec, self._text.template if asked.chat_template else None).tokens(asked.prompt)
+        template = self._text.template if generate.chat_template else None
+        return ModelText(self._text.codec, template).tokens(generate.prompt)
 
-    def _check_tokens(self, tokens: tuple[int, ...], said: tuple[int, ...], sampling: SamplingParams) -> None:
+    def _check_tokens(self, tokens: tuple[int, ...], resumed: tuple[int, ...], sampling: SamplingParams) -> None:
         if not tokens:
             raise InvalidRequest("the prompt is empty; expected at least one token")
         if self.context_length is not None and len(tokens) >= self.context_length:
@@ -186,25 +191,25 @@ class Admission:
         if budget is not None and len(tokens) >= budget.tokens:
             raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens and takes {in_mb(budget.cost.of(len(tokens) + 1))} with one more;"
-                f" expected at most {max(budget.tokens - 1, 0)} tokens, what fits into the {in_mb(budget.limit)} of"
+                f" expected at most {max(budget.tokens - 1, 0)} tokens, which fit in the {in_mb(budget.limit)} of"
                 " kv_memory"
             )
         if self.vocab_size is None:
             return
         biased = tuple(token for token, _ in sampling.logit_bias)
-        for what, ids in (("the prompt", tokens), ("the text so far", said), ("logit_bias", biased)):
-            beyond = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-            if beyond is not None:
-                raise InvalidRequest(f"{what} has token {beyond}; expected ids from 0 to {self.vocab_size - 1}")
+        for name, ids in (("the prompt", tokens), ("the text so far", resumed), ("logit_bias", biased)):
+            unknown = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+            if unknown is not None:
+                raise InvalidRequest(f"{name} has token {unknown}; expected ids from 0 to {self.vocab_size - 1}")
 
     def _check_grammar(self, grammar: Grammar) -> None:
         if not self._text.codec.eos:
             target = self._text.pair.target.name
-            raise InvalidRequest(f"{target} has no end token, so a text by a {grammar.name} could not end")
+            raise InvalidRequest(f"{target} has no end token, so a text with a {grammar.name} could not end")
         check(grammar, self._vocabulary)
 
     def _fitted(self, sampling: SamplingParams, prompt_tokens: int) -> tuple[SamplingParams, tuple[str, ...]]:
-        """With a seed, and no more tokens than the context has room for."""
+        """Returns the parameters with a seed and a feasible maximum of tokens, and notes about that."""
         notes = self._text.pair.notes
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
@@ -215,26 +220,27 @@ class Admission:
         if self.kv_budget is not None and prompt_tokens + sampling.max_tokens > self.kv_budget.tokens:
             room = self.kv_budget.tokens - prompt_tokens
             limit = in_mb(self.kv_budget.limit)
-            notes += (f"max tokens is {room} instead of {sampling.max_tokens}: the {limit} of kv_memory end there",)
+            notes += (f"max tokens was reduced from {sampling.max_tokens} to {room}: kv_memory ({limit}) is full then",)
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no drafting after that",)
         if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:
             backend = self._settings.draft_backend
-            notes += (f"the {backend} drafter does not draw: what it proposes is taken as certain",)
+            notes += (f"the {backend} drafter does not draw: its tokens are verified as certain ones",)
         return sampling, notes
 
 
-def _said(asked: Generate) -> tuple[int, ...]:
-    if asked.resume_tokens is None:
+def _resume_tokens(generate: Generate) -> tuple[int, ...]:
+    if generate.resume_tokens is None:
         return ()
-    if asked.sampling.seed is None:
-        raise InvalidRequest("a text that goes on has no seed; expected the one that it began with")
-    return tuple(int(token) for token in asked.resume_tokens)
+    if generate.sampling.seed is None:
+        raise InvalidRequest("the resumed text has no seed; expected the one that it began with")
+    return tuple(int(token) for token in generate.resume_tokens)
 
 
 def _ended(admit: Admit, text: TextStream, characters: int) -> str:
-    """Why the text so far, with so many characters, is the whole text, if it is; `text` has read it then."""
+    """Feeds `text` the resumed tokens, of which the reader has `characters`; returns why the text is complete, if it
+    is."""
     if text.resume(admit.resume_tokens, characters).stopped:
         return "stop"
     if not admit.eos.isdisjoint(admit.resume_tokens[-1:]):
@@ -243,37 +249,37 @@ def _ended(admit: Admit, text: TextStream, characters: int) -> str:
 
 
 T = TypeVar("T")
-Whose: TypeAlias = tuple[bytes, ...]
-"""Whose turns a request takes: a client's, or a client's and one of its users', and so on."""
+QueuePath: TypeAlias = tuple[bytes, ...]
+"""A request's line in the queue: its client, or its client and a user of that client, and so on."""
 
 
 class FairQueue(Generic[T]):
-    """A client with a hundred requests does not keep one with a single request waiting."""
+    """A queue in which clients take turns: one with many requests does not delay one with a single request."""
 
     def __init__(self) -> None:
-        self._own: deque[T] = deque()
+        self._items: deque[T] = deque()
         self._lines: OrderedDict[bytes, FairQueue[T]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._own) + sum(map(len, list(self._lines.values())))  # any thread may ask
+        return len(self._items) + sum(map(len, list(self._lines.values())))  # may be called on any thread
 
-    def put(self, whose: Whose, item: T, first: bool = False) -> None:
-        """At the end of its own line; `first`: before all, since a text under way continues."""
-        if not whose:
-            self._own.appendleft(item) if first else self._own.append(item)
+    def put(self, path: QueuePath, item: T, first: bool = False) -> None:
+        """Appends an item to its line; `first`: before all others, because it continues a text."""
+        if not path:
+            self._items.appendleft(item) if first else self._items.append(item)
             return
-        self._lines.setdefault(whose[0], FairQueue()).put(whose[1:], item, first)
+        self._lines.setdefault(path[0], FairQueue()).put(path[1:], item, first)
         if first:
-            self._lines.move_to_end(whose[0], last=False)
+            self._lines.move_to_end(path[0], last=False)
 
     def first(self) -> T | None:
-        """The next item, left in the line; None when none waits."""
-        return self._own[0] if self._own else next((line.first() for line in self._lines.values()), None)
+        """Returns the next item without removing it; None if the queue is empty."""
+        return self._items[0] if self._items else next((line.first() for line in self._lines.values()), None)
 
     def take(self) -> T | None:
-        """The next item; its client goes to the back. None when none waits."""
-        if self._own:
-            return self._own.popleft()
+        """Removes and returns the next item, and moves its client to the back; None if the queue is empty."""
+        if self._items:
+            return self._items.popleft()
         if not self._lines:
             return None
         name, line = self._lines.popitem(last=False)
@@ -282,18 +288,18 @@ class FairQueue(Generic[T]):
             self._lines[name] = line
         return item
 
-    def drop(self, whose: Whose, item: T) -> bool:
-        """Takes `item` out of its line; False when it is not in it."""
-        if not whose:
-            found = item in self._own
-            if found:
-                self._own.remove(item)
-            return found
-        line = self._lines.get(whose[0])
-        if line is None or not line.drop(whose[1:], item):
+    def drop(self, path: QueuePath, item: T) -> bool:
+        """Removes `item` from its line; returns False if it is not there."""
+        if not path:
+            present = item in self._items
+            if present:
+                self._items.remove(item)
+            return present
+        line = self._lines.get(path[0])
+        if line is None or not line.drop(path[1:], item):
             return False
         if not len(line):
-            del self._lines[whose[0]]
+            del self._lines[path[0]]
         return True
 
 
@@ -302,29 +308,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Ticket:
-    """A request from the client's word to its end. `whose` turns it waits for. `ending`: stop or cancelled once the
-    reader wants no more. `begun_ns`: when it was its turn; 0: it waits."""
+    """A request from GENERATE to its end. `path` is its line in the queue, `ending` the reason why no more text is
+    wanted (stop or cancelled), `begun_ns` when it was admitted (0: it waits)."""
 
     sender: bytes
     name: str
     accepted: Accepted
-    whose: Whose
+    path: QueuePath
     tokens: int = 0
     ending: str = ""
-    asked_ns: int = field(default_factory=clock.now)
+    received_ns: int = field(default_factory=clock.now)
     begun_ns: int = 0
 
     @property
     def queue_ms(self) -> float:
-        """How long it has waited for its turn."""
-        return ((self.begun_ns or clock.now()) - self.asked_ns) / MILLISECOND_NS
+        """How long it has waited in the queue."""
+        return ((self.begun_ns or clock.now()) - self.received_ns) / MILLISECOND_NS
 
     @property
     def key(self) -> str:
         return self.accepted.admit.request
 
 
-def note(ticket: Ticket, level: int, told: str, *values: object) -> None:
-    """A line about a request: what it is called here, and by its client."""
-    about = {"request": ticket.key, "client_request": ticket.name}
-    log.log(level, f"%s (%s) {told}", ticket.key, ticket.name, *values, extra=about)
+def log_ticket(ticket: Ticket, level: int, message: str, *values: object) -> None:
+    """Logs a message about a request, with its names here and at the client."""
+    fields = {"request": ticket.key, "client_request": ticket.name}
+    log.log(level, f"%s (%s) {message}", ticket.key, ticket.name, *values, extra=fields)

@@ -1,6 +1,6 @@
-"""The socket that clients connect to: whole messages in, whole messages out.
+"""The clients' socket: receives and sends whole messages.
 
-Invalid frames are counted and, where their request can be read, answered. Knows routing ids; knows nothing of requests.
+Invalid frames are counted and, if their request can be read, answered. Knows routing ids; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError
 from outrider.protocol.keys import ServerKeys, key_shown
 from outrider.protocol.messages import Failed, Message
 
-UNREAD_MESSAGES = 20_000
-UNHEARD_MESSAGES = 256  # of each connection, that wait for this process
+SEND_QUEUE, RECEIVE_QUEUE = 20_000, 256  # messages of each connection
 CLIENTS = Rate(2_000, 5_000)
-TOO_MUCH = f"this client says more than {CLIENTS.a_second:,.0f} things a second; ask again, more slowly"
+TOO_MUCH = f"this client sends more than {CLIENTS.a_second:,.0f} messages a second; retry more slowly"
 MOST = 1024
 FLUSH_MS = 500
 
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClientMessage:
-    """A message, the routing id it came from, and its sender's key; empty: none was asked for."""
+    """A message, its sender's routing id, and its sender's key (empty: none was required)."""
 
     sender: bytes
     message: Message
@@ -40,9 +39,9 @@ class ClientMessage:
 
 
 class ClientSocket:
-    """Bound on creation, for `most` connections; used by one thread at a time.
+    """A socket bound on creation, for `most` connections; used by one thread at a time.
 
-    `endpoint` is where clients connect, `own` where this server's other processes do.
+    `endpoint` is for clients, `own` for this server's other processes.
 
     Raises:
         EndpointError: the endpoint can't be served.
@@ -51,8 +50,8 @@ class ClientSocket:
     def __init__(self, context: zmq.Context[Any], endpoint: str, most: int = MOST) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.SNDHWM, UNREAD_MESSAGES)
-        self.socket.setsockopt(zmq.RCVHWM, UNHEARD_MESSAGES)
+        self.socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        self.socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         self.rejected = 0
         self._rate_limiter = RateLimiter(CLIENTS)
         try:
@@ -68,7 +67,7 @@ class ClientSocket:
         return self.bound.endpoint
 
     def serve(self, endpoint: str, most: int, keys: ServerKeys) -> None:
-        """The same at one more endpoint, for clients with keys; it is `endpoint` from now on.
+        """Binds one more endpoint, for clients with keys, which is `endpoint` from now on.
 
         Raises:
             EndpointError: it can't be served.
@@ -76,7 +75,7 @@ class ClientSocket:
         self.bound = self.limiter.open(endpoint, most, keys)
 
     def receive(self, most: int) -> Iterator[ClientMessage]:
-        """Up to `most` messages that wait here."""
+        """Yields up to `most` waiting messages."""
         for _ in range(most):
             if not self.socket.poll(0):
                 return
@@ -94,7 +93,7 @@ class ClientSocket:
                 self._reject(sender, frames, error)
 
     def send(self, to: bytes, message: Message) -> bool:
-        """False when the client is gone or has left too many messages unread."""
+        """Sends a message; returns False if the client is gone or has left too many messages unread."""
         try:
             self.socket.send_multipart([to, *encode(message)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -103,7 +102,7 @@ class ClientSocket:
         return True
 
     def close(self) -> None:
-        """Ends the socket and frees the endpoint; what clients have not got yet is given a moment."""
+        """Closes the socket and frees the endpoint; pending messages get a moment to leave."""
         self.limiter.close(linger_ms=FLUSH_MS)
 
     def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:

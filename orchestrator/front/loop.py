@@ -1,7 +1,8 @@
 """The front thread: clients, the queue of waiting requests, text. The body of the thread is `Front.run`.
 
-Takes Generate, Cancel and StatsQuery from clients, hands requests to the core as `Admit`, and turns committed tokens
-into text. A client that is gone or does not read loses its requests, and affects no other. Knows no rounds.
+Handles Generate, Cancel and StatsQuery of clients, sends requests to the core as `Admit`, and converts committed tokens
+to text. The requests of a client that is gone or does not read are cancelled; no other client is affected. Knows no
+rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from outrider.orchestrator.events import (
     WorkersChanged,
     together,
 )
-from outrider.orchestrator.front.admission import Admission, FairQueue, Ticket, Whose, note
+from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
 from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
 from outrider.orchestrator.front.text import TextDelta
 from outrider.orchestrator.limits import check_holds
@@ -57,7 +58,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.stats import KvUse, Tally
 from outrider.protocol.version import PACKAGE_VERSION
 
-LETTERS_PER_TURN = 64
+MESSAGES_PER_TURN = 64
 DRAINING = "the server is draining and accepts no new requests; retry after it restarts"
 STOPPED = "the server was stopped before the text was complete; retry when it runs again"
 
@@ -65,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerMetrics:
-    """One server's. `tokens`: made so far, for requests that still run, too."""
+    """The counts of a server. `tokens` includes those of requests that still run."""
 
     def __init__(self) -> None:
         self.totals = Timings()
@@ -82,7 +83,7 @@ class ServerMetrics:
         return self._failed.total()
 
     def on_ended(self, last: Done | Failed) -> None:
-        """A request's last word."""
+        """Records the last message of a request."""
         if isinstance(last, Done):
             self._done[last.reason] += 1
             self.totals += last.timings
@@ -90,28 +91,28 @@ class ServerMetrics:
             self._failed[last.kind] += 1
 
     def endings(self) -> tuple[Tally, ...]:
-        """By reason, or by kind of error."""
-        return tuple(Tally(how, count) for how, count in (*list(self._done.items()), *list(self._failed.items())))
+        """Returns the ended requests by reason, or by kind of error."""
+        return tuple(Tally(kind, count) for kind, count in (*list(self._done.items()), *list(self._failed.items())))
 
 
 class Front:
-    """Owns the client socket, the queue and every ticket. `announce` hears how the cluster comes up, and its end."""
+    """Owns the client socket, the queue and every ticket. `announce` gets the stages of the start, and the end."""
 
     def __init__(
         self,
         pair: ChosenPair,
         admission: Admission,
         clients: ClientSocket,
-        lines: ThreadQueues,
+        queues: ThreadQueues,
         core_stats: Callable[[], CoreStats],
         announce: Callable[[Announcement], None],
     ) -> None:
         self._pair = pair
         self._admission = admission
         self._clients = clients
-        self._core = lines.core
-        self._events = lines.events
-        self._commands = lines.orders
+        self._core = queues.core
+        self._events = queues.events
+        self._orders = queues.orders
         self._core_stats = core_stats
         self._announce = announce
         self._serials = itertools.count(1)
@@ -126,21 +127,21 @@ class Front:
         self._metrics = ServerMetrics()
 
     def run(self) -> None:
-        """Until `EndServer` comes."""
+        """Runs until `EndServer` comes."""
         poller = zmq.Poller()
-        for socket in (self._clients.socket, self._clients.limiter.monitor, self._events.wake, self._commands.wake):
+        for socket in (self._clients.socket, self._clients.limiter.monitor, self._events.wake, self._orders.wake):
             poller.register(socket, zmq.POLLIN)
         while True:
             if self._clients.limiter.monitor in dict(poller.poll()):
                 self._clients.limiter.watch()
-            orders = list(self._commands.take())
+            orders = list(self._orders.take())
             if any(isinstance(order, EndServer) for order in orders):
                 break
             self._draining = self._draining or bool(orders)
             for event in together(self._events.take()):
                 self._on_event(event)
-            for letter in self._clients.receive(LETTERS_PER_TURN):
-                self._on_message(letter)
+            for received in self._clients.receive(MESSAGES_PER_TURN):
+                self._on_message(received)
             self._admit()
         self._fail_all(ServerStopped.__name__, STOPPED)
         self._clients.close()
@@ -151,7 +152,7 @@ class Front:
         return bool(self._named)
 
     def stats(self, request: str) -> Stats:
-        """Workers and totals as of now, for any thread."""
+        """Returns the current workers and totals; may be called on any thread."""
         core = self._core_stats()
         return Stats(
             request=request,
@@ -172,47 +173,47 @@ class Front:
             dropped_branches=core.dropped_branches,
         )
 
-    # --- what clients say -----------------------------------------------------------------------------------------
+    # --- messages of clients --------------------------------------------------------------------------------------
 
-    def _on_message(self, letter: ClientMessage) -> None:
-        match letter.message:
+    def _on_message(self, received: ClientMessage) -> None:
+        match received.message:
             case Generate():
-                self._on_generate(letter.sender, letter.message, letter.key)
+                self._on_generate(received.sender, received.message, received.key)
             case Cancel(request=name):
-                self._cancel(self._named.get((letter.sender, name)))
+                self._cancel(self._named.get((received.sender, name)))
             case StatsQuery(request=name, about=about):
-                known = about is None or (letter.sender, about) in self._named
-                self._clients.send(letter.sender, replace(self.stats(name), known=known))
+                known = about is None or (received.sender, about) in self._named
+                self._clients.send(received.sender, replace(self.stats(name), known=known))
             case other:
                 self._clients.rejected += 1
                 log.info("a client sent %s; expected Generate, Cancel or StatsQuery", type(other).__name__)
 
-    def _on_generate(self, sender: bytes, asked: Generate, key: str) -> None:
+    def _on_generate(self, sender: bytes, generate: Generate, key: str) -> None:
         try:
-            if (sender, asked.request) in self._named:
-                raise InvalidRequest(f"request {asked.request} is already running; expected an unused name")
+            if (sender, generate.request) in self._named:
+                raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
             self._check_room()
-            accepted = self._admission.accept(asked, f"r{next(self._serials)}")
+            accepted = self._admission.accept(generate, f"r{next(self._serials)}")
         except OutriderError as error:
-            self._refuse(sender, Failed(asked.request, kind_of(error), str(error)))
+            self._refuse(sender, Failed(generate.request, kind_of(error), str(error)))
             return
         if self._fatal:
-            self._refuse(sender, Failed(asked.request, "WorkerError", self._fatal))
+            self._refuse(sender, Failed(generate.request, "WorkerError", self._fatal))
             return
-        ticket = Ticket(sender, asked.request, accepted, turns_of(sender, asked.client, key))
-        self._named[sender, asked.request] = ticket
+        ticket = Ticket(sender, generate.request, accepted, queue_path(sender, generate.client, key))
+        self._named[sender, generate.request] = ticket
         if accepted.ended:
             self._started(ticket, RequestBegan(ticket.key, accepted.admit.mode))
-            piece = accepted.text.finish()
-            self._show(ticket, piece, Committed(ticket.key, ()))
-            self._close(ticket, Done(ticket.name, "stop" if piece.stopped else accepted.ended, Timings()))
+            delta = accepted.text.finish()
+            self._show(ticket, delta, Committed(ticket.key, ()))
+            self._close(ticket, Done(ticket.name, "stop" if delta.stopped else accepted.ended, Timings()))
             return
-        self._waiting.put(ticket.whose, ticket, first=asked.resume_tokens is not None)
+        self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
-    def _refuse(self, sender: bytes, why: Failed) -> None:
-        self._metrics.on_ended(why)
-        log.info("refuses %s: %s", why.request, why.message, extra={"client_request": why.request})
-        self._clients.send(sender, why)
+    def _refuse(self, sender: bytes, refusal: Failed) -> None:
+        self._metrics.on_ended(refusal)
+        log.info("refused %s: %s", refusal.request, refusal.message, extra={"client_request": refusal.request})
+        self._clients.send(sender, refusal)
 
     def _check_room(self) -> None:
         settings = self._pair.settings
@@ -233,10 +234,10 @@ class Front:
         ticket.ending = "cancelled"
         if ticket.key in self._active:
             self._core.put(Stop(ticket.key, "cancelled"))
-        elif self._waiting.drop(ticket.whose, ticket):
+        elif self._waiting.drop(ticket.path, ticket):
             self._close(ticket, Done(ticket.name, "cancelled", Timings(queue_ms=ticket.queue_ms)))
 
-    # --- what the core says ---------------------------------------------------------------------------------------
+    # --- events of the core ---------------------------------------------------------------------------------------
 
     def _on_event(self, event: ToFront) -> None:
         if isinstance(event, WorkersChanged):
@@ -244,8 +245,8 @@ class Front:
             return
         ticket = self._active.get(event.request)
         if ticket is None:
-            about = {"request": event.request}
-            log.info("no ticket for %s of %s", type(event).__name__, event.request, extra=about)
+            fields = {"request": event.request}
+            log.info("no ticket for %s of %s", type(event).__name__, event.request, extra=fields)
             return
         match event:
             case RequestBegan():
@@ -278,7 +279,7 @@ class Front:
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
             self._announce(ServerReady(self._clients.endpoint, notes=notes))
-        self._ready = self._ready or event.ready  # whoever is lost later comes again, or is done without
+        self._ready = self._ready or event.ready  # a worker lost later is restarted or left out
 
     def _give_up(self, kind: str, why: str) -> None:
         self._fatal = why
@@ -286,7 +287,7 @@ class Front:
         self._announce(Failure(kind, why))
 
     def _too_little_memory(self) -> InvalidRequest | None:
-        """Why the cluster can't begin with the memory that it was given."""
+        """Returns why the cluster can't start with its `kv_memory`, or None."""
         budget, context = self._admission.kv_budget, self._admission.context_length
         if budget is None or context is None or self._pair.settings.kv_memory is None:
             return None
@@ -316,58 +317,58 @@ class Front:
     def _committed(self, ticket: Ticket, event: Committed) -> None:
         if ticket.ending:
             return
-        piece = ticket.accepted.text.feed(event.tokens)
-        self._show(ticket, piece, event)
-        if piece.stopped and not ticket.ending:
+        delta = ticket.accepted.text.feed(event.tokens)
+        self._show(ticket, delta, event)
+        if delta.stopped and not ticket.ending:
             ticket.ending = "stop"
             self._core.put(Stop(ticket.key, "stop"))
 
     def _ended(self, ticket: Ticket, event: RequestEnded) -> None:
         if not ticket.ending:
-            piece = ticket.accepted.text.finish()
-            self._show(ticket, piece, Committed(ticket.key, ()))
-            ticket.ending = "stop" if piece.stopped else event.reason
+            delta = ticket.accepted.text.finish()
+            self._show(ticket, delta, Committed(ticket.key, ()))
+            ticket.ending = "stop" if delta.stopped else event.reason
         timings = event.timings
         if event.until is not None and ticket.tokens < timings.predicted_n:
             timings = event.until(ticket.tokens)
         timings = replace(timings, queue_ms=ticket.queue_ms)
         self._close(ticket, Done(ticket.name, ticket.ending, timings, event.notes))
 
-    # --- to clients -----------------------------------------------------------------------------------------------
+    # --- messages to clients --------------------------------------------------------------------------------------
 
-    def _show(self, ticket: Ticket, piece: TextDelta, event: Committed) -> None:
-        ticket.tokens += len(piece.tokens)
-        self._metrics.tokens += len(piece.tokens)
-        if piece.text or piece.tokens:
-            count = len(piece.tokens)
+    def _show(self, ticket: Ticket, delta: TextDelta, event: Committed) -> None:
+        ticket.tokens += len(delta.tokens)
+        self._metrics.tokens += len(delta.tokens)
+        if delta.text or delta.tokens:
+            count = len(delta.tokens)
             logprobs = event.logprobs.part(0, count) if event.logprobs is not None else None
             origins = tuple(map(int, event.origins[:count])) if event.origins is not None else None
-            self._send(ticket, TextChunk(ticket.name, piece.text, piece.tokens, logprobs, origins, event.rounds))
+            self._send(ticket, TextChunk(ticket.name, delta.text, delta.tokens, logprobs, origins, event.rounds))
 
     def _send(self, ticket: Ticket, message: Message) -> None:
         if not self._clients.send(ticket.sender, message):
             self._cancel(ticket)
 
     def _close(self, ticket: Ticket, last: Done | Failed) -> None:
-        """The ticket's last message; whether anybody hears it makes no difference."""
+        """Sends the ticket's last message, which the client may not receive, and removes the ticket."""
         self._clients.send(ticket.sender, last)
         self._metrics.on_ended(last)
         if isinstance(last, Done):
-            note(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
+            log_ticket(ticket, logging.INFO, "ends, %d tokens: %s", ticket.tokens, last.reason)
         else:
-            ordered = last.kind == ServerStopped.__name__  # whoever stopped the server knows
-            note(ticket, logging.INFO if ordered else logging.WARNING, "fails: %s", last.message)
+            expected = last.kind == ServerStopped.__name__  # the operator stopped the server
+            log_ticket(ticket, logging.INFO if expected else logging.WARNING, "fails: %s", last.message)
         self._active.pop(ticket.key, None)
         del self._named[ticket.sender, ticket.name]
 
     def _fail_all(self, kind: str, message: str) -> None:
         for ticket in list(self._named.values()):
-            self._waiting.drop(ticket.whose, ticket)
+            self._waiting.drop(ticket.path, ticket)
             self._close(ticket, Failed(ticket.name, kind, message))
 
     def _admit(self) -> None:
-        """Gives the core what it has room for, each client in its turn; whose turn it is waits for memory, and all for
-        a target."""
+        """Admits requests to the core while there is room, clients in turn; the first one waits for memory, and all
+        wait for a target."""
         while self._ready and self._has_target and len(self._active) < self._admission.places:
             first = self._waiting.first()
             if first is None or not self._fits(first):
@@ -375,11 +376,11 @@ class Front:
             self._waiting.take()
             self._active[first.key] = first
             first.begun_ns = clock.now()
-            note(first, logging.INFO, "begins, %d prompt tokens", len(first.accepted.admit.tokens))
+            log_ticket(first, logging.INFO, "begins, %d prompt tokens", len(first.accepted.admit.tokens))
             self._core.put(first.accepted.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
-        """Whether its text has room beside those that run. One alone always has."""
+        """Whether memory has room for its text besides those that run; a request alone always fits."""
         budget = self._admission.kv_budget
         if budget is None or not self._active:
             return True
@@ -392,12 +393,15 @@ class Front:
         budget = self._admission.kv_budget
         if budget is None:
             return KvUse()
-        used = sum(budget.cost.of(len(one.accepted.admit.tokens) + one.tokens) for one in list(self._active.values()))
+        used = sum(budget.cost.of(len(t.accepted.admit.tokens) + t.tokens) for t in list(self._active.values()))
         return KvUse(budget.limit, used, self._reserved())
 
 
-def turns_of(sender: bytes, client: str, key: str) -> Whose:
-    """Who came without a key, from this machine, is believed for whom it asks: it could come as many as well. Who
-    showed one is a client by that, however often it comes, and those it asks for have a part in its turns."""
+def queue_path(sender: bytes, client: str, key: str) -> QueuePath:
+    """Returns a request's place in the fair queue: by key, then by the named client, or else the connecting one.
+
+    A peer with a key has the turns of one client, shared by the clients that it names. A peer without one, from this
+    machine, could connect as many, so each client that it names has turns of its own.
+    """
     name = b"for " + client.encode() if client else client_of(sender)
     return (key.encode(), name) if key else (name,)

@@ -218,7 +218,7 @@ def test_the_version_is_told(run):
         (["worker", "draft", "--connect", "ipc:///x", "--draft-backend", "ngram"], 2, "has no worker"),
         (["worker", "draft", "--connect", "ipc:///x", "--colocate"], 2, "colocate drafts in the target's process"),
         (["generate", "-p", "x", "--colocate", "--mode", "ssd"], 2, "mode ssd needs a drafter that works while"),
-        (["generate", "-p", "x", "--colocate", "--draft-backend", "none"], 2, "draft_backend none has no place there"),
+        (["generate", "-p", "x", "--colocate", "--draft-backend", "none"], 2, "can't use draft_backend none"),
         (["overlap", "--colocate"], 2, "unknown flag --colocate"),
         (["overlap", "--trace", "x"], 2, "unknown flag --trace"),
         (["worker", "draft", "--connect", "ipc:///x", "--max-active", "2"], 2, "unknown flag --max-active"),

@@ -27,7 +27,7 @@ from outrider.orchestrator.events import (
     WorkersChanged,
 )
 from outrider.orchestrator.front.client_socket import ClientSocket
-from outrider.orchestrator.front.loop import turns_of
+from outrider.orchestrator.front.loop import queue_path
 from outrider.orchestrator.limits import Rate
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
@@ -298,10 +298,10 @@ def test_those_for_whom_a_client_of_this_machine_asks_take_turns_like_clients(st
 def test_whose_turn_it_is():
     """A key is one client's, whatever it says of itself; without one a client is believed."""
     one, other = client_key() + b"1", client_key() + b"2"
-    assert turns_of(one, "", "") == (one[:9],) and turns_of(one, "ann", "") == turns_of(other, "ann", "") == (
+    assert queue_path(one, "", "") == (one[:9],) and queue_path(one, "ann", "") == queue_path(other, "ann", "") == (
         b"for ann",
     )
-    assert turns_of(one, "ann", "key") == (b"key", b"for ann") and turns_of(other, "", "key") == (b"key", other[:9])
+    assert queue_path(one, "ann", "key") == (b"key", b"for ann") and queue_path(other, "", "key") == (b"key", other[:9])
 
 
 def test_a_key_that_was_shown_is_told_with_each_message(tmp_path):

@@ -92,7 +92,7 @@ def test_what_can_never_fit_is_refused_and_what_fits_in_part_is_cut_short(stand,
         (admit,) = stand.core.wait_for(Admit)
     assert len(admit.tokens) + admit.sampling.max_tokens == 20
     notes = stand.admission.accept(ask("b", max_tokens=300), "r9").notes
-    assert any("instead of 300: the 0.0 MB of kv_memory end there" in note for note in notes)
+    assert any("kv_memory (0.0 MB) is full then" in note for note in notes)
 
 
 def test_a_cluster_that_cannot_hold_one_context_does_not_begin(make_stand):

@@ -48,10 +48,10 @@ from outrider.protocol.errors import InvalidRequest
         ({"draft_backend": "replay"}, "the script to play"),
         ({"draft_backend": "ngram", "ngrams": False}, "drafts nothing"),
         *(
-            ({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"draft_backend {b} has no place")
+            ({"colocate": True, "draft_backend": b, "replay": Path("r")}, f"can't use draft_backend {b}")
             for b in ("coreml", "replay", "ngram", "none")
         ),
-        ({"head_in": "draft-worker"}, "is for heads that can work ahead, and draft_backend mlx is none"),
+        ({"head_in": "draft-worker"}, "is for heads that can work ahead, and draft_backend mlx is not one"),
         ({"draft_backend": "eagle3", "model": "m"}, "eagle3 has no head to draft with; expected draft_model"),
         ({"draft_backend": "eagle3", "model": "m", "draft_model": "d", "mode": "ssd"}, "take turns in one process"),
         ({"colocate": True, "simulate": Path("m.json")}, "colocate can't be simulated"),

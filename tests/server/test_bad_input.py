@@ -519,7 +519,7 @@ def test_the_description_is_openapi(ask: Ask) -> None:
         ({"tls_cert": __file__, "tls_key": __file__}, "expected a certificate and its own key"),
         ({"model_names": ("m", "")}, "name is empty"),
         ({"cors_origins": ("*", "localhost:3000")}, "cors_origin is 'localhost:3000'"),
-        ({"cors_origins": ("https://a.example/",)}, "as browsers say it"),
+        ({"cors_origins": ("https://a.example/",)}, "such as https://host:port"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
