@@ -21,7 +21,7 @@ from outrider.server.endpoints import chat, completions, messages, page, respons
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
-from outrider.server.problems import problem_of
+from outrider.server.problems import allowed_methods, problem_of
 from outrider.server.server_context import ServerContext
 from outrider.server.shapes.chat import ChatChunk
 
@@ -78,8 +78,10 @@ async def _problem(request: Request, error: Exception) -> Response:
     if problem.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, problem.message)
     body = problem.body(is_anthropic(request.scope), request.scope["state"]["request_id"])
-    headers = error.headers if isinstance(error, HTTPException) else None  # `allow`, for example
-    return Response(body, problem.status, headers={**(headers or {}), **problem.headers}, media_type="application/json")
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if problem.status == 405:
+        headers["Allow"] = allowed_methods(headers)
+    return Response(body, problem.status, headers={**headers, **problem.headers}, media_type="application/json")
 
 
 async def _disconnected(_request: Request, _error: Exception) -> Response:

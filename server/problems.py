@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,12 @@ class Refused(HTTPException):
         self.problem = Problem(status, message, param, code, details)
 
 
+def allowed_methods(headers: Mapping[str, str] | None) -> str:
+    """Returns the `Allow` header of a 405: the route's methods, or GET for static files; HEAD where GET is served."""
+    methods = (headers or {}).get("Allow", "GET")
+    return f"{methods}, HEAD" if methods == "GET" else methods
+
+
 def problem_of(error: Exception) -> Problem:
     """Converts an exception. Unexpected ones become a generic message."""
     match error:
@@ -91,9 +97,7 @@ def problem_of(error: Exception) -> Problem:
         case HTTPException(status_code=404):
             return Problem(404, "no such path; /openapi.json lists them")
         case HTTPException(status_code=405, headers=headers):
-            return Problem(
-                405, f"this path does not support this method; expected {(headers or {}).get('Allow', 'another one')}"
-            )
+            return Problem(405, f"this path does not support this method; expected {allowed_methods(headers)}")
         case HTTPException(status_code=status, detail=detail):
             return Problem(status, str(detail))
         case ServerBusy():

@@ -270,7 +270,7 @@ def test_only_json_is_posted(ask: Ask) -> None:
         for kind in ({"content-type": "text/plain"}, {}):
             refused = ask(path, content=b"{}", headers=kind)
             assert refused.status_code == 415 and complaint(refused, path.startswith(CLAUDE))
-    assert ask("/health").status_code == 405 and ask("/health").headers["allow"] == "GET"
+    assert ask("/health").status_code == 405 and ask("/health").headers["allow"] == "GET, HEAD"
 
 
 def test_the_description_has_the_names_of_the_model(ask: Ask) -> None:
@@ -362,6 +362,14 @@ def test_head_is_answered_as_get_without_a_body(ask: Ask) -> None:
         assert (head.status_code, head.content) == (200, b"") and whole.content
         assert head.headers["content-length"] == whole.headers["content-length"]
     assert ask("/v1/models/gpt-5", "HEAD").status_code == 404 and ask(CHAT, "HEAD").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/chatty", "/page/style.css"])
+def test_a_refused_method_is_answered_with_the_methods_that_are_served(ask: Ask, path: str) -> None:
+    refused = ask(path, "DELETE")
+    assert refused.status_code == 405 and refused.headers["allow"] == "GET, HEAD"
+    assert complaint(refused).endswith("expected GET, HEAD")
+    assert all(ask(path, method).status_code == 200 for method in refused.headers["allow"].split(", "))
 
 
 def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
