@@ -1,13 +1,13 @@
-"""A GGUF file: its header, where each tensor lies, and its blocks as MLX's quantised matrices.
+"""Reads GGUF files: the header, the places of the tensors, and blocks as MLX's quantised matrices.
 
-`GgufFile`: what the file says of its model, and where each tensor lies in it. Every length is checked against the file
-before it is believed, so a file that is cut short or is something else ends in one sentence. Knows the container and
-the types of its blocks; knows no architecture and no tokenizer.
+`GgufFile`: the metadata and the place of each tensor. Every length is checked against the file's size before it is
+used, so a truncated or foreign file ends in an error of one sentence. Knows the container and its block types; knows
+no architecture and no tokenizer.
 
-`Grid`: blocks as MLX's quantised matrices: levels, scales and biases in groups of 32, w = scale q + bias. Q4_0, Q4_1,
-Q5_0, Q5_1 and Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels, and each group's scale and minimum, a
-product of two numbers there, is rounded to half precision. All other block types have no such form (groups of 16,
-curves): they are quantised anew, with two bits more than they had, or kept in half precision.
+`Grid`: blocks in MLX's form: levels, scales and biases in groups of 32, w = scale q + bias. Q4_0, Q4_1, Q5_0, Q5_1 and
+Q8_0 keep their exact numbers. Q4_K and Q5_K keep their levels; the scale and minimum of a group, products of two
+numbers in the file, are rounded to half precision. Other block types have no such form (groups of 16, curves): they are
+quantised again, with two bits more than they had, or kept in half precision.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """`shape` in the order of numpy; `kind` is ggml's name of its type; `offset`: from the file's beginning."""
+    """`shape` in numpy's order; `kind`: ggml's name of the type; `offset` (from the start) and `size` in bytes."""
 
     shape: tuple[int, ...]
     kind: str
@@ -56,8 +56,8 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The description in a GGUF file, and its tensors by name. The getters raise ModelError for what is missing or of
-    another type than asked for."""
+    """A GGUF file's metadata, and its tensors by name. The getters raise ModelError if a key is missing or its value is
+    of another type."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -72,7 +72,7 @@ class GgufFile:
         return int(value)  # type: ignore[arg-type]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A float32 comes as the shortest decimal that stands for it: 1e-05, not 9.999999747378752e-06."""
+        """Returns a number; a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
         value = self._of(key, default, "a number", lambda value: isinstance(value, int | float))
         return float(value)  # type: ignore[arg-type]
 
@@ -88,22 +88,22 @@ class GgufFile:
         return value  # type: ignore[return-value]
 
     def numbers(self, key: str) -> NDArray[np.generic] | None:
-        """None: there is no such key."""
+        """Returns the list, or None if there is no such key."""
         if key not in self.metadata:
             return None
         value = self._of(key, None, "a list of numbers", lambda value: isinstance(value, np.ndarray))
         return value  # type: ignore[return-value]
 
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
-        """A tensor as it lies in the file: a row of bytes for each row of the tensor."""
+        """Reads a tensor's bytes [rows, bytes of a row], where the last dimension of the tensor is a row."""
         place = self.tensors[name]
         with self.path.open("rb") as file:
             file.seek(place.offset)
-            found = file.read(place.size)
-        if len(found) < place.size:
+            data = file.read(place.size)
+        if len(data) < place.size:
             raise cut_short(self.path)
         rows = prod(place.shape[:-1])
-        return np.frombuffer(found, np.uint8).reshape(rows, -1)
+        return np.frombuffer(data, np.uint8).reshape(rows, -1)
 
     def _of(
         self,
@@ -115,17 +115,17 @@ class GgufFile:
     ) -> Value:
         value = self.metadata.get(key, default)
         if value is None:
-            raise ModelError(f"{self.path} does not say {key}; choose another file of this model")
+            raise ModelError(f"{self.path} has no {key} in its metadata; choose another file of this model")
         if not fits(value) or isinstance(value, bool) is not (bool in of):
-            raise ModelError(f"{self.path}: {key} is {_named(value)}; expected {expected}")
+            raise ModelError(f"{self.path}: {key} is {_describe(value)}; expected {expected}")
         return value
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The header of a file.
+    """Reads the header of a file.
 
     Raises:
-        ModelError: it is no GGUF file, is cut short, or has types that are not known here.
+        ModelError: the file is no GGUF file, is truncated, or has unknown types.
     """
     try:
         with path.open("rb") as file:
@@ -135,11 +135,11 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def cut_short(path: Path) -> ModelError:
-    return ModelError(f"{path} is incomplete: it ends before its contents do; download it again")
+    return ModelError(f"{path} is truncated; download it again")
 
 
 class _Header:
-    """One reading of a header, from its first byte to its last."""
+    """Reads a header once, from its first byte to its last."""
 
     def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path = path
@@ -152,7 +152,7 @@ class _Header:
         version = self._number("<u4")
         if version not in VERSIONS:
             raise ModelError(
-                f"{self._path} is GGUF version {version}; expected version 2 or 3, of a little-endian machine"
+                f"{self._path} is GGUF version {version}; expected version 2 or 3, in little-endian byte order"
             )
         tensors, keys = self._number("<u8"), self._number("<u8")
         metadata = {}
@@ -162,7 +162,8 @@ class _Header:
         places = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
-            raise ModelError(f"{self._path}: general.alignment is {_named(alignment)}; expected a whole number above 0")
+            described = _describe(alignment)
+            raise ModelError(f"{self._path}: general.alignment is {described}; expected a whole number above 0")
         start = -(-self._file.tell() // alignment) * alignment
         return GgufFile(self._path, metadata, {name: self._placed(name, start, place) for name, place in places})
 
@@ -177,7 +178,7 @@ class _Header:
         block, width = GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise ModelError(
-                f"{self._path}: the tensor {name} has rows of {shape[-1]}, which no blocks of {block} fill"
+                f"{self._path}: the tensor {name} has rows of {shape[-1]} numbers; expected a multiple of {block}"
             )
         size = prod(shape) // block * width
         if start + offset + size > self._size:
@@ -189,16 +190,14 @@ class _Header:
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ModelError(f"{self._path}: the tensor {name} has {dimensions} dimensions; expected 1 to 4")
         shape = tuple(self._number("<u8") for _ in range(dimensions))
-        if not all(shape) or prod(shape) > 8 * self._size:  # no type has less than a bit a number
-            raise ModelError(
-                f"{self._path}: the tensor {name} has the shape {shape[::-1]}, for which the file is too small"
-            )
+        if not all(shape) or prod(shape) > 8 * self._size:  # every type has at least one bit for each number
+            raise ModelError(f"{self._path} is too small for the tensor {name} of shape {shape[::-1]}")
         return name, (shape[::-1], self._number("<u4"), self._number("<u8"))
 
     def _value(self, kind: int, key: str) -> Value:
         if kind in _NUMBERS:
-            found = self._numbers(_NUMBERS[kind], 1)[0]
-            return float(str(found)) if kind == 6 else found.item()
+            number = self._numbers(_NUMBERS[kind], 1)[0]
+            return float(str(number)) if kind == 6 else number.item()
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
@@ -218,26 +217,26 @@ class _Header:
         return int(struct.unpack("<I" if kind == "<u4" else "<Q", self._take(4 if kind == "<u4" else 8))[0])
 
     def _string(self) -> str:
-        found = self._take(self._number("<u8"))
+        data = self._take(self._number("<u8"))
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError:
             raise ModelError(f"{self._path} holds a text that is not UTF-8; download it again") from None
 
     def _take(self, count: int) -> bytes:
         self._need(count)
-        found = self._file.read(count)
-        if len(found) < count:
+        data = self._file.read(count)
+        if len(data) < count:
             raise cut_short(self._path)
-        return found
+        return data
 
     def _need(self, count: int) -> None:
         if count > self._size:
             raise cut_short(self._path)
 
 
-def _named(value: Value) -> str:
-    """What a value is, for a message: lists may be long."""
+def _describe(value: Value) -> str:
+    """Describes a value for a message, without the contents of lists."""
     if isinstance(value, list):
         return "a list of texts"
     if isinstance(value, np.ndarray):
@@ -248,14 +247,14 @@ def _named(value: Value) -> str:
 GROUP = 32
 PLAIN = ("F32", "F16", "BF16")
 _AT_ONCE = 2**24
-"""Weights unpacked at a time, for they take some ten bytes each on the way."""
+"""Weights unpacked at a time: each takes about ten bytes meanwhile."""
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Rows of weights on their groups' grids. `levels`: one byte a weight; `scales`, `biases`: one float16 a group."""
+    """Rows of quantised weights. `levels`: one byte per weight; `scales`, `biases`: one float16 per group."""
 
     levels: Bytes
     scales: NDArray[np.float16]
@@ -264,32 +263,30 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A tensor as it is stored: `parts` by their suffix, `bits` None where it is not quantised."""
+    """A tensor as it is stored: `parts` by their suffix; `bits`: None if it is not quantised."""
 
     parts: dict[str, NDArray[Any]]
     bits: int | None = None
 
 
 def bits_of(kind: str, keep_precision: bool) -> int | None:
-    """In how many bits MLX holds what has this type in the file; None: in no grid."""
+    """Returns the bits in which MLX holds a type of the file; None: not quantised."""
     if kind in _GRIDS:
         return _GRIDS[kind][0]
     return None if keep_precision or kind in PLAIN else _ANEW.get(kind)
 
 
 def convert(file: GgufFile, name: str, bits: int | None, dtype: str) -> Matrix:
-    """A tensor of two dimensions or one. `dtype`, "float16", "bfloat16" or "float32", is what is not quantised in.
+    """Converts a tensor of one or two dimensions to `bits`; None: to `dtype` ("float16", "bfloat16" or "float32").
 
     Raises:
         ModelError: its type can't be read, or it holds numbers beyond half precision.
     """
     place = file.tensors[name]
     kind, raw = place.kind, file.bytes_of(name)
-    if len(place.shape) == 1:
-        bits = None
-    if bits is None:
-        found = np.concatenate([in_dtype(_dense(file, name, kind, rows), dtype) for rows in _pieces(raw, place.shape)])
-        return Matrix({"weight": found.reshape(place.shape)})
+    if bits is None or len(place.shape) == 1:
+        dense = np.concatenate([in_dtype(_dense(file, name, kind, rows), dtype) for rows in _pieces(raw, place.shape)])
+        return Matrix({"weight": dense.reshape(place.shape)})
     grids = [_grid(file, name, kind, rows, bits) for rows in _pieces(raw, place.shape)]
     return Matrix(
         {
@@ -302,7 +299,7 @@ def convert(file: GgufFile, name: str, bits: int | None, dtype: str) -> Matrix:
 
 
 def packed(levels: Bytes, bits: int) -> NDArray[np.uint32]:
-    """Levels one after another in `bits` bits each, the lowest first, as MLX packs them."""
+    """Packs levels in `bits` bits each, lowest bits first, as MLX does."""
     if bits == 8:
         return levels.view(np.uint32)
     if bits == 4:
@@ -312,7 +309,7 @@ def packed(levels: Bytes, bits: int) -> NDArray[np.uint32]:
 
 
 def anew(weights: Floats, bits: int) -> Grid:
-    """The evenly spaced grid from the least to the greatest of each group, and the levels next to the weights on it."""
+    """Quantises weights on an even grid from the least to the greatest weight of each group."""
     groups = weights.reshape(len(weights), -1, GROUP)
     biases = groups.min(-1).astype(np.float16)
     scales = ((groups.max(-1) - biases.astype(np.float32)) / (2**bits - 1)).astype(np.float16)
@@ -322,7 +319,7 @@ def anew(weights: Floats, bits: int) -> Grid:
 
 
 def in_dtype(weights: Floats, dtype: str) -> NDArray[Any]:
-    """Rounded to nearest; bfloat16, which numpy does not have, as its bits."""
+    """Rounds weights to nearest in `dtype`; bfloat16, which numpy lacks, is returned as its bits in uint16."""
     if dtype != "bfloat16":
         return weights.astype(dtype)
     bits = np.ascontiguousarray(weights, np.float32).view(np.uint32)
@@ -347,7 +344,7 @@ def _dense(file: GgufFile, name: str, kind: str, rows: Bytes) -> Floats:
         return dequantize(rows, GGMLQuantizationType[kind])
     except NotImplementedError:
         raise ModelError(
-            f"{file.path}: the tensor {name} is of type {kind}, which can't be read; choose a file of another"
+            f"{file.path}: the tensor {name} is of type {kind}, which can't be read; choose a file with another"
             " quantization, such as Q4_K_M or Q8_0"
         ) from None
 
@@ -372,7 +369,7 @@ def _half(blocks: Bytes, first: int) -> Floats:
 
 
 def _nibbles(packed_bytes: Bytes) -> Bytes:
-    """Low halves first, then high ones: ggml's order in a block."""
+    """Unpacks ggml's order in a block: all low halves, then all high halves."""
     return np.concatenate([packed_bytes & np.uint8(15), packed_bytes >> np.uint8(4)], axis=-1)
 
 
@@ -404,7 +401,7 @@ def _q8_0(blocks: Bytes) -> _Unpacked:
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scale and bias of each of the eight groups in a block of 256."""
+    """Returns scale and bias of each of the eight groups in a block of 256."""
     from gguf.quants import Q4_K
 
     scales, minima = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
@@ -412,7 +409,7 @@ def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _k_nibbles(packed_bytes: Bytes) -> Bytes:
-    """32 bytes hold a group in their low halves and the next one in their high halves."""
+    """Unpacks groups of which two share 32 bytes: one in the low halves, the next in the high halves."""
     return _nibbles(packed_bytes.reshape(-1, 32)).reshape(len(packed_bytes), 256)
 
 
@@ -435,11 +432,11 @@ _GRIDS: dict[str, tuple[int, int, Callable[[Bytes], _Unpacked]]] = {
     "Q4_K": (4, 144, _q4_k),
     "Q5_K": (5, 176, _q5_k),
 }
-"""Types with a grid of their own: bits, bytes a block, and how blocks become levels, scales and biases."""
+"""Types that MLX's form can hold: bits, bytes per block, and the function that unpacks blocks."""
 _ANEW = {
     **dict.fromkeys(("Q2_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "TQ1_0", "TQ2_0"), 4),
     **dict.fromkeys(("Q3_K", "IQ3_XXS", "IQ3_S"), 5),
     **dict.fromkeys(("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"), 6),
     "Q6_K": 8,
 }
-"""All others, and the bits in which they are quantised anew."""
+"""All other types, and the bits in which they are quantised again."""

@@ -1,7 +1,7 @@
-"""A GGUF file as a folder in Hugging Face layout that mlx-lm opens: config.json, weights, tokenizer.
+"""Converts a GGUF file to a folder in Hugging Face layout that mlx-lm opens: config.json, weights, tokenizer.
 
-Owns what each architecture calls its tensors and settings, and what llama.cpp's converter did to them: rows of q and k
-in another order (llama), 1 added to norms (gemma3). A tensor that is not known ends in an error: nothing is left out.
+Owns each architecture's names of tensors and settings, and reverses what llama.cpp's converter did to the weights: rows
+of q and k in another order (llama), 1 added to norms (gemma3). An unknown tensor is an error: none is left out.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from outrider.orchestrator.pairing.gguf import GROUP, PLAIN, GgufFile, Matrix
 from outrider.protocol.errors import ModelError
 
 SHARD = 2**29
-"""Bytes of weights a file: what the conversion holds in memory, about twice."""
+"""Bytes of weights per file; the conversion holds about twice as many in memory."""
 _SAFE_NAMES = {"uint32": "U32", "uint16": "BF16", "float16": "F16", "float32": "F32"}
-"""safetensors' names of types; bits of bfloat16 come as uint16, in which nothing else is stored here."""
+"""safetensors' names of numpy's types; uint16 holds the bits of bfloat16, and nothing else here."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """What mlx-lm and Hugging Face call it, and its blocks' tensors. `permuted`: q and k have their rotary halves
-    interleaved. `norms_plus_one`: norms are stored as what they multiply by, and computed with as that less 1."""
+    """The names of an architecture and of its blocks' tensors in mlx-lm and Hugging Face.
+
+    `permuted`: q and k have their rotary halves interleaved. `norms_plus_one`: the file stores norms' weights plus 1.
+    """
 
     model_type: str
     class_name: str
@@ -81,19 +83,19 @@ _OF_THE_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors
 
 
 def write_model(file: GgufFile, folder: Path, keep_precision: bool = False) -> None:
-    """Writes the model into an empty folder. `keep_precision`: what MLX has no grid for stays in half precision.
+    """Writes the model into an empty folder. `keep_precision`: types that MLX can't hold stay in half precision.
 
     Raises:
-        ModelError: the file is of another kind or incomplete.
-        OSError: something can't be written.
+        ModelError: the file has another architecture or is incomplete.
+        OSError: a file can't be written.
     """
     known = _architecture(file)
     names = _names(file, known)
     dtype = _dtype(file)
     bits = {
-        new: found
+        new: width
         for old, new in names.items()
-        if len(file.tensors[old].shape) > 1 and (found := gguf.bits_of(file.tensors[old].kind, keep_precision))
+        if len(file.tensors[old].shape) > 1 and (width := gguf.bits_of(file.tensors[old].kind, keep_precision))
     }
     config = _config(file, known, dtype) | _quantization(bits)
     tokenizer = gguf_tokenizer.read_tokenizer(file, config["vocab_size"])
@@ -110,14 +112,16 @@ def _architecture(file: GgufFile) -> GgufArchitecture:
     if name not in ARCHITECTURES:
         raise ModelError(f"{file.path} has the architecture {name!r}; expected one of {', '.join(ARCHITECTURES)}")
     if file.whole("split.count", 1) > 1:
-        raise ModelError(f"{file.path} is one part of several; join them first (llama-gguf-split --merge)")
+        raise ModelError(f"{file.path} is one of several parts; join them first (llama-gguf-split --merge)")
     if file.whole(f"{name}.expert_count", 0):
-        raise ModelError(f"{file.path} is a mixture of experts, which can't be read from GGUF files; use an MLX copy")
+        raise ModelError(
+            f"{file.path} is a mixture of experts, which can't be read from GGUF files; use the model in MLX format"
+        )
     return ARCHITECTURES[name]
 
 
 def _names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
-    """The new name of each tensor that is one of the model's weights."""
+    """Returns the new name of each tensor that is a weight of the model."""
     blocks = file.whole(f"{file.architecture}.block_count")
     if not 0 < blocks <= len(file.tensors):
         raise ModelError(f"{file.path} has {blocks} blocks and {len(file.tensors)} tensors; download it again")
@@ -136,12 +140,14 @@ def _names(file: GgufFile, known: GgufArchitecture) -> dict[str, str]:
             f"{file.path} has no tensor {missing[0]}, which {file.architecture} models have; download it again"
         )
     if unknown:
-        raise ModelError(f"{file.path} has the tensor {unknown[0]}, which is not known of {file.architecture} models")
+        raise ModelError(
+            f"{file.path} has the tensor {unknown[0]}, which {file.architecture} models don't have; choose another file"
+        )
     return {old: new for old, new in names.items() if old in file.tensors}
 
 
 def _dtype(file: GgufFile) -> str:
-    """What is not quantised is held in: half precision beside quantised matrices, otherwise as in the file."""
+    """Returns the type of weights that are not quantised: float16 if others are quantised, else the file's own."""
     kinds = {place.kind for place in file.tensors.values() if len(place.shape) > 1}
     if not kinds <= set(PLAIN) or "F16" in kinds:
         return "float16"
@@ -169,9 +175,9 @@ def _converted(
 
 
 def _unpermuted(file: GgufFile, name: str, rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Each head's rows as Hugging Face has them: first halves of all rotary pairs, then second halves."""
+    """Reorders each head's rows as in Hugging Face: the first halves of all rotary pairs, then the second halves."""
     if len(rows) % (2 * heads):
-        raise ModelError(f"{file.path}: the tensor {name} has {len(rows)} rows, which {heads} heads can't share")
+        raise ModelError(f"{file.path}: the tensor {name} has {len(rows)} rows; expected a multiple of {2 * heads}")
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -190,7 +196,9 @@ def _config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[str, An
     hidden = file.whole(f"{name}.embedding_length")
     vocabulary, width = file.tensors["token_embd.weight"].shape
     if width != hidden:
-        raise ModelError(f"{file.path} embeds tokens in {width} numbers and says {hidden}; download it again")
+        raise ModelError(
+            f"{file.path} has embeddings of {width} numbers, but an embedding_length of {hidden}; download it again"
+        )
     config: dict[str, Any] = {
         "architectures": [known.class_name],
         "model_type": known.model_type,
@@ -212,17 +220,17 @@ def _config(file: GgufFile, known: GgufArchitecture, dtype: str) -> dict[str, An
     scaling = _rope_scaling(file, config)
     if scaling is not None:
         config["rope_scaling"] = scaling
-    return config | _own(file, config)
+    return config | _architecture_config(file, config)
 
 
-def _own(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of this architecture alone."""
+def _architecture_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that only this architecture has."""
     name, head = file.architecture, config["head_dim"]
     if name in ("llama", "mistral"):
         biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
         return {key: tensor in file.tensors for key, tensor in biased.items()}
     if name == "gemma3":
-        by_heads = config["hidden_size"] // config["num_attention_heads"]  # of the 27B alone, which has 62 blocks
+        by_heads = config["hidden_size"] // config["num_attention_heads"]  # only for the 27B, which has 62 blocks
         return {
             "rope_local_base_freq": file.number("gemma3.rope.freq_base_swa", 10_000.0),
             "sliding_window": file.whole("gemma3.attention.sliding_window"),
@@ -241,7 +249,7 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
         return _llama3_scaling(file, config)
     if "rope_factors_long.weight" in file.tensors:
         parts = {
-            f"{length}_factor": [float(str(one)) for one in _floats(file, f"rope_factors_{length}.weight")]
+            f"{length}_factor": [float(str(factor)) for factor in _floats(file, f"rope_factors_{length}.weight")]
             for length in ("long", "short")
         }
         original = file.whole(f"{file.architecture}.rope.scaling.original_context_length")
@@ -259,11 +267,11 @@ def _rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] |
         return scaling | {"original_max_position_embeddings": original}
     if kind == "linear":
         return scaling
-    raise ModelError(f"{file.path} scales positions by {kind!r}; expected none, linear, yarn or longrope")
+    raise ModelError(f"{file.path} scales positions with {kind!r}; expected none, linear, yarn or longrope")
 
 
 def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling is stored as the factor of each frequency; its one setting that differs is the greatest."""
+    """Returns Llama 3's scaling, stored as the factor of each frequency; the greatest is the `factor` of its config."""
     factors = _floats(file, "rope_freqs.weight")
     scaling = {
         "type": "llama3",
@@ -278,17 +286,15 @@ def _llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]
     smooth = np.clip((turns - 1) / 3, 0, 1)
     expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
-        raise ModelError(
-            f"{file.path} scales positions as no Llama 3 does (rope_freqs); choose another file of this model"
-        )
+        raise ModelError(f"{file.path} scales positions unlike Llama 3 (rope_freqs); choose another file of this model")
     return scaling
 
 
 def _floats(file: GgufFile, name: str) -> NDArray[np.float32]:
     if name not in file.tensors or file.tensors[name].kind != "F32":
         raise ModelError(f"{file.path} has no tensor {name} in float32; download it again")
-    found: NDArray[np.float32] = file.bytes_of(name).reshape(-1).view("<f4")
-    return found
+    floats: NDArray[np.float32] = file.bytes_of(name).reshape(-1).view("<f4")
+    return floats
 
 
 def _quantization(bits: Mapping[str, int]) -> dict[str, Any]:
@@ -296,8 +302,8 @@ def _quantization(bits: Mapping[str, int]) -> dict[str, Any]:
         return {}
     (most, _) = Counter(bits.values()).most_common(1)[0]
     others = {name.removesuffix(".weight"): {"group_size": GROUP, "bits": b} for name, b in bits.items() if b != most}
-    found = {"group_size": GROUP, "bits": most, "mode": "affine", **others}
-    return {"quantization": found, "quantization_config": found}
+    settings = {"group_size": GROUP, "bits": most, "mode": "affine", **others}
+    return {"quantization": settings, "quantization_config": settings}
 
 
 def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) -> None:
@@ -326,7 +332,7 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, NDArray[Any]]]) ->
 
 
 def _write_shard(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """By hand, for the library writes numpy's arrays alone, and numpy has no bfloat16."""
+    """Writes a safetensors file. The library writes only numpy's types, which lack bfloat16."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for name, tensor in tensors.items():
@@ -340,5 +346,5 @@ def _write_shard(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
             file.write(np.ascontiguousarray(tensor).data)
 
 
-def _write_json(path: Path, found: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False), encoding="utf-8")
+def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=1, ensure_ascii=False), encoding="utf-8")

