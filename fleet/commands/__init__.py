@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=f"one of {', '.join(COMMANDS)}")
     if name and not name.startswith("-"):
-        parser.error(f"unknown command {name!r}; {cli.meant(name, COMMANDS)}")
+        parser.error(f"unknown command {name!r}; {cli.suggestion(name, COMMANDS)}")
     parser.parse_args(arguments)
     parser.print_help()
     return 0

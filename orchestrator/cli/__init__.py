@@ -1,9 +1,9 @@
-"""The command line: `outrider COMMAND`. One file a command, imported when it is the one asked for.
+"""The command line: `outrider COMMAND`. Each command is a file, imported when the command is run.
 
-Here and in the commands are the only prints of Outrider. Text and JSON go to stdout, all else to stderr.
+Only this package prints. Text and JSON go to stdout, everything else to stderr.
 
-`Parser`: argparse with one sentence for a wrong flag instead of a page, values that may begin with a dash, and help in
-two lengths: --help shows the flags that most people need, --help-all shows all.
+`Parser`: argparse with one-line errors, values that may begin with a dash, and two lengths of help: --help shows the
+common flags, --help-all all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 
 HELP_COLUMN = 28
 _FLAGS = argparse.Action([], "flags", nargs="?", metavar="FLAGS ...")
-"""What stands in a usage for all flags that may be left out."""
+"""Stands for all optional flags in a usage line."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -33,7 +33,7 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=HELP_COLUMN, **options)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`-m, --max-tokens N` instead of the value once for each name."""
+        """Returns `-m, --max-tokens N` instead of `-m N, --max-tokens N`."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -50,10 +50,10 @@ class _HelpAll(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags in full only; an error is one line on stderr and InvalidRequest's exit code."""
+    """Accepts no abbreviated flags; reports an error in one line on stderr, with InvalidRequest's exit code."""
 
     def __init__(self, common: Collection[str] = (), **options: Any) -> None:
-        """`common`: the flags that --help shows; empty: all."""
+        """`common`: the flags that --help shows; empty for all."""
         super().__init__(**{"allow_abbrev": False, "add_help": False, "formatter_class": _Formatter, **options})
         self._common = set(common)
         self.add_argument("-h", "--help", action="help", help="show this help and exit")
@@ -80,15 +80,15 @@ class Parser(argparse.ArgumentParser):
         return not self._common or not names or not {"-h", "--help-all", *self._common}.isdisjoint(names)
 
     def _required(self) -> list[argparse.Action]:
-        """What a usage has to show."""
+        """Returns the arguments that a usage line has to show."""
         groups = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
         needed = [action for group in groups for action in group]
         return [action for action in self._actions if not action.option_strings or action.required or action in needed]
 
     def parse(self, given: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`, but what follows a flag that takes a value is its value unless it is a flag itself.
+        """Parses like `parse_args`, but any word after a flag with a value is that value, unless it is a known flag.
 
-        argparse takes any word that begins with a dash for a flag, so no text like "-x" could follow --prompt.
+        argparse takes every word that begins with a dash for a flag, so no text like "-x" could follow --prompt.
         """
         options, unknown = self.parse_known_args(list(self._joined(given)))
         if unknown:
@@ -130,7 +130,7 @@ COMMANDS = {
     "serve": "start a server",
     "fleet": "run engines on several hosts behind one address",
     "worker": "run one worker in the foreground",
-    "keys": "create your key; allow others' keys",
+    "keys": "create your key and allow the keys of others",
     "verify": "check that an output is exactly the target's",
     "bench": "compare with mlx-lm on the same weights",
     "tune": "measure which settings are fastest on this machine",
@@ -139,27 +139,27 @@ COMMANDS = {
     "doctor": "show this machine's hardware and what each placement costs",
     "pairs": "list model pairs, or check one",
     "pull": "download a model ahead of its first use",
-    "completion": "a script that completes commands and flags in bash, zsh or fish",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 MEASURING = {name: f"outrider.bench.commands.{name}" for name in ("bench", "tune", "overlap")}
-"""Commands of the room that measures: it stands above this one, so they are known by name and imported when wanted."""
+"""Commands in `bench`, which imports this package; they are named here and imported when run."""
 PROGRAMS = {"convert": "outrider.drafters.coreml.convert"}
-"""Commands that are programs of another room, which may import MLX as this one may not: this process becomes them."""
-HOUSES = {"fleet": "outrider.fleet.commands"}
-"""Those that have commands of their own, in another room, which is handed all that follows."""
+"""Commands that import MLX, which this package may not do: this process is replaced by the module's program."""
+COMMAND_GROUPS = {"fleet": "outrider.fleet.commands"}
+"""Commands with subcommands: the module's `main` receives the remaining arguments."""
 HELP = "help"
-"""Before a command: its page of help; alone: the list of commands."""
+"""Before a command: shows the command's help; alone: lists the commands."""
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of one command; see protocol.errors for what each code means."""
+    """Runs one command and returns its exit code; `protocol.errors` lists the codes."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    return terminal.guarded(lambda: _chosen(given))
+    return terminal.guarded(lambda: _run_command(given))
 
 
 def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
-    """The exit code of a command: a module with `add_flags` and `run`. `name` is how it was called."""
+    """Runs a command, a module with `add_flags` and `run`, and returns its exit code. `name` is shown in its errors."""
     parser = Parser(prog=name, description=command.__doc__, common=common_flags(command))
     command.add_flags(parser)
     options = parser.parse(arguments)
@@ -176,13 +176,13 @@ def run(name: str, command: ModuleType, arguments: Sequence[str]) -> int:
 
 
 def run_as_program() -> int:
-    """The same for the module that Python was started with, as `python -m tests.harness.identity`."""
+    """Does the same for the module that Python was started with, such as `python -m tests.harness.identity`."""
     module = sys.modules["__main__"]
     name = f"python -m {module.__spec__.name}" if module.__spec__ else sys.argv[0]
     return terminal.guarded(lambda: run(name, module, sys.argv[1:]))
 
 
-def _chosen(given: list[str]) -> int:
+def _run_command(given: list[str]) -> int:
     if given and given[0] == HELP and given[1:]:
         given = [*given[1:], "--help"]
     if not given or given[0] not in COMMANDS:
@@ -196,18 +196,19 @@ def _chosen(given: list[str]) -> int:
             return error.exit_code
     if given[0] in PROGRAMS:
         _become(PROGRAMS[given[0]], given[1:])
-    if given[0] in HOUSES:
+    if given[0] in COMMAND_GROUPS:
         return int(module_of(given[0]).main(given[1:]))
     return run(name, module_of(given[0]), given[1:])
 
 
 def module_of(command: str) -> ModuleType:
-    """Where its `add_flags` is, and its `run` unless it is a program; of a house, its `main`."""
-    return import_module({**MEASURING, **PROGRAMS, **HOUSES}.get(command, f"outrider.orchestrator.cli.{command}"))
+    """Returns the command's module: it has `add_flags`, and `run` unless it is a program; a group has `main`."""
+    elsewhere = {**MEASURING, **PROGRAMS, **COMMAND_GROUPS}
+    return import_module(elsewhere.get(command, f"outrider.orchestrator.cli.{command}"))
 
 
 def common_flags(command: ModuleType) -> tuple[str, ...]:
-    """The flags that its --help shows; none named: all."""
+    """Returns the flags that the command's --help shows; empty for all."""
     return tuple(getattr(command, "COMMON", ()))
 
 
@@ -223,13 +224,13 @@ def _without_command(given: list[str]) -> int:
         prog="outrider",
         usage="outrider COMMAND ...",
         description="Speculative speculative decoding on MLX.",
-        epilog=listing({**COMMANDS, HELP: "the flags of a command: outrider help COMMAND"}),
+        epilog=listing({**COMMANDS, HELP: "show the flags of a command: outrider help COMMAND"}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     if given and not given[0].startswith("-"):
-        parser.error(f"unknown command {given[0]!r}; {meant(given[0], COMMANDS)}")
+        parser.error(f"unknown command {given[0]!r}; {suggestion(given[0], COMMANDS)}")
     options = parser.parse(given)
     if options.version and options.command is None:
         from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
@@ -242,12 +243,12 @@ def _without_command(given: list[str]) -> int:
     return 0
 
 
-def meant(word: str, commands: Iterable[str]) -> str:
-    """What to do about a command that there is not."""
+def suggestion(word: str, commands: Iterable[str]) -> str:
+    """Returns what to do about an unknown command."""
     close = get_close_matches(word, commands, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(commands)}"
 
 
 def listing(commands: Mapping[str, str]) -> str:
-    """Their names and what each does, for a page of help."""
+    """Formats commands and what each does, for help."""
     return "commands:\n" + "\n".join(f"  {name:10} {what}" for name, what in commands.items())

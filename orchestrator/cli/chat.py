@@ -1,6 +1,6 @@
-"""Talks with a model in the terminal: with a cluster of its own, or with a running server. /help says the rest.
+"""Chats with a model in the terminal, on a cluster of its own or a running server. /help lists commands and keys.
 
-Ctrl-C stops an answer, Ctrl-D ends. Text goes to stdout, all else to stderr.
+Ctrl-C stops an answer, Ctrl-D quits. Text goes to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPT, NEXT_LINE, FENCE = "> ", "... ", '"""'
 
 @dataclass(frozen=True, slots=True)
 class UserInput:
-    """A message as it was entered; `is_command`: it is for the program and not for the model."""
+    """One entered message; `is_command`: it addresses the program, not the model."""
 
     text: str
     is_command: bool
@@ -55,23 +55,23 @@ class UserInput:
 
 class InputReader(Protocol):
     def read(self) -> UserInput | None:
-        """The next message; None at the end.
+        """Returns the next message, or None at the end of the input.
 
         Raises:
             KeyboardInterrupt: Ctrl-C.
-            UnicodeDecodeError: it is not UTF-8.
+            UnicodeDecodeError: the message is not UTF-8.
         """
 
 
 def reader(commands: Sequence[str]) -> InputReader:
-    """An editor where stdin and stderr are a terminal, else plain lines; `commands` are completed."""
+    """Returns an editor that completes `commands` if stdin and stderr are terminals, else a reader of plain lines."""
     if sys.stdin.isatty() and sys.stderr.isatty():
         return Editor(commands)
     return LineReader(PROMPT if sys.stdin.isatty() else "")
 
 
 class LineReader:
-    """A message a line, as it comes."""
+    """Reads each line as one message."""
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
@@ -85,7 +85,7 @@ class LineReader:
 
 
 class Editor:
-    """An editor on stderr, with the messages of earlier conversations in its history."""
+    """A line editor on stderr, whose history has the messages of earlier conversations."""
 
     def __init__(self, commands: Sequence[str]) -> None:
         from prompt_toolkit import PromptSession
@@ -93,7 +93,7 @@ class Editor:
         from prompt_toolkit.shortcuts import CompleteStyle
 
         output = Vt100_Output.from_pty(sys.stderr, term=os.environ.get("TERM"))
-        output.enable_cpr = False  # asks the terminal where its cursor is, which only menus need
+        output.enable_cpr = False  # the query for the cursor's position, which only menus need
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
             prompt_continuation=NEXT_LINE,
@@ -116,7 +116,7 @@ class Editor:
 
 
 def entry_of(typed: str) -> UserInput:
-    """A block stands for the text between its quotes; of several lines none is a command."""
+    """Parses an entry: a block becomes the text between its quotes; several lines are never a command."""
     text = typed.strip()
     if len(text) >= 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE):
         return UserInput(text[len(FENCE) : -len(FENCE)].strip("\n"), False)
@@ -124,7 +124,7 @@ def entry_of(typed: str) -> UserInput:
 
 
 def is_open(typed: str) -> bool:
-    """Whether a block was begun and not ended."""
+    """Returns whether a block has been started and not ended."""
     return typed.lstrip().startswith(FENCE) and typed.count(FENCE) % 2 == 1
 
 
@@ -159,32 +159,32 @@ def _completer(commands: Sequence[str]) -> Completer:
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
             typed = document.text_before_cursor
             if typed.startswith("/"):
-                yield from (Completion(one, -len(typed)) for one in commands if one.startswith(typed))
+                yield from (Completion(command, -len(typed)) for command in commands if command.startswith(typed))
 
     return Commands()
 
 
 def _history() -> History:
-    """A file that only its owner reads; without one the history ends with the program."""
+    """Returns a history in a file that only its owner can read, or in memory if there can be no file."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
         path = history_file()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    except (OSError, RuntimeError) as error:  # the latter: there is no home
-        say(f"Note: the history is not kept: {error}.")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        say(f"Note: the history is not saved: {error}.")
         return InMemoryHistory()
     return FileHistory(path)
 
 
 def history_file() -> Path:
-    """Where what was typed is kept."""
+    """Returns the path of the file with the messages entered so far."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "outrider" / "chat_history"
 
 
-# Text coloured by where its tokens came from, for a terminal.
+# Text in a terminal, coloured by the origin of its tokens.
 
 COLOURS = {
     Origin.PREPARED: "\x1b[32m",
@@ -206,14 +206,14 @@ PLAIN = "\x1b[0m"
 
 
 class Painter:
-    """One answer's chunks, coloured. A character of several tokens has the colour of its last."""
+    """Colours the chunks of one answer. A character of several tokens has the colour of the last one."""
 
     def __init__(self, text: TextStream) -> None:
         self._text = text
         self.counts: Counter[Origin] = Counter()
 
     def of(self, chunk: Chunk) -> str:
-        """The chunk's text, in colours if it tells where its tokens came from."""
+        """Returns the chunk's text, coloured if the chunk has the origins of its tokens."""
         if not chunk.origins:
             return chunk.text
         self.counts.update(chunk.origins)
@@ -226,7 +226,7 @@ class Painter:
 
 
 def painted(text: str, origin: Origin) -> str:
-    """`text` in the colour of `origin`, in which nothing after it is written."""
+    """Returns `text` in the colour of `origin`, followed by a reset of the colour."""
     colour = COLOURS[origin]
     return f"{colour}{text}{PLAIN}" if colour and text else text
 
@@ -236,25 +236,25 @@ def legend() -> str:
 
 
 def counted(counts: Counter[Origin]) -> str:
-    """How many tokens came from where."""
+    """Formats the number of tokens of each origin."""
     return ", ".join(painted(f"{counts[origin]} {words}", origin) for origin, words in WORDS.items())
 
 
 HELP = """\
-/clear      forget the conversation, but for the system prompt
+/clear      forget the conversation, except for the system prompt
 /undo       remove your last message and its answer
-/save FILE  write the conversation, for `--chat FILE`
-/quit       quit, as /exit, /bye and Ctrl-D do; Ctrl-C stops an answer
+/save FILE  save the conversation; `--chat FILE` continues it
+/quit       quit; so do /exit, /bye and Ctrl-D; Ctrl-C stops an answer
 
 A pasted text is one message. Alt-Enter, or a backslash at the end of a line,
-starts another line; three double quotes start a block, three more end it.
-Tab completes commands; a space before a / makes it text."""
+starts a new line; three double quotes start a block, three more end it.
+Tab completes commands. To send text that begins with /, type a space first."""
 COMMANDS = ("/clear", "/help", "/quit", "/save ", "/undo")
 QUITS = ("/quit", "/exit", "/bye")
-"""The names that other chats have for it."""
+"""/quit, and its names in other chat programs."""
 NO_TEMPLATE = "Note: this model has no chat template: it continues your text instead of answering."
 SHOWN = 60
-"""Characters of a message that are enough to know it by."""
+"""The most characters of a message that a note quotes."""
 Ask = Callable[[tuple[int, ...]], Stream]
 
 
@@ -266,7 +266,7 @@ COMMON = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_conversation_flags(parser)
-    parser.add_argument("--colors", action="store_true", help="colour tokens by where they came from")
+    parser.add_argument("--colors", action="store_true", help="colour tokens by their origin, such as draft or target")
     add_place_flag(parser)
     flags.add_sampling_flags(parser, ("logprobs",))
     flags.add_request_flags(parser)
@@ -275,9 +275,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     flags.set_up_logging(options)
-    said, sampling = Conversation(opening(options.system_prompt, options.chat)), flags.sampling_of(options)
+    conversation, sampling = Conversation(opening(options.system_prompt, options.chat)), flags.sampling_of(options)
     text, screen = model_text(options), Screen()
-    chat = Chat(said, text, sampling, screen, own_server=options.connect is None)
+    chat = Chat(conversation, text, sampling, screen, own_server=options.connect is None)
     while True:
         with server(options, screen) as client:
             ask = partial(
@@ -299,26 +299,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Chat:
-    """The user's turns and the model's. On a terminal an error is told and the conversation goes on."""
+    """Runs the user's and the model's turns. In a terminal an error is printed and the conversation continues."""
 
     def __init__(
-        self, said: Conversation, text: ModelText, sampling: SamplingParams, screen: Screen, own_server: bool
+        self, conversation: Conversation, text: ModelText, sampling: SamplingParams, screen: Screen, own_server: bool
     ) -> None:
-        self._said = said
+        self._conversation = conversation
         self._text = text
         self._sampling = sampling
         self._screen = screen
         self._own_server = own_server
-        self._person = sys.stdin.isatty()
+        self._interactive = sys.stdin.isatty()
         self._reader: InputReader | None = None
         self._unanswered = False
         self._context: int | None = None
 
     def run(self, ask: Ask, colours: bool) -> None:
-        """Until one of `QUITS`, or nothing more is said.
+        """Runs turns until one of `QUITS` or the end of the input.
 
         Raises:
-            ServerStopped: the server of this chat has ended; with another one it goes on where it was.
+            ServerStopped: the server that this chat started has ended; another call continues with a new one.
         """
         self._ask = ask
         if self._reader is None:
@@ -326,17 +326,17 @@ class Chat:
             self._reader = reader(COMMANDS)
         elif self._unanswered:
             self._guarded(self._answer)
-        while (entry := self._heard(self._reader)) is not None:
+        while (entry := self._read_input(self._reader)) is not None:
             if entry.is_command and entry.text.strip() in QUITS:
                 return
             self._guarded(partial(self._turn, entry))
 
     def wants_another_server(self, error: ServerStopped) -> bool:
-        """Whether the user wants the server of this chat started again; where there is no person nobody is asked."""
-        if not self._person or not self._own_server:
+        """Asks whether to restart the server that this chat started; without a terminal it returns False."""
+        if not self._interactive or not self._own_server:
             return False
         say(f"outrider chat: {error}")
-        say("Start the server again and go on? [Y/n] ", end="")
+        say("Start the server again and continue? [Y/n] ", end="")
         try:
             return sys.stdin.readline().strip().lower() in ("", "y", "yes")
         except KeyboardInterrupt:
@@ -347,45 +347,45 @@ class Chat:
             say(NO_TEMPLATE)
         if colours:
             say(f"Colours: {legend()}")
-        if self._person:
+        if self._interactive:
             say("/help lists the commands and keys.")
 
     def _guarded(self, turn: Callable[[], None]) -> None:
-        """A turn that may fail: a person is told, and goes on."""
+        """Runs a turn; in a terminal its errors are printed instead of raised."""
         try:
             turn()
         except OutriderError as error:
-            if not self._person or (self._own_server and isinstance(error, ServerStopped)):
+            if not self._interactive or (self._own_server and isinstance(error, ServerStopped)):
                 raise
             say(f"outrider chat: {error}")
         except KeyboardInterrupt:
-            if not self._person:
+            if not self._interactive:
                 raise
             say("[stopped]")
 
-    def _heard(self, source: InputReader) -> UserInput | None:
-        """The user's next message; None at the end."""
+    def _read_input(self, source: InputReader) -> UserInput | None:
+        """Returns the user's next message, or None at the end of the input."""
         try:
             entry = source.read()
         except KeyboardInterrupt:
-            if not self._person:
+            if not self._interactive:
                 raise
             say("\nCtrl-D or /quit quits.")
             return UserInput("", False)
         except UnicodeDecodeError as error:
-            refused = InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text")
-            if not self._person:
+            refused = InvalidRequest(f"the message is not UTF-8 ({error.reason}); expected text in UTF-8")
+            if not self._interactive:
                 raise refused from None
             say(f"outrider chat: {refused}")
             return UserInput("", False)
-        if entry is None and self._person:
+        if entry is None and self._interactive:
             say("")
         return entry
 
     def _turn(self, entry: UserInput) -> None:
         if not entry.is_command:
             if entry.text.strip():
-                self._said.add_user(entry.text)
+                self._conversation.add_user(entry.text)
                 self._answer()
             return
         command, _, rest = entry.text.strip().partition(" ")
@@ -393,60 +393,60 @@ class Chat:
             case "/help", "":
                 say(HELP)
             case "/clear", "":
-                self._said.clear()
+                self._conversation.clear()
                 say("The conversation is cleared.")
             case "/undo", "":
-                gone = self._said.undo()
-                say("There is no message to remove." if gone is None else f"Removed with its answer: {_short(gone)}")
+                text = self._conversation.undo()
+                say("There is no message to remove." if text is None else f"Removed with its answer: {_short(text)}")
             case "/save", file if file:
-                self._said.save(Path(file).expanduser())
+                self._conversation.save(Path(file).expanduser())
                 say(f"The conversation is saved to {file}.")
             case _:
                 say(f"unknown command {entry.text.strip()!r} (see /help); to send it as text, start with a space")
 
     def _answer(self) -> None:
-        """The model's turn, as far as the user lets it come."""
-        told: list[str] = []
+        """Runs the model's turn, until its end or Ctrl-C."""
+        texts: list[str] = []
         self._unanswered = True
         try:
-            status = self._streamed(told)
+            status = self._stream(texts)
         except BaseException as error:
             if self._own_server and isinstance(error, ServerStopped):
-                print(end="\n" if told else "", flush=True)  # the message is asked anew if there is another server
+                print(end="\n" if texts else "", flush=True)  # a restarted server receives the message again
             else:
-                self._keep(told)
+                self._keep(texts)
             raise
-        self._keep(told)
+        self._keep(texts)
         say(f"[{status}]")
 
-    def _keep(self, told: Sequence[str]) -> None:
-        """What came becomes the answer; a message without any is removed."""
+    def _keep(self, texts: Sequence[str]) -> None:
+        """Adds the received texts as the answer; without any, removes the user's message."""
         self._unanswered = False
-        if told:
-            self._said.add_answer("".join(told))
+        if texts:
+            self._conversation.add_answer("".join(texts))
             print(flush=True)
         else:
-            self._said.undo()
-            say("No answer came; your message was removed from the conversation.")
+            self._conversation.undo()
+            say("There was no answer; your message was removed from the conversation.")
 
-    def _streamed(self, told: list[str]) -> str:
-        """The answer's texts, into `told` and onto the screen; and what to say of it."""
+    def _stream(self, texts: list[str]) -> str:
+        """Prints the answer, appends its pieces to `texts`, and returns the status line."""
         while True:
             tokens = self._fitting()
             try:
-                return self._asked(tokens, told)
+                return self._stream_once(tokens, texts)
             except PromptTooLong:
-                if not self._dropped():
+                if not self._drop_oldest():
                     raise
 
-    def _asked(self, tokens: tuple[int, ...], told: list[str]) -> str:
+    def _stream_once(self, tokens: tuple[int, ...], texts: list[str]) -> str:
         codec, sampling = self._text.codec, self._sampling
         ends = frozenset[int]() if sampling.ignore_eos else codec.eos
         painter = Painter(TextStream(codec, tokens, sampling.stop, ends))
         stream = self._ask(tokens)
         for chunk in stream:
             self._screen.clear()
-            told += [chunk.text] if chunk.text else []
+            texts += [chunk.text] if chunk.text else []
             print(painter.of(chunk), end="", flush=True)
         result = stream.result
         if result.finish_reason == "length" and len(result.token_ids) < sampling.max_tokens:
@@ -455,19 +455,19 @@ class Chat:
         return f"{status}\n {counted(painter.counts)}" if painter.counts else status
 
     def _fitting(self) -> tuple[int, ...]:
-        """The conversation's tokens; where the context was full before, with room for an answer."""
+        """Returns the conversation's tokens; once the context has been full, with room for an answer."""
         while True:
-            tokens = self._text.tokens(self._said.messages)
+            tokens = self._text.tokens(self._conversation.messages)
             room = 0 if self._context is None else min(self._sampling.max_tokens, self._context // 2)
-            if self._context is None or len(tokens) + room <= self._context or not self._dropped():
+            if self._context is None or len(tokens) + room <= self._context or not self._drop_oldest():
                 return tokens
 
-    def _dropped(self) -> bool:
-        """Makes room: takes the oldest message and its answer out; False when only the newest is left."""
-        gone = self._said.drop_oldest()
-        if gone is not None:
-            say(f"Note: the context is full; your oldest message and its answer were removed: {_short(gone)}")
-        return gone is not None
+    def _drop_oldest(self) -> bool:
+        """Removes the oldest message and its answer; returns False if only the newest message is left."""
+        removed = self._conversation.drop_oldest()
+        if removed is not None:
+            say(f"Note: the context is full; your oldest message and its answer were removed: {_short(removed)}")
+        return removed is not None
 
 
 def _short(text: str) -> str:
@@ -476,17 +476,17 @@ def _short(text: str) -> str:
 
 
 def summary(result: GenerationResult, max_tokens: int) -> str:
-    """An answer in one line: how long, how fast, what speculation and the prompt cache did for it."""
+    """Formats an answer's length, speed, hits and cached prompt tokens in one line."""
     times = result.timings
     looked_up = times.cache_hits + times.cache_misses
-    words = [
+    parts = [
         f"{plural(times.predicted_n, 'token')}, {times.predicted_per_second:.1f} tok/s",
         f"{times.cache_hits} hits of {looked_up}" if looked_up else result.mode,
         f"{times.cache_n} of {result.prompt_tokens} prompt tokens cached",
     ]
     if result.finish_reason != "length":
-        return " | ".join(words)
+        return " | ".join(parts)
     full = plural(result.prompt_tokens + len(result.token_ids), "token")
     cut = len(result.token_ids) >= max_tokens
     ended = "cut off at --max-tokens" if cut else f"stopped: the context is full ({full}); /clear starts over"
-    return " | ".join([ended, *words])
+    return " | ".join([ended, *parts])

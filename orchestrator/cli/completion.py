@@ -1,6 +1,6 @@
-"""Prints a script that completes commands, flags and their values; where each shell wants it is in docs/install.md.
+"""Prints a script that completes commands, flags and their values. docs/install.md says where each shell reads it.
 
-The scripts are shtab's, made of the very parsers that the commands read their flags with.
+shtab generates the scripts from the commands' own parsers.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from outrider.orchestrator.machine.system import require_mlx
 SHELLS = ("bash", "zsh", "fish")
 FILES = {"FILE"}
 FOLDERS = {"DIR", "FOLDER", "PATH", "PACKAGE"}
+"""Words of a metavar for which files or folders are completed."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def run(options: argparse.Namespace) -> int:
-    require_mlx()  # commands that measure import it
+    require_mlx()  # bench, tune and overlap import it
     print(shtab.complete(whole_parser(), options.shell))
     return 0
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """All commands in one; it is only looked at, for each command has a parser of its own."""
+    """Returns one parser of all commands, for shtab to read; commands are run with parsers of their own."""
     parser = Parser(prog="outrider", description="Speculative speculative decoding on MLX.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command")
-    for name, what in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         module = module_of(name)
-        module.add_flags(commands.add_parser(name, help=what, description=what, common=common_flags(module)))
-    commands.add_parser(HELP, help="the flags of a command").add_argument("name", choices=[*COMMANDS])
-    _tell_of(parser)
+        module.add_flags(commands.add_parser(name, help=summary, description=summary, common=common_flags(module)))
+    commands.add_parser(HELP, help="show the flags of a command").add_argument("name", choices=[*COMMANDS])
+    _annotate_all(parser)
     return parser
 
 
-def _tell_of(parser: argparse.ArgumentParser) -> None:
+def _annotate_all(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                _tell_of(inner)
+                _annotate_all(inner)
         else:
-            _tell(action)
+            _annotate(action)
 
 
-def _tell(action: argparse.Action) -> None:
-    """What may stand in an argument is said in its metavar: words to choose from, files, folders."""
+def _annotate(action: argparse.Action) -> None:
+    """Sets what shtab completes as an argument's value, from its metavar: words to choose from, files or folders."""
     words = set(str(action.metavar or "").split("|"))
     if words & FOLDERS:
         action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]

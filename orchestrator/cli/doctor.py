@@ -1,4 +1,4 @@
-"""Tells what this machine has: chip, memory, libraries, BLAS, and what drafting would cost in each place."""
+"""Shows this machine's chip, memory, libraries and BLAS, and the cost of drafting with each library and device."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ GIBIBYTE = 2**30
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft to place (default: the embedded one)")
+    parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft model to time (default: the embedded one)")
     parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads (default: the embedded one)")
-    head = "a head: say its kind and whether it fits the target; repeatable (default: none)"
+    head = "show the kind of this head, and whether it fits the target; repeatable (default: none)"
     parser.add_argument("--head", action="append", default=[], metavar="ID|PATH", help=head)
-    trial = "convert the draft and try Core ML, which can take minutes"
+    trial = "convert the draft model and try Core ML, which can take minutes"
     parser.add_argument("--probe", action="store_true", help=trial)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     flags.add_setting(parser.add_argument, "log_level")
 
 
 def run(options: argparse.Namespace) -> int:
-    """The data come from a process of the drafters' room, which may import MLX."""
+    """Prints the report of `DATA`, a process of its own because it imports MLX."""
     flags.set_up_logging(options)
     require_mlx()
     screen = Screen()
@@ -66,28 +66,28 @@ def _page(report: dict[str, Any]) -> str:
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
         ("BLAS", _blas(machine["blas"])),
-        ("auto knows", _kept()),
+        ("mode auto", _learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
     if report["placements"]:
-        lines += ["", f"drafting with {report['model']}: milliseconds for one token, and for eight at once"]
+        lines += ["", f"drafting with {report['model']}: milliseconds for 1 token, and for 8 tokens at once"]
         lines += [_placement(place) for place in report["placements"]]
     return "\n".join(lines)
 
 
 def _head(name: str, target: str) -> str:
-    """What is told of a head by its config.json alone; whether it drafts well is tried when a target loads it."""
+    """Returns a head's kind by its config.json alone; a target that loads the head tries whether it drafts well."""
     model = find_model(target, weights=False)
     if name in OF_TARGET:
-        return f"head {name}: the target's own, looked for when it is loaded"
+        return f"head {name}: part of the target; the target looks for it when it is loaded"
     kind = kind_of(find_model(name, weights=False).folder, model.folder)
-    return f"head {name}: {kind or 'none that is known here; expected one of ' + ', '.join(HEADS)}"
+    return f"head {name}: {kind or 'of an unknown kind; expected one of ' + ', '.join(HEADS)}"
 
 
-def _kept() -> str:
-    """Where tune's records and what servers learned lie."""
-    kept = [sum(1 for _ in tuning.folder().glob(f"{kind}-*.json")) for kind in ("tuning", "memory")]
-    return "{} pairs by tune, {} by running them: {}".format(*kept, tuning.folder())
+def _learned() -> str:
+    """Returns how many pairs `tune` and running servers measured, and in which folder the results are."""
+    counts = [sum(1 for _ in tuning.folder().glob(f"{kind}-*.json")) for kind in ("tuning", "memory")]
+    return "{} pairs measured by tune, {} by running servers, in {}".format(*counts, tuning.folder())
 
 
 def _placement(place: dict[str, Any]) -> str:
@@ -106,6 +106,6 @@ def _size(count: int) -> str:
     return f"{count / GIBIBYTE:.0f} GiB" if count else "none"
 
 
-def _blas(found: dict[str, Any]) -> str:
-    note = f" ({found['note']})" if found.get("note") else ""
-    return f"{found['library']}, {found['gflops']:.0f} GFLOP/s{note}"
+def _blas(blas: dict[str, Any]) -> str:
+    note = f" ({blas['note']})" if blas.get("note") else ""
+    return f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s{note}"

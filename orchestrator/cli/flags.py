@@ -1,6 +1,6 @@
-"""Flags that several commands share, and the records they become. Names are mlx-lm's where mlx-lm has the flag.
+"""Flags that several commands share, and the records made from them. A flag that mlx-lm also has keeps its name.
 
-The flags of a cluster are made from `ServeSettings`, field by field.
+The flags of a cluster are generated from the fields of `ServeSettings`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.protocol.sampling import PRESETS, RULES, Grammar, SamplingParams
 
 
 def read_text_file(path: Path, expected: str) -> str:
-    """All of it. Raises InvalidRequest: it can't be read; `expected` goes on "expected"."""
+    """Returns the file's text. Raises InvalidRequest if it can't be read; the message says "expected `expected`"."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -37,20 +37,20 @@ def read_text_file(path: Path, expected: str) -> str:
 _DEFAULTS = ServeSettings()
 _SAMPLING = SamplingParams()
 OF_MANY_REQUESTS = ("max_active", "max_waiting", "await_target")
-"""What makes no difference to a cluster that one person asks, or one that nobody else can join."""
+"""Settings that make no difference to a cluster with one client, which no other process can join."""
 
 
 def add_request_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """How one request is run; they hold for a server that is running already, too. `without`: see `_adder`."""
-    one = "use this drafter only: draft, ngram, or a head such as eagle3 or mtp (default: all)"
+    """Adds the settings of one request, which a running server also takes. `without`: see `_adder`."""
+    drafter = "use this drafter only: draft, ngram, or a head such as eagle3 or mtp (default: all)"
     add_settings(
-        parser, settings.SPECULATION, without, num_draft_tokens=("--drafter", {"metavar": "NAME", "help": one})
+        parser, settings.SPECULATION, without, num_draft_tokens=("--drafter", {"metavar": "NAME", "help": drafter})
     )
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """What a cluster is started with. `without`: see `_adder`."""
-    local = "download nothing: use what is on this machine (as HF_HUB_OFFLINE=1 does)"
+    """Adds the settings of a cluster. `without`: see `_adder`."""
+    local = "download nothing, use local files only; the same as HF_HUB_OFFLINE=1"
     offline = ("--offline", {"action": _Offline, "nargs": 0, "help": local})
     add_settings(parser, settings.MODELS, without, draft_model=offline)
     for group in (settings.DRAFTING, settings.WORKERS, settings.MEMORY, settings.LOGS):
@@ -60,7 +60,10 @@ def add_cluster_flags(parser: argparse.ArgumentParser, without: Collection[str] 
 def add_settings(
     parser: argparse.ArgumentParser, group: str, without: Collection[str] = (), **then: tuple[str, dict[str, Any]]
 ) -> Callable[..., None]:
-    """The flags of a group of `ServeSettings`, and what adds more to it; `then`: a flag that follows this setting's."""
+    """Adds the flags of a group of `ServeSettings`; returns a function that adds more flags to this group.
+
+    `then`: by a setting's name, a further flag to add after the setting's own.
+    """
     add = _adder(parser, group, without)
     for field in dataclasses.fields(ServeSettings):
         if field.metadata["group"] == group:
@@ -71,10 +74,10 @@ def add_settings(
 
 
 def add_setting(add: Callable[..., object], name: str) -> None:
-    """The flag of one setting, by a parser's or a group's `add_argument`."""
+    """Adds the flag of one setting; `add` is a parser's or a group's `add_argument`."""
     field = ServeSettings.__dataclass_fields__[name]
-    flag, kind, said = name.replace("_", "-"), field.metadata["type"], field.metadata["help"]
-    options: dict[str, Any] = {"help": said.format(default=field.default)}
+    flag, kind = name.replace("_", "-"), field.metadata["type"]
+    options: dict[str, Any] = {"help": field.metadata["help"].format(default=field.default)}
     if kind is bool and field.default:
         add(f"--no-{flag}", dest=name, action="store_false", default=None, **options)
     elif kind is bool:
@@ -85,59 +88,59 @@ def add_setting(add: Callable[..., object], name: str) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """How tokens are chosen and where the text ends. `without`: see `_adder`."""
+    """Adds the flags that say how tokens are chosen and where the text ends. `without`: see `_adder`."""
     add = _adder(parser, "sampling", without)
-    most = f"tokens to generate at most (default: {_SAMPLING.max_tokens})"
+    most = f"generate at most N tokens (default: {_SAMPLING.max_tokens})"
     add("--max-tokens", "-m", "-n", type=int, metavar="N", help=most)
-    fewest = f"tokens before the model may end the text (default: {_SAMPLING.min_tokens})"
+    fewest = f"generate at least N tokens before the model may end the text (default: {_SAMPLING.min_tokens})"
     add("--min-tokens", type=int, metavar="N", help=fewest)
     presets = "; ".join(map(_preset, PRESETS))
-    add("--preset", choices=PRESETS, help=f"settings by name: {presets} (default: none)")
+    add("--preset", choices=PRESETS, help=f"named settings: {presets} (default: none)")
     add("--temp", "--temperature", type=float, metavar="T", help="temperature (default: 0, the likeliest token)")
-    top = "sample from the likeliest tokens that make up this probability (default: 1, all)"
+    top = "sample from the likeliest tokens whose probabilities add up to P (default: 1, all)"
     add("--top-p", type=float, metavar="P", help=top)
-    least = "leave out tokens below this share of the likeliest one's probability (default: 0)"
+    least = "leave out tokens less likely than P times the likeliest token (default: 0, none)"
     add("--min-p", type=float, metavar="P", help=least)
     add("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens (default: 0, all)")
-    add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text (default: random)")
     for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
-        penalty = f"penalty of tokens that the text has already, {NATURES[name]} (default: {neutral}, none)"
+        penalty = f"penalty for tokens already in the text, {PENALTIES[name]} (default: {neutral}, none)"
         add(f"--{name}-penalty", type=float, metavar="X", help=penalty)
-        size = getattr(_SAMPLING, f"{name}_context_size")
-        add(f"--{name}-context-size", type=int, metavar="N", help=f"its latest N tokens count (default: {size})")
-    add("--logit-bias", metavar="JSON", help='token ids and what is added, like {"11": -5.0} (default: none)')
-    add("--stop", action="append", metavar="TEXT", help="end the text before this; repeatable (default: none)")
-    add("--ignore-eos", action="store_true", default=None, help="go on when the model would end the text")
+        size = f"tokens that it looks back on (default: {getattr(_SAMPLING, f'{name}_context_size')})"
+        add(f"--{name}-context-size", type=int, metavar="N", help=size)
+    add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0} (default: none)')
+    add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable (default: none)")
+    add("--ignore-eos", action="store_true", default=None, help="continue past the model's end-of-text token")
     only = parser.add_argument_group("format of the text").add_mutually_exclusive_group()
-    schema = "the text must be JSON that this JSON Schema allows (default: any text)"
+    schema = "generate JSON that matches this JSON Schema (default: any text)"
     only.add_argument("--json-schema", metavar="FILE|JSON", help=schema)
-    lark = "the text must match this grammar, Lark or GBNF (default: any text)"
+    lark = "generate text that matches this Lark or GBNF grammar (default: any text)"
     only.add_argument("--grammar", dest="lark", type=Path, metavar="FILE", help=lark)
-    expression = "the text must match this regular expression (default: any text)"
+    expression = "generate text that matches this regular expression (default: any text)"
     only.add_argument("--regex", metavar="PATTERN", help=expression)
     add = _adder(parser, "details of sampling", without)
-    each = "with --json: each token's log-probability and the N likeliest alternatives (default: none)"
+    each = "with --json: log-probabilities of each token and of the N likeliest tokens there (default: none)"
     add("--logprobs", type=int, metavar="N", help=each)
     rule = f"how drafts are accepted (default: {_SAMPLING.rule})"
     add("--sampling", dest="rule", metavar="|".join(RULES), help=rule)
-    add("--saguaro", type=float, metavar="C", help="residual: weight of prepared tokens (default: 1)")
-    width = f"residual: tokens of the draft's distribution (default: {_SAMPLING.q_width})"
+    add("--saguaro", type=float, metavar="C", help="residual: weight of tokens with a prepared branch (default: 1)")
+    width = f"residual: tokens that the draft's distribution is cut to (default: {_SAMPLING.q_width})"
     add("--q-width", type=int, metavar="M", help=width)
 
 
-NATURES = {"repetition": "by division", "presence": "once", "frequency": "for each time"}
-"""How each penalty is taken off a token's score."""
+PENALTIES = {"repetition": "by division", "presence": "once", "frequency": "for each occurrence"}
+"""How each penalty is applied to a token's logit."""
 
 
 class _Offline(argparse.Action):
-    """Sets the variable that all that downloads looks at, here and in the processes that are started from here."""
+    """Sets the variable that every download checks, for this process and the processes that it starts."""
 
     def __call__(self, *_: object) -> None:
         os.environ[OFFLINE] = "1"
 
 
 def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]) -> Callable[..., None]:
-    """Adds flags to a group of this title, except the settings named in `without`: the command can't use them."""
+    """Returns a function that adds flags to a group of this title, except for the settings named in `without`."""
     group = parser.add_argument_group(title)
 
     def add(*names: str, **options: Any) -> None:
@@ -148,22 +151,19 @@ def _adder(parser: argparse.ArgumentParser, title: str, without: Collection[str]
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The cluster settings that were given, as keywords of ServeSettings and LocalCluster. Checks them."""
+    """Returns the given cluster settings, checked, as keywords of ServeSettings and LocalCluster."""
     given = _given(options, ServeSettings)
     ServeSettings(**given)
     return given
 
 
 def sampling_of(options: argparse.Namespace) -> SamplingParams:
-    """
-    Raises:
-        InvalidRequest: a value is out of range.
-    """
+    """Returns the sampling parameters. Raises InvalidRequest if a value is out of range."""
     return SamplingParams(**given_sampling(options))
 
 
 def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling settings that were given, as keywords of SamplingParams; a flag goes before the preset."""
+    """Returns the given sampling settings as keywords of SamplingParams; a flag overrides the preset."""
     given = {**PRESETS.get(options.preset, {}), **_given(options, SamplingParams)}
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
@@ -172,7 +172,7 @@ def given_sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def set_up_logging(options: argparse.Namespace, process: str = "outrider") -> None:
-    """What is said wrongly is told when the settings are checked."""
+    """Sets up logging; an invalid level counts as the default here, and is an error when the settings are checked."""
     level = options.log_level if options.log_level in LOG_LEVELS else _DEFAULTS.log_level
     set_up(level, getattr(options, "log_format", None) or _DEFAULTS.log_format, process)
 
@@ -207,11 +207,7 @@ def _bias(text: str) -> tuple[tuple[int, float], ...]:
 
 
 def writable_folder(path: Path, instead: str) -> Path:
-    """The folder itself; `instead` is the advice where it can't be used.
-
-    Raises:
-        InvalidRequest: nothing can be written there.
-    """
+    """Returns `path`, created if missing. Raises InvalidRequest, with the advice `instead`, if it isn't writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -225,40 +221,40 @@ KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("HTTP")
-    host = f"address to listen at; beyond loopback with --api-key (default: {HOST})"
+    host = f"address to listen on; one that other machines reach needs --api-key (default: {HOST})"
     group.add_argument("--host", default=HOST, metavar="ADDRESS", help=host)
-    group.add_argument("--port", type=int, default=PORT, help=f"port to listen at; 0: any free one (default: {PORT})")
+    group.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: any free port (default: {PORT})")
     group.add_argument("--no-http", dest="http", action="store_false", help="serve Python clients only")
-    key = f"a key that clients must send; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
+    key = f"require this key from clients; repeatable (default: {KEY_VARIABLE} in the environment, else none)"
     group.add_argument("--api-key", dest="api_keys", action="append", default=[], metavar="KEY", help=key)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one a line (default: none)")
-    name = "a name for the model in requests; repeatable (default: its id or folder)"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="API keys, one per line (default: none)")
+    name = "a name of the model in requests; repeatable (default: its id or folder)"
     group.add_argument(
         "--served-model-name", dest="model_names", action="append", default=[], metavar="NAME", help=name
     )
-    origin = "web pages that may ask from a browser, or *; repeatable (default: none)"
+    origin = "allow web pages of this origin, or of all with *, to send requests; repeatable (default: none)"
     group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origin)
     group.add_argument(
         "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"
     )
     group.add_argument("--tls-key", metavar="FILE", help="private key (PEM) of --tls-cert (default: none)")
-    body = f"largest request that is accepted (default: {MAX_BODY_MB})"
+    body = f"largest accepted request (default: {MAX_BODY_MB})"
     group.add_argument("--max-body-mb", type=int, default=MAX_BODY_MB, metavar="MB", help=body)
-    late = "an answer that takes longer is cancelled (default: no limit)"
+    late = "cancel answers that take longer (default: no limit)"
     group.add_argument("--request-timeout", type=int, metavar="SECONDS", help=late)
-    many = "answers at once for each API key, or client address if no key is sent (default: no limit)"
+    many = "answers at a time for each API key, or client address if no key is sent (default: no limit)"
     group.add_argument("--max-streams-per-key", type=int, metavar="N", help=many)
-    spans = "where traces go, like http://127.0.0.1:4318 (default: OTEL_... in the environment)"
-    worded = "refuse tools for a model whose chat template has none, instead of describing them in the system prompt"
-    group.add_argument("--no-tool-fallback", dest="tool_fallback", action="store_false", help=worded)
+    fallback = "refuse tools for a model whose chat template has none, instead of describing them in the system prompt"
+    group.add_argument("--no-tool-fallback", dest="tool_fallback", action="store_false", help=fallback)
+    spans = "send traces there, like http://127.0.0.1:4318 (default: OTEL_... in the environment)"
     group.add_argument("--otlp-endpoint", metavar="URL", help=spans)
 
 
 def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
-    """None when no HTTP is wanted.
+    """Returns the HTTP settings, or None with --no-http.
 
     Raises:
-        InvalidRequest: a value is out of range, the file of keys can't be read, or what serves HTTP is not installed.
+        InvalidRequest: a value is out of range, the file of keys can't be read, or the extra `serve` is not installed.
     """
     if not options.http:
         return None
@@ -270,15 +266,15 @@ def http_settings_of(options: argparse.Namespace) -> HttpSettings | None:
 
 
 def keys_in(path: Path | None) -> list[str]:
-    """A file's API keys. Raises InvalidRequest where it can't be read or has none."""
+    """Returns the file's API keys. Raises InvalidRequest if it can't be read or has none."""
     if path is None:
         return []
-    keys = read_text_file(path, "API keys, one a line").split()
+    keys = read_text_file(path, "API keys, one per line").split()
     if not keys:
         raise InvalidRequest(f"{path} contains no API key; expected one per line")
     return keys
 
 
 def keys_in_environment() -> list[str]:
-    """Those of the variable."""
+    """Returns the API keys in `KEY_VARIABLE`."""
     return os.environ.get(KEY_VARIABLE, "").split()

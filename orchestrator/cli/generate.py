@@ -1,4 +1,4 @@
-"""Completes a prompt: starts a cluster of its own, or asks a running one, and streams the text to stdout."""
+"""Completes a prompt, on a cluster of its own or a running server, and streams the text to stdout."""
 
 from __future__ import annotations
 
@@ -23,33 +23,32 @@ from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_tex
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.messages import Timings
 
-# A conversation as a file keeps it, a JSON list of messages with `role` and `content`, and as it grows. Knows who said
-# what; knows nothing of models.
+# A conversation: in a file a JSON list of messages with `role` and `content`. Knows nothing of models.
 
 EXPECTED = 'a JSON list like [{"role": "user", "content": "Hello"}]'
 
 
 class Conversation:
-    """What was said so far. What was there at the beginning in the system's name stays when the rest is dropped."""
+    """The messages so far. System messages stay when others are removed."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = list(messages)
 
     def add_user(self, text: str) -> None:
-        """The user's turn."""
+        """Appends the user's turn."""
         self.messages.append({"role": "user", "content": text})
 
     def add_answer(self, text: str) -> None:
-        """The model's turn."""
+        """Appends the model's turn."""
         self.messages.append({"role": "assistant", "content": text})
 
     def undo(self) -> str | None:
-        """Takes back the user's last message and what followed it; its text, or None when there was none."""
+        """Removes the user's last message and everything after it; returns its text, or None if there was none."""
         turns = self._turns()
         return self._removed(turns[-1], len(self.messages)) if turns else None
 
     def drop_oldest(self) -> str | None:
-        """Takes out the user's first message and what followed it; its text, or None when it is the only one."""
+        """Removes the user's first message and its answer; returns its text, or None if it is the only one."""
         turns = self._turns()
         return self._removed(turns[0], turns[1]) if len(turns) > 1 else None
 
@@ -65,22 +64,18 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def save(self, path: Path) -> None:
-        """Writes what `opening` reads.
-
-        Raises:
-            InvalidRequest: the file can't be written.
-        """
+        """Writes the file that `opening` reads. Raises InvalidRequest if the file can't be written."""
         try:
             path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
-            raise InvalidRequest(f"{path} can't be written ({error.strerror}); expected another file") from None
+            raise InvalidRequest(f"{path} can't be written ({error.strerror}); choose another file") from None
 
 
 def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]:
-    """What stands before the user's next word: the system prompt, then the conversation in a file.
+    """Returns the messages before the user's next one: the system prompt, then the conversation in a file.
 
     Raises:
-        InvalidRequest: the file can't be read or is no conversation, or both give a system prompt.
+        InvalidRequest: the file can't be read or holds no conversation, or both give a system prompt.
     """
     before: tuple[Message, ...] = ()
     if path is not None:
@@ -93,11 +88,7 @@ def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]
 
 
 def checked(found: object, name: str) -> tuple[Message, ...]:
-    """`found` as a conversation.
-
-    Raises:
-        InvalidRequest: it is none; `name` says whose.
-    """
+    """Returns `found` as a conversation. Raises InvalidRequest if it is none; `name` is the file in the message."""
     if not isinstance(found, list) or not found:
         raise InvalidRequest(f"{name} is not a conversation; expected {EXPECTED}")
     for number, message in enumerate(found, start=1):
@@ -115,7 +106,7 @@ def _read(path: Path) -> tuple[Message, ...]:
 
 
 SILENT_SECONDS = 1.0
-"""How long a server may be silent before the next one is asked."""
+"""How long a server may be silent before the next one is tried."""
 REQUEST_SETTINGS = ("mode", "num_draft_tokens", "branches", "drafter", "log_level", "log_format", "keys")
 TIMINGS = (
     "prompt_n", "cache_n", "draft_cache_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second",
@@ -153,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def cut_off(result: GenerationResult, max_tokens: int) -> str:
-    """Why a text ended before the model ended it."""
+    """Says why the text ended before the model ended it."""
     if len(result.token_ids) >= max_tokens:
         return f"the text was cut off after {plural(max_tokens, 'token')} (--max-tokens)"
     length = result.prompt_tokens + len(result.token_ids)
@@ -161,11 +152,11 @@ def cut_off(result: GenerationResult, max_tokens: int) -> str:
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Everything that says what to generate and where; `verify` has the same."""
+    """Adds the flags that say what to generate and where, for `generate` and `verify`."""
     given = parser.add_mutually_exclusive_group()
     text = "the text to complete; - reads it from stdin"
     given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
-    flag = "the same as a flag, also for text that begins with a dash (default: none)"
+    flag = "the same as a flag, for text that may begin with a dash (default: none)"
     given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
     add_conversation_flags(parser)
     add_place_flag(parser)
@@ -175,30 +166,30 @@ def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[st
 
 
 def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
-    """What was said before; `chat` has the same."""
+    """Adds the flags of the conversation before the prompt, also for `chat`."""
     group = parser.add_argument_group("conversation")
-    group.add_argument("--system-prompt", metavar="TEXT", help="what the model is told first (default: nothing)")
-    before = "a conversation to go on with: a JSON list of role and content (default: none)"
+    group.add_argument("--system-prompt", metavar="TEXT", help="the system prompt (default: none)")
+    before = "continue this conversation, a JSON list of messages with role and content (default: none)"
     group.add_argument("--chat", type=Path, metavar="FILE", help=before)
-    group.add_argument("--ignore-chat-template", action="store_true", help="take everything as plain text")
+    group.add_argument("--ignore-chat-template", action="store_true", help="use the prompt as plain text")
 
 
 def add_place_flag(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    there = "ask the server there; if one of several, with commas, dies, the next goes on (default: start a cluster)"
+    there = "use a running server, or the first of several (A,B) that works (default: start a cluster)"
     group.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
     add_server_key_flag(group.add_argument)
 
 
 def add_server_key_flag(add: Callable[..., object]) -> None:
-    key = "the key that the server at --connect prints (default: the one told to `outrider keys trust`)"
+    key = "the key that the server at --connect prints (default: the one that `outrider keys trust` saved)"
     add("--server-key", metavar="KEY", help=key)
 
 
 def generate(
     options: argparse.Namespace, request: GenerateRequest, screen: Screen, show_text: bool
 ) -> GenerationResult:
-    """One completion, made where the flags say; everything that can be checked is checked before anything starts."""
+    """Runs one request on the server that the flags name, or on a cluster of its own, after checking all settings."""
     with server(options, screen) as client:
         stream = client.ask(request, lambda done, total: screen.show(f"reading the prompt: {done} of {total} tokens"))
         for chunk in stream:
@@ -212,7 +203,7 @@ def generate(
 
 
 def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -> GenerateRequest:
-    """What the flags ask for, checked. A conversation goes as the tokens that the model's template makes of it."""
+    """Returns the checked request. A conversation is turned into tokens by the model's chat template."""
     return GenerateRequest(
         prompt=prompt if isinstance(prompt, str) else model_text(options).tokens(prompt),
         sampling=flags.sampling_of(options),
@@ -226,7 +217,7 @@ def request_of(options: argparse.Namespace, prompt: str | tuple[Message, ...]) -
 
 @contextmanager
 def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
-    """Whoever answers at --connect, or a client of a cluster that lives as long as the context."""
+    """Yields a client of the servers at --connect, or of a cluster that lives as long as the context."""
     settings = flags.settings_of(options)
     if options.connect is not None:
         _refuse_cluster_settings(settings)
@@ -245,30 +236,30 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
 
 
 def connected(options: argparse.Namespace) -> list[Client]:
-    """A client of each server at --connect.
+    """Returns a client for each server at --connect.
 
     Raises:
-        InvalidRequest: one is named twice, or not at all, or one key is given for several.
+        InvalidRequest: an entry is empty or repeated, or --server-key is given for several servers.
     """
-    places = [place.strip() for place in options.connect.split(",")]
-    if len(places) == 1:
-        return [Client(places[0], server_key=options.server_key, keys=options.keys)]
+    endpoints = [endpoint.strip() for endpoint in options.connect.split(",")]
+    if len(endpoints) == 1:
+        return [Client(endpoints[0], server_key=options.server_key, keys=options.keys)]
     if options.server_key is not None:
-        raise InvalidRequest("--server-key is one server's; with several expected `outrider keys trust` for each")
-    if "" in places or len(set(places)) < len(places):
+        raise InvalidRequest("--server-key holds for one server only; run `outrider keys trust` for each server")
+    if "" in endpoints or len(set(endpoints)) < len(endpoints):
         raise InvalidRequest(f"--connect {options.connect} has an empty or repeated entry; expected each server once")
-    return [Client(place, SILENT_SECONDS, keys=options.keys) for place in places]
+    return [Client(endpoint, SILENT_SECONDS, keys=options.keys) for endpoint in endpoints]
 
 
 def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
-    """The prompt alone, or the conversation that it is the last word of.
+    """Returns the prompt, or the conversation that ends with it.
 
     Raises:
-        InvalidRequest: there is neither, or nobody but the model has the last word.
+        InvalidRequest: there is neither, or the conversation ends with an answer and there is no prompt.
     """
     before = opening(options.system_prompt, options.chat)
     if options.prompt is None and options.chat is None:
-        raise InvalidRequest("no prompt; give one, or --chat with a conversation")
+        raise InvalidRequest("there is no prompt; expected PROMPT, or --chat with a conversation")
     if options.prompt is None:
         if before[-1]["role"] == "assistant":
             raise InvalidRequest(f"{options.chat} ends with an answer; give the next message with --prompt")
@@ -282,10 +273,10 @@ def prompt_of(options: argparse.Namespace) -> str | tuple[Message, ...]:
 
 
 def model_text(options: argparse.Namespace) -> ModelText:
-    """The text side of the model that will answer, before anything is started.
+    """Loads the tokenizer and chat template of the model that will answer, before anything is started.
 
     Raises:
-        OutriderError: nobody answers at --connect, or the model's files are not on this machine.
+        OutriderError: nothing answers at --connect, or the model's files are not on this machine.
     """
     name = options.model or (_default(options) if options.connect is None else _served(options))
     files = find_model(name, weights=False, keep_precision=bool(options.gguf_keep_precision))
@@ -293,7 +284,7 @@ def model_text(options: argparse.Namespace) -> ModelText:
 
 
 def _default(options: argparse.Namespace) -> str:
-    """The model that answers where none is named, which stands in the options from here on."""
+    """Returns the default model, and sets it in the options."""
     options.model, note = default_model()
     if note is not None:
         say(f"Note: {note}")
@@ -301,7 +292,7 @@ def _default(options: argparse.Namespace) -> str:
 
 
 def _has_template(options: argparse.Namespace, model: str) -> bool:
-    """Whether the model that answered has a chat template; one that only another machine has is taken to have."""
+    """Returns whether the model has a chat template; True for a model that only another machine has."""
     if options.connect is not None and not is_here(model):
         return True
     return load_text(find_model(model, weights=False)).template is not None
@@ -313,15 +304,15 @@ def read_prompt(given: str) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text") from None
+        raise InvalidRequest(f"the prompt on stdin is not UTF-8 ({error.reason}); expected text in UTF-8") from None
 
 
 def as_json(
     result: GenerationResult, request: GenerateRequest, prompt: str | tuple[Message, ...], templated: bool
 ) -> dict[str, Any]:
-    """The result under llama.cpp's names, with all that `verify` must know to prove it."""
+    """Returns the result under llama.cpp's names, with everything that `verify` needs."""
     sampling = dataclasses.asdict(request.sampling)
-    del sampling["seed"]  # what was drawn stands beside it
+    del sampling["seed"]  # None for a seed that the server chose; `seed` below is the one in use
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -344,7 +335,7 @@ def _timings(timings: Timings) -> dict[str, float]:
 
 
 def _served(options: argparse.Namespace) -> str:
-    """The folder of a running server's model; another machine's is not to be found here."""
+    """Returns the model of the running server: its folder, which only this machine's servers share."""
     clients = connected(options)
     for client in clients:
         try:
@@ -362,4 +353,4 @@ def _served(options: argparse.Namespace) -> str:
 def _refuse_cluster_settings(settings: dict[str, Any]) -> None:
     foreign = [f"--{name.replace('_', '-')}" for name in settings if name not in REQUEST_SETTINGS]
     if foreign:
-        raise InvalidRequest(f"{', '.join(foreign)} can't be used with --connect: the server has chosen it")
+        raise InvalidRequest(f"{', '.join(foreign)} can't be used with --connect: the server was started with its own")

@@ -1,8 +1,9 @@
-"""Keys for endpoints that other machines reach (docs/security.md): make one's own, and say whose are let in.
+"""Manages the keys for endpoints that other machines reach (docs/security.md).
 
-make: a key of one's own. show: its public half, for the others. allow KEY NAME: let its holder ask (--as client, the
-default), draft (--as drafter) or read prompts (--as prefill). revoke KEY|NAME. trust PLACE KEY: the server at HOST or
-HOST:PORT has this key. forget PLACE. list: all of it.
+make: create your key. show: print its public half, for others to allow. allow KEY NAME: accept this key here from a
+client (--as client, the default), a drafter (--as drafter) or a prefill worker (--as prefill). revoke KEY|NAME: stop
+accepting it. trust PLACE KEY: expect this key of the server at HOST or HOST:PORT. forget PLACE: no longer trust it.
+list: list all keys.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ MAX_NAME = 64
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=list(_ACTIONS), help="see above")
     parser.add_argument("what", nargs="*", default=[], metavar="KEY|NAME|PLACE", help="depends on the action")
-    role = f"with allow: what its holder may do (default: {CLIENT})"
+    role = f"with allow: what the key is accepted for (default: {CLIENT})"
     parser.add_argument("--as", dest="role", choices=ROLES, default=CLIENT, help=role)
-    parser.add_argument("--force", action="store_true", help="with make: replace the key that exists")
+    parser.add_argument("--force", action="store_true", help="with make: replace the existing key")
     parser.add_argument(
-        "--keys", type=Path, metavar="FOLDER", help="the folder of keys (default: ~/.config/outrider/keys)"
+        "--keys", type=Path, metavar="FOLDER", help="the folder of your keys (default: ~/.config/outrider/keys)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    words, act = _ACTIONS[options.action]
-    if len(options.what) != len(words):
-        raise InvalidRequest(f"expected outrider keys {' '.join((options.action, *words))}")
+    expected, act = _ACTIONS[options.action]
+    if len(options.what) != len(expected):
+        raise InvalidRequest(f"expected `outrider keys {' '.join((options.action, *expected))}`")
     act(Keyring(options.keys), options)
     return 0
 
@@ -58,8 +59,8 @@ def _allow(ring: Keyring, options: argparse.Namespace) -> None:
 
 
 def _revoke(ring: Keyring, options: argparse.Namespace) -> None:
-    for gone in ring.revoke(options.what[0]):
-        say(f"{gone.name} is no longer allowed as a {gone.role}.")
+    for revoked in ring.revoke(options.what[0]):
+        say(f"{revoked.name} is no longer allowed as a {revoked.role}.")
 
 
 def _trust(ring: Keyring, options: argparse.Namespace) -> None:
@@ -73,7 +74,7 @@ def _forget(ring: Keyring, options: argparse.Namespace) -> None:
 
 def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows = [("own", ring.own().public, "")] if ring.has_own else []
-    rows += [(one.role, one.key, one.name) for one in ring.allowed()]
+    rows += [(allowed.role, allowed.key, allowed.name) for allowed in ring.allowed()]
     rows += [("server", server.key, server.place) for server in ring.servers()]
     if not rows:
         say(f"No key in {ring.folder}; `outrider keys make` creates one.")

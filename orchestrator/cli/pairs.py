@@ -1,4 +1,4 @@
-"""Lists model pairs that fit, with sizes; with two models named, checks whether those two fit."""
+"""Lists model pairs that fit, with sizes; given two models, checks whether they fit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from outrider.orchestrator.pairing.pulled import PULLED, PulledModel
 from outrider.orchestrator.pairing.tokenizer import compare, load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
 
-# Model pairs that are meant for each other: a draft of the target's family, with its tokenizer, much smaller. A list to
-# choose from, not a limit; `outrider pairs TARGET DRAFT` checks any two.
+# Known model pairs: the draft model is of the target's family, has its tokenizer and is much smaller. Other pairs can
+# be used, too; `outrider pairs TARGET DRAFT` checks any two.
 
 BILLION = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPair:
-    """Hugging Face ids and parameters of both; `note` tells what to know before choosing it."""
+    """Hugging Face ids and parameter counts of both models; `note` is shown beside the pair."""
 
     target: str
     target_parameters: float
@@ -50,8 +50,8 @@ KNOWN_PAIRS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", help="a Hugging Face id or folder; its weights are not downloaded")
-    parser.add_argument("draft", nargs="?", help="the same for the draft")
+    parser.add_argument("target", nargs="?", help="the target's Hugging Face id or folder; no weights are downloaded")
+    parser.add_argument("draft", nargs="?", help="the draft model's Hugging Face id or folder")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,14 +59,14 @@ def run(options: argparse.Namespace) -> int:
         print(_listing())
         return 0
     if options.draft is None:
-        raise InvalidRequest("expected two models, a target and a draft, or none to list the known pairs")
+        raise InvalidRequest("the draft model is missing; expected a target and a draft model, or neither for a list")
     target, draft = find_model(options.target, weights=False), find_model(options.draft, weights=False)
-    found = compare(load_codec(target), load_codec(draft))
+    comparison = compare(load_codec(target), load_codec(draft))
     for line in _facts(target, draft):
         print(line)
-    if found.difference:
-        raise ModelError(f"{options.draft} can't draft for {options.target}: {found.difference}")
-    print(f"fits: the same {found.shared} tokens mean the same in both")
+    if comparison.difference:
+        raise ModelError(f"{options.draft} can't draft for {options.target}: {comparison.difference}")
+    print(f"fits: both have the same {comparison.shared} tokens")
     return 0
 
 
@@ -91,7 +91,7 @@ def _to_pull(model: PulledModel) -> str:
 
 
 def _listing() -> str:
-    """Two lines a pair, for ids are long and a terminal has 80 columns."""
+    """Returns two lines for each pair, to fit long ids into 80 columns."""
     lines = [f"{'TARGET':52}SIZES", f"  + {'DRAFT':48}NOTE"]
     for pair in KNOWN_PAIRS:
         sizes = f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)"

@@ -1,4 +1,4 @@
-"""Downloads a model into the cache and converts it, ahead of its first use; `outrider pairs` lists the names."""
+"""Downloads a model into the cache and converts it before its first use; `outrider pairs` lists the names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.protocol.errors import InvalidRequest
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", default=DEFAULT, help=f"{' or '.join(PULLED)} (default: {DEFAULT})")
-    parser.add_argument("--accept-terms", action="store_true", help="accept the terms of use of a model that has them")
+    parser.add_argument("--accept-terms", action="store_true", help="accept the model's terms of use, if it has any")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Keeps a cluster running in the foreground for clients; Ctrl-C or SIGTERM ends it and everything it started."""
+"""Runs a server in the foreground; Ctrl-C or SIGTERM ends it and every process that it started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import logging
 import socket
 import time
+from functools import partial
 
 from outrider.orchestrator import serve
 from outrider.orchestrator.cli import flags
@@ -32,7 +33,7 @@ COMMON = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_http_flags(parser)
     add = flags.add_settings(parser, ENDPOINTS)
-    drain = f"how long SIGTERM waits for running requests; new ones are refused (default: {DRAIN_SECONDS})"
+    drain = f"after SIGTERM, let running requests finish for so long; refuse new ones (default: {DRAIN_SECONDS})"
     add("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
     add("--parent-fd", type=int, help=argparse.SUPPRESS)
     flags.add_request_flags(parser, ("drafter",))
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _in_json(settings: ServeSettings, http: HttpSettings | None, drain: int) -> int:
-    """All that is told on stderr is logged, so that it has one form."""
+    """Runs the server; everything that goes to stderr is logged, so that all of it is JSON."""
     try:
         unfinished = serve.run(settings, _log, http=http, drain_timeout=drain)
     except OutriderError as error:
@@ -70,20 +71,20 @@ def _in_json(settings: ServeSettings, http: HttpSettings | None, drain: int) -> 
     return as_error(unfinished.kind, unfinished.message).exit_code
 
 
-def _log(told: Announcement) -> None:
-    match told:
+def _log(announcement: Announcement) -> None:
+    match announcement:
         case Stage(text=text):
             log.info("%s", text)
         case ServerReady(notes=notes):
-            _print(told)
+            _print(announcement)
             for note in notes:
                 log.warning("%s", note)
 
 
 def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: socket.socket) -> int:
-    """Whoever started this process hears of everything on the inherited socket; nothing is printed."""
+    """Runs the server and sends announcements to the process at the other end of `parent`; prints none of them."""
     try:
-        unfinished = serve.run(settings, lambda told: announce(parent, told), parent=parent, http=http)
+        unfinished = serve.run(settings, partial(announce, parent), parent=parent, http=http)
     except OutriderError as error:
         announce(parent, Failure(kind_of(error), str(error)))
         return error.exit_code
@@ -93,14 +94,14 @@ def _for_parent(settings: ServeSettings, http: HttpSettings | None, parent: sock
 
 
 def _print(ready: ServerReady) -> None:
-    """Where the server is, on stdout."""
+    """Prints the server's endpoints and its key to stdout."""
     lines = [("clients", ready.endpoint), ("workers", ready.workers), ("workers", ready.joining)]
     lines += [("key", ready.key), ("HTTP", ready.http)]
-    print("\n".join(f"{what}: {where}" for what, where in lines if where), flush=True)
+    print("\n".join(f"{name}: {value}" for name, value in lines if value), flush=True)
 
 
 class StatusBoard:
-    """What a person sees of a running server: its stages, its endpoints, a live status line."""
+    """Shows a server in a terminal: the stages of its start, its endpoints, a live status line."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -108,19 +109,19 @@ class StatusBoard:
         self._tokens = 0
         self._at = time.monotonic()
 
-    def announce(self, told: Announcement) -> None:
-        match told:
+    def announce(self, announcement: Announcement) -> None:
+        match announcement:
             case Stage(text=text) if not self._ready:
                 self._screen.show(text)
             case ServerReady(notes=notes):
                 self._ready = True
                 self._screen.clear()
-                _print(told)
+                _print(announcement)
                 for note in notes:
                     say(f"Note: {note}")
 
     def status(self, front: Front) -> None:
-        """One line that changes, on a terminal only."""
+        """Updates the status line, in a terminal only."""
         stats = front.stats("")
         now, tokens = time.monotonic(), stats.generated
         rate = (tokens - self._tokens) / (now - self._at)
@@ -134,11 +135,11 @@ class StatusBoard:
 
 
 def status_line(stats: Stats, rate: float) -> str:
-    """What a server does, in few enough words for a terminal of 80 columns; of workers, those that are not ready."""
+    """Formats a server's rate, requests and workers for 80 columns; workers that are not ready are named."""
     absent = [f"{worker.name} {worker.state}" for worker in stats.workers if worker.state != "ready"]
-    words = [
+    parts = [
         f"{rate:.0f} tok/s",
         f"{stats.active} running, {stats.queued} waiting, {stats.finished} done, {stats.failed} failed",
         *(absent or [f"{len(stats.workers)} workers"]),
     ]
-    return " | ".join(words)
+    return " | ".join(parts)

@@ -1,12 +1,12 @@
-"""The command line's streams and signals: progress on stderr, standard streams that stay open, and an orderly end.
+"""The command line's streams and signals.
 
-`Screen`: progress on stderr: on a terminal one line that changes and is removed in the end; elsewhere only the log has
-it (level info).
+`Screen`: progress on stderr: in a terminal one line that changes and is removed at the end; elsewhere log lines of
+level info.
 
-`guarded`: makes the standard streams open and able to write any text. A stdout that takes no more ends a command with a
-sentence, or silently where its reader has closed it.
+`guarded`: opens closed standard streams and lets them write any text. A stdout that can't be written ends the command
+with an error, or silently if its reader has closed it.
 
-`ended_in_order`: a signal that ends a command unwinds it, so that what it has started and made goes with it.
+`ended_in_order`: makes a signal unwind the command, so that its processes end and its files are removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to stderr; one that is full or gone keeps no command from its work, and hears no more."""
+    """Writes to stderr; if that fails, the command continues and later texts are dropped."""
     try:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
@@ -37,14 +37,14 @@ def say(text: str, end: str = "\n") -> None:
 
 
 class Screen:
-    """Whoever prints to stdout calls `clear` first, so that no half line stays before the text."""
+    """Shows progress on stderr. Call `clear` before printing to stdout, so that no half line stays before the text."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """The newest state of things."""
+        """Replaces the text shown."""
         if text == self._shown:
             return
         self._shown = text
@@ -55,7 +55,7 @@ class Screen:
             log.info("%s", text)
 
     def clear(self) -> None:
-        """Takes the changing line away."""
+        """Removes the text shown."""
         if self._live and self._shown:
             say("\r\x1b[K", end="")
         self._shown = ""
@@ -66,39 +66,39 @@ class Screen:
 
 
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a write to a pipe, a full disk or a terminal that has gone ends with; such an error names no file."""
+"""Errors of a write to a closed pipe, a full disk or a closed terminal; such an error names no file."""
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit code of `command`, whatever its streams are."""
+    """Runs `command` and returns its exit code, in whatever state the standard streams are."""
     _prepare_streams()
     try:
         try:
             return command()
         finally:
-            sys.stdout.flush()  # what can't be written is told here, and not by Python at its end
+            sys.stdout.flush()  # a write that fails is reported here, not by Python when it exits
     except OSError as error:
         if error.errno not in UNWRITABLE or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what still waits to be written
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the rest of the buffer
         if isinstance(error, BrokenPipeError):
             return 0
-        say(f"outrider: the output can't be written ({error.strerror}); stdout is not writable")
+        say(f"outrider: the output can't be written ({error.strerror}); free some space, or write it elsewhere")
         return OutriderError.exit_code
 
 
 def takes_unicode() -> bool:
-    """Whether stdout can write every character."""
+    """Returns whether stdout can write every character."""
     return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 def _prepare_streams() -> None:
-    """Opens those that were closed, so that no socket gets their number; what the terminal can't show becomes `?`."""
+    """Opens closed streams, so that no socket gets their number; characters that stdout can't write become `?`."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # returns the lowest free number, which is this one
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -111,22 +111,22 @@ SIGNALLED = 128
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGHUP unwind the command as Ctrl-C does; the exit code is a shell's for the signal.
+    """Makes SIGTERM and SIGHUP unwind the command as Ctrl-C does; the exit code is 128 plus the signal's number.
 
-    One that this process was started to ignore (`nohup`) stays ignored.
+    A signal that this process was started to ignore (`nohup`) stays ignored.
     """
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _end, signal.SIGHUP: _end}
-    heeded = [number for number in handlers if signal.getsignal(number) == signal.SIG_DFL]
-    for number in heeded:
+    handled = [number for number in handlers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, outside_finalizers(handlers[number]))
     try:
         yield
     finally:
-        for number in heeded:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    for one in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)  # a second one must not cut the tidying short
+    for ignored in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     sys.exit(SIGNALLED + number)

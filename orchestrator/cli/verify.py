@@ -1,8 +1,8 @@
-"""Proves that an output is the target's own, and all of it: replays it teacher-forced through the target alone.
+"""Verifies that an output is exactly the target's, by a teacher-forced replay through the target alone.
 
-Takes the file that `generate --json` printed, with model, prompt and sampling from there (flags given beside it take
-their place), or generates first, with the same flags as `outrider generate`. Certified are the tokens, that no more
-and no fewer belong to it, and the text. A tie is a difference that rounding explains; any other is a mismatch.
+Reads the output of `outrider generate --json`, with its model, prompt and sampling (flags override them), or generates
+one first, with the flags of `outrider generate`. Checks the tokens, where the output ends, and the text. A tie is a
+difference within rounding; any other difference is a mismatch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from outrider.protocol.errors import InvalidRequest, WorkerError, as_error
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 
-# Asks the target itself whether an output is its own: runs `target_worker.certificate` as a process. Knows the claim
-# and the report; the replay, and MLX with it, stay in the other process.
+# Runs the replay, `target_worker.certificate`, as a process of its own, since it imports MLX.
 
 THREADS = 1
 
@@ -44,12 +43,12 @@ def certify(
     progress: Callable[[str], None],
     ends: Iterable[int] = (),
 ) -> Report:
-    """Replays `generated`, said to follow `tokens`, through the model in `folder`. `progress` hears the stages.
+    """Replays `generated`, which should follow `tokens`, through the model in `folder`.
 
-    `ends` are the tokens that may end a grammar's text.
+    `progress` is called with each stage. `ends`: the tokens that may end a grammar's text.
 
     Raises:
-        OutriderError: of the class the process named; WorkerError when it ends without a word.
+        OutriderError: the error that the process reported, or WorkerError if it ended without a report.
     """
     claim = {
         "model": os.fspath(folder),
@@ -68,11 +67,11 @@ def certify(
         ) as process,
     ):  # fmt: skip
         try:
-            report = _listen(process.stdout or (), progress)
+            report = _read_report(process.stdout or (), progress)
         finally:
-            process.kill()  # it has said all it had to say, or nobody listens any more
+            process.kill()  # the report has been read, or is no longer wanted
     if report is None:
-        raise WorkerError(f"the replay ended with code {process.returncode} before its report; its stderr tells why")
+        raise WorkerError(f"the replay ended with code {process.returncode} before its report; see its stderr")
     return report
 
 
@@ -82,29 +81,28 @@ def _written(file: IO[str], claim: dict[str, Any]) -> IO[str]:
     return file
 
 
-def _listen(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:
-    return next((report for line in lines if (report := _take(json.loads(line), progress)) is not None), None)
+def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:
+    return next((report for line in lines if (report := _read_line(json.loads(line), progress)) is not None), None)
 
 
-def _take(told: dict[str, Any], progress: Callable[[str], None]) -> Report | None:
-    if "error" in told:
-        raise as_error(told["kind"], told["error"])
-    if "positions" in told:
-        ties, mismatches = (tuple(Difference(**one) for one in told[name]) for name in ("ties", "mismatches"))
-        return Report(told["positions"], told["identical"], ties, mismatches, told["context_length"])
-    progress(told.get("stage") or f"replaying: {told['position']} of {told['of']} tokens")
+def _read_line(fields: dict[str, Any], progress: Callable[[str], None]) -> Report | None:
+    if "error" in fields:
+        raise as_error(fields["kind"], fields["error"])
+    if "positions" in fields:
+        ties, mismatches = (tuple(Difference(**each) for each in fields[name]) for name in ("ties", "mismatches"))
+        return Report(fields["positions"], fields["identical"], ties, mismatches, fields["context_length"])
+    progress(fields.get("stage") or f"replaying: {fields['position']} of {fields['of']} tokens")
     return None
 
 
-# An output and all that is said of it: model, prompt, sampling, tokens, text and why it ends there. Knows which text
-# tokens spell and where a text must end; whether the tokens are the target's is `certify`'s to say.
+# An output, and the checks that need no model: the text that the tokens decode to, and where the output has to end.
 
 SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`sampling` has the seed it was made with; `prompt_tokens` counts the tokens that `prompt` stood for."""
+    """An output to verify. `sampling` has the seed in use; `prompt_tokens` is the length of the prompt in tokens."""
 
     model: str
     prompt: str | tuple[Message, ...]
@@ -117,7 +115,7 @@ class Output:
 
 
 def faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_length: int) -> tuple[str, ...]:
-    """What its tokens, were they the target's, do not bear out: that they are all, the text, the reason to end."""
+    """Returns what disagrees with the output's tokens, taken as the target's: its end, its finish reason, its text."""
     sampling = output.sampling
     eos = frozenset() if sampling.ignore_eos else codec.eos
     stream = TextStream(codec, prompt, sampling.stop, eos)
@@ -131,24 +129,24 @@ def faults(output: Output, codec: TextCodec, prompt: tuple[int, ...], context_le
             break
     last = stream.finish()
     text, reason = text + last.text, "stop" if last.stopped else reason
-    found = []
+    sentences = []
     if not reason:
-        found.append(f"it stops after {count} tokens without an end token or stop string, but {room} were requested")
+        sentences.append(f"it ends after {count} tokens without an end token or stop string, but {room} were requested")
     elif count < len(output.token_ids):
-        found.append(f"it continues past its end: {len(output.token_ids)} tokens, but {reason} ends it after {count}")
+        sentences.append(f"it has {len(output.token_ids)} tokens, but ends with {reason} after {count}")
     elif reason != output.finish_reason:
-        found.append(f"it ended with {reason} but claims {output.finish_reason}")
+        sentences.append(f"its finish_reason is {output.finish_reason}, but it ends with {reason}")
     if text != output.text:
-        found.append(_first_difference(text, output.text))
-    return tuple(found)
+        sentences.append(_first_difference(text, output.text))
+    return tuple(sentences)
 
 
-def _first_difference(spelled: str, said: str) -> str:
-    pairs = enumerate(zip(spelled, said, strict=False))
-    at = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(spelled), len(said)))
+def _first_difference(decoded: str, text: str) -> str:
+    pairs = enumerate(zip(decoded, text, strict=False))
+    at = next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(decoded), len(text)))
     return (
-        f"its text is not what its tokens spell: from character {at} on they say {spelled[at : at + SHOWN]!r}"
-        f" and the text {said[at : at + SHOWN]!r}"
+        f"its text differs from its tokens at character {at}: the tokens decode to {decoded[at : at + SHOWN]!r}"
+        f" and the text has {text[at : at + SHOWN]!r}"
     )
 
 
@@ -176,23 +174,23 @@ def run(options: argparse.Namespace) -> int:
     codec, tokens = text.codec, text.tokens(output.prompt)
     if len(tokens) != output.prompt_tokens:
         raise InvalidRequest(
-            f"the prompt has {len(tokens)} tokens and the output followed {output.prompt_tokens}; expected the prompt"
-            " and the model it was made with"
+            f"the prompt has {len(tokens)} tokens, and the output's prompt had {output.prompt_tokens}; expected the"
+            " prompt and the model that the output was generated with"
         )
     report = certify(model.folder, tokens, output.token_ids, output.sampling, screen.show, codec.eos)
-    found = faults(output, codec, tokens, report.context_length)
-    holds = report.holds and not found
+    own_faults = faults(output, codec, tokens, report.context_length)
+    holds = report.holds and not own_faults
     screen.clear()
     if options.json:
-        print(json.dumps({**dataclasses.asdict(report), "faults": found, "certified": holds}))
+        print(json.dumps({**dataclasses.asdict(report), "faults": own_faults, "certified": holds}))
     else:
-        print(_told(report, found, codec))
+        print(_format(report, own_faults, codec))
     return 0 if holds else NOT_CERTIFIED
 
 
 def _generated(options: argparse.Namespace, screen: Screen) -> Output:
     if options.prompt is None and options.chat is None:
-        raise InvalidRequest("nothing to verify; expected --json-file, or --prompt to generate from")
+        raise InvalidRequest("there is nothing to verify; expected --json-file, or --prompt to generate an output")
     prompt = prompt_of(options)
     request = request_of(options, prompt)
     _require_coupled(request.sampling)
@@ -251,25 +249,25 @@ def _text(value: object) -> str:
 def _require_coupled(sampling: SamplingParams) -> None:
     if sampling.is_residual:
         raise InvalidRequest(
-            "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
+            "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
         )
 
 
-def _told(report: Report, found: tuple[str, ...], codec: TextCodec) -> str:
-    verdict = "certified" if report.holds and not found else "NOT the target's output"
+def _format(report: Report, own_faults: tuple[str, ...], codec: TextCodec) -> str:
+    verdict = "certified" if report.holds and not own_faults else "NOT the target's output"
     lines = [
         f"{report.positions} tokens replayed: {report.identical} identical, {len(report.ties)} ties"
         f" (rounding differences), {len(report.mismatches)} mismatches: {verdict}"
     ]
-    lines += [f"  FAULT: {one}" for one in found]
-    lines += [_line("tie", one, codec) for one in report.ties]
-    lines += [_line("MISMATCH", one, codec) for one in report.mismatches]
+    lines += [f"  FAULT: {fault}" for fault in own_faults]
+    lines += [_line("tie", tie, codec) for tie in report.ties]
+    lines += [_line("MISMATCH", mismatch, codec) for mismatch in report.mismatches]
     return "\n".join(lines)
 
 
-def _line(what: str, one: Difference, codec: TextCodec) -> str:
-    margin = "filtered out by the target" if one.margin is None else f"margin {one.margin:.3g} of {one.tolerance:.3g}"
+def _line(kind: str, at: Difference, codec: TextCodec) -> str:
+    margin = "filtered out by the target" if at.margin is None else f"margin {at.margin:.3g} of {at.tolerance:.3g}"
     return (
-        f"  {what} at {one.position}: the target generates {codec.decode((one.expected,))!r}"
-        f" and the output {codec.decode((one.token,))!r}, {margin}"
+        f"  {kind} at {at.position}: the target generates {codec.decode((at.expected,))!r}"
+        f" and the output has {codec.decode((at.token,))!r}, {margin}"
     )

@@ -1,7 +1,7 @@
-"""Runs one worker in the foreground: a further drafter for a cluster that is running (`serve` prints where), or the
-target of one that awaits it, as a rank of several where mlx.launch starts it.
+"""Runs one worker in the foreground: a draft or prefill worker joins a running server, and a target worker one that
+was started with --await-target, as one of several ranks if mlx.launch starts it.
 
-On another machine a drafter needs the draft model alone, and a key that the server's side allows (docs/security.md).
+A drafter on another machine needs only the draft model, and a key that the server allows (docs/security.md).
 """
 
 from __future__ import annotations
@@ -31,54 +31,56 @@ OF_A_SERVER = (
     *flags.OF_MANY_REQUESTS, "drafters", "branch_depth", "ngrams", "trees", "pin_cores", "prefill_workers",
     "prefill_from", "worker_timeout", "kv_memory", "prompt_cache", "memory", "trace",
 )  # fmt: skip
-"""Settings that a worker is not told of, or that its server decides."""
+"""Settings that concern no worker, or that the server decides."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    note = "a draft or prefill one joins a running cluster, a target one that was started with --await-target"
-    parser.add_argument("role", choices=list(MODULES), help=note)
+    role = "the worker's role; a target joins a server that was started with --await-target"
+    parser.add_argument("role", choices=list(MODULES), help=role)
     where = parser.add_mutually_exclusive_group(required=True)
-    joined = "the server's endpoint for workers, which it prints (default: none; or --discover)"
+    joined = "the endpoint that the server prints as `workers:` (default: none; or --discover)"
     where.add_argument("--connect", metavar="ENDPOINT", help=joined)
-    find = "look on the local network for a server whose key is known (`outrider keys trust`)"
+    find = "find a server with a trusted key (`outrider keys trust`) on the local network"
     where.add_argument("--discover", action="store_true", help=find)
     add_server_key_flag(parser.add_argument)
-    name = "its name on the server (default: the role, this host and the process id)"
+    name = "the worker's name on the server (default: the role, this host and the process id)"
     parser.add_argument("--name", metavar="NAME", help=name)
-    shard = "one of several ranks of the target, all started by mlx.launch"
+    shard = "run as one of several ranks of the target, all started by mlx.launch"
     parser.add_argument("--shard", action="store_true", help=shard)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     flags.add_cluster_flags(parser, OF_A_SERVER)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Becomes the worker: this process is replaced, so signals and the exit code are the worker's own."""
+    """Replaces this process by the worker, so that signals and the exit code are the worker's own."""
     if options.role == "prefill":
-        options.draft_backend, options.draft_model = "none", None  # it needs the target's model alone
-    is_head = options.head_in == "draft-worker"  # which needs the target's files beside its own
+        options.draft_backend, options.draft_model = "none", None  # it needs the target's model only
+    is_head = options.head_in == "draft-worker"  # a head needs the target's files, too
     if options.role == "draft" and options.draft_model is not None and not is_head:
-        options.model = options.draft_model  # a drafter needs no other, and its machine may have no other
+        options.model = options.draft_model  # a drafter needs only its own model, and its machine may have no other
     require_mlx()
     settings = ServeSettings(**flags.settings_of(options))
     if options.role == "draft" and settings.colocate:
-        raise InvalidRequest("colocate drafts in the target's process; expected no colocate for a draft worker")
+        raise InvalidRequest("colocate drafts in the target's process; leave out --colocate for a draft worker")
     if options.role == "draft" and not settings.has_draft_worker:
         raise InvalidRequest(f"draft_backend {settings.draft_backend} has no worker; expected mlx, coreml or replay")
     if options.shard and (options.role != "target" or settings.shards > 1):
-        raise InvalidRequest("shard makes this a rank that mlx.launch has started; expected a target, and no shards")
+        raise InvalidRequest("--shard is for one rank that mlx.launch starts; expected role target, and no --shards")
     if options.discover:
         _discover(options)
     endpoint = str(parse(options.connect))
-    if os.environ.get("MLX_RANK", "0") == "0":  # other ranks speak with rank 0 only
+    if os.environ.get("MLX_RANK", "0") == "0":  # only rank 0 connects to the server
         require_server(endpoint)
         keys = keys_to(endpoint, options.server_key, settings.keys)
         if keys is not None:
             probe(endpoint, keys)
     pair = choose_pair(settings)
     if options.role == "draft" and pair.settings.drafts_by_head and not is_head:
-        raise InvalidRequest(f"{options.draft_model} is a draft head; it needs head_in draft-worker, on both sides")
+        raise InvalidRequest(
+            f"{options.draft_model} is a draft head; start this worker and the server with --head-in draft-worker"
+        )
     if options.role == "draft" and not pair.settings.has_draft_worker:
-        raise InvalidRequest("--draft-model is missing; give it with --model, or neither of them")
+        raise InvalidRequest("--draft-model is missing; give both --model and --draft-model, or neither")
     name = options.name or f"{options.role}-{socket.gethostname()[:32]}-{os.getpid()}"
     command = worker_command(options.role, name, endpoint, pair.settings, options.parent_fd)
     command += ["--shard"] if options.shard else []
@@ -89,18 +91,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _discover(options: argparse.Namespace) -> None:
-    """Fills in what --connect and --server-key would say."""
-    asked = {server.key for server in Keyring(options.keys).servers()}
-    found = lan.find({parse_key(options.server_key)} if options.server_key is not None else asked)
+    """Sets --connect and --server-key to those of the server that is found."""
+    trusted = {server.key for server in Keyring(options.keys).servers()}
+    found = lan.find({parse_key(options.server_key)} if options.server_key is not None else trusted)
     options.connect, options.server_key = found.endpoint, found.key
 
 
 def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:
-    """What a drafter that comes by itself is told beside: its keys, and what its tokens mean."""
+    """Returns the options of a worker that this server did not start: its keys, and its vocabulary's fingerprint."""
     line = []
     for flag, value in (("--keys", options.keys), ("--server-key", options.server_key)):
         line += [f"{flag}={value}"] if value is not None else []
     if options.role == "draft" and pair.draft is not None:
-        speaks = pair.target if pair.settings.drafts_by_head else pair.draft
-        line += ["--vocabulary", fingerprint(load_codec(speaks))]
+        model = pair.target if pair.settings.drafts_by_head else pair.draft
+        line += ["--vocabulary", fingerprint(load_codec(model))]
     return line

@@ -1,6 +1,6 @@
-"""The calls of a client, `generate` and `stream`, blocking (`BaseClient`) and awaited (`AsyncBaseClient`).
+"""The calls of a client, `generate` and `stream`: blocking in `BaseClient`, awaited in `AsyncBaseClient`.
 
-Whichever server answers; see `client` for those that ask one over ZeroMQ.
+Knows nothing of connections; `client` has the clients that connect over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ S = TypeVar("S")
 
 
 class StreamClient(ABC, Generic[S]):
-    """What both kinds of clients share: they make streams, which are closed with the client.
+    """What blocking and awaited clients share: they create streams, and close them when they are closed.
 
-    `sources`: with how many servers a text may go on; see `Dialogue`. Safe between threads.
+    `sources`: the number of servers that may continue a text; see `Dialogue`. Thread-safe.
     """
 
     sources: int
@@ -48,27 +48,27 @@ class StreamClient(ABC, Generic[S]):
         *,
         rounds: bool = False,
         progress: Callable[[int, int], None] | None = None,
-        **wishes: Unpack[GenerateFields],
+        **options: Unpack[GenerateFields],
     ) -> S:
-        """The completion of `prompt` as it grows; see `generate`. Leaving the loop, or `close`, cancels.
+        """Streams the completion of `prompt`; see `generate`. Leaving the loop, or `close`, cancels the request.
 
-        `rounds`: chunks tell of each round, when it has ended. `progress(done, total)` hears how much of a long prompt
-        has been read.
+        `rounds`: chunks have a record of each finished round. `progress(done, total)` is called with the number of
+        prompt tokens read so far, while a long prompt is read.
         """
-        return self.ask(self._request("stream", prompt, sampling, wishes, rounds), progress)
+        return self.ask(self._request("stream", prompt, sampling, options, rounds), progress)
 
     def _request(
         self,
         method: str,
         prompt: Prompt,
         sampling: SamplingParams | None,
-        wishes: Mapping[str, Any],
+        options: Mapping[str, Any],
         rounds: bool = False,
     ) -> GenerateRequest:
-        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, wishes)
+        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
 
     def ask(self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None) -> S:
-        """The same as `stream`, of a request that has been checked already.
+        """Streams the completion of a checked request.
 
         Raises:
             InvalidRequest: the client is closed.
@@ -81,7 +81,7 @@ class StreamClient(ABC, Generic[S]):
         return stream
 
     def _end_streams(self) -> list[S]:
-        """Makes no more; returns those to be closed."""
+        """Refuses new streams from now on; returns the streams to close."""
         with self._lock:
             self._is_closed = True
             return list(self._streams)
@@ -91,7 +91,7 @@ class StreamClient(ABC, Generic[S]):
 
 
 class BaseStream:
-    """What both kinds of streams say of their text."""
+    """The state and result of a stream, blocking or awaited."""
 
     _dialogue: Dialogue
 
@@ -100,16 +100,12 @@ class BaseStream:
 
     @property
     def result(self) -> GenerationResult:
-        """The finished completion.
-
-        Raises:
-            InvalidRequest: the stream was not read to its end.
-        """
+        """The finished completion. Raises InvalidRequest if the stream was not read to its end."""
         return self._dialogue.result()
 
 
 class BaseClient(StreamClient["Stream"]):
-    """A client whose calls block. A context manager: leaving it closes it."""
+    """A client whose calls block. A context manager, which closes it on exit."""
 
     def __enter__(self) -> Self:
         return self
@@ -120,30 +116,29 @@ class BaseClient(StreamClient["Stream"]):
         self.close()
 
     def close(self) -> None:
-        """Closes the streams that are not finished, in all threads; no more can be asked for. Again does nothing."""
+        """Closes the unfinished streams of all threads, and refuses new ones. A second call does nothing."""
         for stream in self._end_streams():
             stream.close()
 
     def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[GenerateFields]
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[GenerateFields]
     ) -> GenerationResult:
-        """The completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
+        """Returns the completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
 
-        Keywords: the fields of `SamplingParams`, which go before those of `sampling`, and
-            mode: ar, sd, ssd, or auto, the default: the server's own.
-            num_draft_tokens, branches: K and B; None, the default: the server's own.
-            chat_template: False: a model's is not applied to text.
-            origins: True: tell where each token came from.
-            drafter: the name of the only one that is to draft (draft, ngram, or a head's, as eagle3).
-            client: for whom it is, where a program asks for many people: they take turns at the server as if each asked
-                alone.
+        Keywords: the fields of `SamplingParams`, which override those of `sampling`, and
+            mode: ar, sd, ssd, or auto for the server's own. Default: auto.
+            num_draft_tokens, branches: K and B; None for the server's own. Default: None.
+            chat_template: whether the model's chat template is applied to text. Default: True.
+            origins: whether the result has the origin of each token. Default: False.
+            drafter: the only drafter to use (draft, ngram, or a head's name, such as eagle3). Default: all.
+            client: a name for the user of a program that serves several; the server takes turns between the names.
 
         Raises:
-            InvalidRequest: something is out of range; the message says what was expected.
+            InvalidRequest: a value is out of range; the message says what was expected.
             EndpointError: nothing answers.
-            WorkerError: a worker was lost on the way.
+            WorkerError: a worker was lost during the request.
         """
-        stream = self.ask(self._request("generate", prompt, sampling, wishes))
+        stream = self.ask(self._request("generate", prompt, sampling, options))
         for _ in stream:
             pass
         return stream.result
@@ -153,13 +148,13 @@ class BaseClient(StreamClient["Stream"]):
 
     @abstractmethod
     def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
-        """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
 
 
 class Stream(BaseStream):
-    """A completion that grows: iterate once for its chunks, then ask for the `result`.
+    """A completion in progress: iterate once for its chunks, then read its `result`.
 
-    A second loop, over a finished or a broken-off stream, is an InvalidRequest. `with` closes it in the end.
+    A second iteration raises InvalidRequest. A context manager, which closes it on exit.
     """
 
     def __init__(self, client: BaseClient, dialogue: Dialogue) -> None:
@@ -170,18 +165,18 @@ class Stream(BaseStream):
     def __iter__(self) -> Iterator[Chunk]:
         self._dialogue.begin()
         reading = self._client.exchange(self._dialogue)
-        self._reading = weakref.ref(reading)  # the loop's own: when the loop is left it ends, and with it the request
+        self._reading = weakref.ref(reading)  # weak: leaving the loop ends the generator, and so cancels the request
         return reading
 
     def close(self) -> None:
-        """Cancels the request unless it is finished. Again does nothing.
+        """Cancels the request unless it is finished. A second call does nothing.
 
-        A loop in another thread ends with the next chunk, or within a second where none comes.
+        A loop in another thread ends at the next chunk, or within a second without one.
         """
         self._dialogue.is_closed = True
         reading = self._reading()
         if reading is not None:
-            with suppress(ValueError):  # another thread waits in it, and looks at `is_closed`
+            with suppress(ValueError):  # another thread is in the generator, and checks `is_closed`
                 reading.close()
 
     def __enter__(self) -> Self:
@@ -197,7 +192,7 @@ Grown = Callable[[Chunk], object]
 
 
 class AsyncBaseClient(StreamClient["AsyncStream"]):
-    """A client whose calls are awaited. `async with` closes it in the end."""
+    """A client whose calls are awaited. `async with` closes it on exit."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -208,15 +203,15 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         await self.close()
 
     async def close(self) -> None:
-        """Closes the streams that are not finished; no more can be asked for. Again does nothing."""
+        """Closes the unfinished streams, and refuses new ones. A second call does nothing."""
         for stream in self._end_streams():
             await stream.close()
 
     async def generate(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **wishes: Unpack[GenerateFields]
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[GenerateFields]
     ) -> GenerationResult:
         """See `Client.generate`."""
-        stream = self.ask(self._request("generate", prompt, sampling, wishes))
+        stream = self.ask(self._request("generate", prompt, sampling, options))
         async for _ in stream:
             pass
         return stream.result
@@ -225,7 +220,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
         return AsyncStream(self, dialogue)
 
     async def exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
-        """Runs one dialogue to its end; cancels it when the caller leaves early."""
+        """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
         chunks = asyncio.Queue[Chunk | None]()
         following = asyncio.create_task(self.follow(dialogue, chunks.put_nowait))
         following.add_done_callback(lambda _: chunks.put_nowait(None))
@@ -239,17 +234,17 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
 
     @abstractmethod
     async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
-        """The same, with `grown` hearing of each chunk in the very turn of the loop that brings it."""
+        """Runs one dialogue to its end; calls `grown` with each chunk in the event loop's turn that receives it."""
 
     @abstractmethod
     async def end(self, dialogue: Dialogue) -> None:
-        """Asks the server to end a dialogue that is going on."""
+        """Asks the server to end a dialogue in progress."""
 
 
 class AsyncStream(BaseStream):
-    """A completion that grows: iterate once with `async for`, then ask for the `result`; or `follow` it.
+    """A completion in progress: iterate once with `async for`, then read its `result`; or `follow` it.
 
-    A second loop, over a finished or a broken-off stream, is an InvalidRequest. `async with` closes it in the end.
+    A second iteration raises InvalidRequest. `async with` closes it on exit.
     """
 
     def __init__(self, client: AsyncBaseClient, dialogue: Dialogue) -> None:
@@ -264,13 +259,13 @@ class AsyncStream(BaseStream):
         return reading
 
     async def close(self) -> None:
-        """Cancels the request unless it is finished. Again does nothing. A loop in another task comes to its end."""
+        """Cancels the request unless it is finished, which ends a loop in another task. A second call does nothing."""
         if self._dialogue.is_closed:
             return
         self._dialogue.is_closed = True
         reading = self._reading()
         if reading is None or cast("AsyncGeneratorType[Chunk, None]", reading).ag_running:
-            await self.end()  # what another task reads, or `follow`, ends by the server's answer
+            await self.end()  # another task reads, or `follow` does; the server's answer ends it
         else:
             await reading.aclose()
 
@@ -283,16 +278,16 @@ class AsyncStream(BaseStream):
         await self.close()
 
     async def follow(self, grown: Grown) -> GenerationResult:
-        """Reads it to its end instead of a loop: `grown` hears of each chunk as it comes, and must not take long."""
+        """Reads the stream to its end; calls `grown`, which must be quick, with each chunk as soon as it arrives."""
         self._dialogue.begin()
         await self._client.follow(self._dialogue, grown)
         return self.result
 
     @property
     def request(self) -> str:
-        """What it is called where both sides log it."""
+        """The request id, as in the logs of client and server."""
         return self._dialogue.request
 
     async def end(self) -> None:
-        """Asks for no more text. The loop goes on to the end, which is near: `finish_reason` is cancelled then."""
+        """Asks the server to end the text; the loop continues until the end arrives, with finish_reason cancelled."""
         await self._client.end(self._dialogue)

@@ -1,17 +1,15 @@
-"""The Python clients: ask a running server over ZeroMQ, blocking or awaited, and continue with another server.
+"""The Python clients: connect to a running server over ZeroMQ, blocking or awaited, and resume on another server.
 
-`Client`: safe to share between threads. `AsyncClient`: the same calls for asyncio. `Connecting`: what both share: where
-the server is, how it is reached, and how long it may be silent.
+`Client`: thread-safe. `AsyncClient`: the same calls for asyncio. `Connecting`: what both share: endpoint, keys and
+timeout.
 
-`AsyncSocket`: a ZeroMQ socket in asyncio: each message is handled as it comes, in the loop's own turn, until one is the
-last. ZeroMQ's own sockets for asyncio (`zmq.asyncio`) cost some futures and polls for each message, and a task that
-waits for each message costs another turn of the loop.
+`AsyncSocket`: a ZeroMQ socket in asyncio that handles each message in the event loop's turn that receives it.
+`zmq.asyncio` costs several futures and polls for each message, and a task that awaits each message costs another turn.
 
-`Patience`: how long a client waits for a server that is silent. No socket in here.
+`Patience`: how long a client waits for a silent server; uses no socket.
 
-`Resumed`: texts that outlive their server: where one goes away, the next continues at the token where it broke off. It
-is the same text, because its noise is a function of seed and position; a server with another model or number format
-refuses to continue it. Knows clients and dialogues; no socket.
+`Resumed`: several servers; when one goes away, the next continues the text at the next token. The text stays the same,
+because its noise is a function of seed and position; a server with another model or number format refuses to continue.
 """
 
 from __future__ import annotations
@@ -53,10 +51,10 @@ ASK_AFTER_SECONDS = 1.0
 
 
 class Patience:
-    """Tells a server that is busy from one that is gone: asks after some silence, gives up `seconds` after that.
+    """Distinguishes a busy server from a lost one: queries it after a silence, and gives up `seconds` later.
 
     Raises:
-        EndpointError: nobody serves the endpoint.
+        EndpointError: no server is at the endpoint.
     """
 
     def __init__(
@@ -75,26 +73,26 @@ class Patience:
 
     @property
     def poll_ms(self) -> int:
-        """How long to wait for something to arrive before `on_silence` is called."""
+        """How long to wait for a message before `on_silence` is called."""
         return max(int(1000 * min(ASK_AFTER_SECONDS, self._seconds / 2)), 1)
 
     def on_message(self) -> None:
-        """Something arrived."""
+        """Resets the count of unanswered queries."""
         self._asked = 0
 
     def on_silence(self, about: str | None = None) -> StatsQuery:
-        """Nothing arrived for `poll_ms`; what to ask, `about` a request that should be there.
+        """Returns the query to send after `poll_ms` without a message; `about`: a request that the server should know.
 
         Raises:
-            EndpointError: nobody serves the endpoint any more, or a question was not answered for too long.
-            KeyFault: it is served, but not to this side's key.
-            OutriderError: `alive` knows that the server ended.
+            EndpointError: no server is at the endpoint any more, or the queries were not answered for too long.
+            KeyFault: the server refuses this side's key.
+            OutriderError: raised by `alive`, since the server has ended.
         """
         self._look()
         if self._asked == 1 and self._endpoint.startswith("tcp:"):
-            with suppress(EndpointError):  # it may only be stopped; what is left unanswered is counted below
+            with suppress(EndpointError):  # the server may only be suspended; unanswered queries are counted below
                 probe(self._endpoint, self._keys)
-        self._asked += 1  # counted, not timed: who is stopped asks nothing, and nobody owes it an answer
+        self._asked += 1  # counted, not timed: while this process is suspended it asks nothing and misses no answer
         if (self._asked - 1) * self.poll_ms > 1000 * self._seconds:
             raise EndpointError(
                 f"nothing answers at {self._endpoint} for {self._seconds:g} s; expected a running `outrider serve`"
@@ -107,38 +105,38 @@ class Patience:
         require_server(self._endpoint)
 
 
-HAS_COME, AT_ONCE = int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""As numbers: what Python does with flags takes longer than asking."""
+POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As plain numbers: arithmetic on Python's flags takes longer than the poll."""
 
-Hear = Callable[[Message], bool]
-"""What to do with a message; whether it is the last."""
+Handler = Callable[[Message], bool]
+"""Handles a message; returns whether it is the last."""
 
 
 class AsyncSocket:
-    """Owns `socket`, which is connected, until it is closed."""
+    """Owns a connected `socket` until `close`."""
 
-    def __init__(self, socket: zmq.Socket[bytes], hear: Hear) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], handle: Handler) -> None:
         self._socket = socket
-        self._hear = hear
+        self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._fault: Exception | None = None
         self._is_silent = True
         self._file = socket.FD
-        self._polled = [(socket, HAS_COME)]
+        self._polled = [(socket, POLLIN)]
         self._loop.add_reader(self._file, self._take_in)
 
     def send(self, message: Message) -> None:
-        """At once: there is always room for the few things that a client says, unless the server lets nobody in."""
+        """Sends without waiting: ZeroMQ's queue has room for a client's few messages, unless the server refuses it."""
         with suppress(zmq.Again):
             self._socket.send_multipart(encode(message), zmq.NOBLOCK)
-        self._take_in()  # sending, too, takes the sign off the file that something has come
+        self._take_in()  # sending also resets the file descriptor's signal for messages that have arrived
 
     async def until_over(self, patience: Patience, about: str | None = None) -> None:
-        """Returns when the last message has been heard; asks the server `about` a request where it is silent.
+        """Returns when the last message has been handled; queries a silent server `about` a request.
 
         Raises:
-            OutriderError: `patience` is over, what came is no message, or whoever hears it raised this.
+            OutriderError: `patience` is over, a message is invalid, or its handler raised this.
         """
         while not self._over.done():
             self._is_silent = True
@@ -151,16 +149,16 @@ class AsyncSocket:
             raise self._fault
 
     def close(self, linger_ms: int = 0) -> None:
-        """What was sent and has not left yet has so many milliseconds to do so."""
+        """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
         self._loop.remove_reader(self._file)
         self._over.cancel()
         self._socket.close(linger_ms)
 
     def _take_in(self) -> None:
-        """Frame by frame: messages tell where they end, and ZeroMQ asked for that costs half of what receiving does."""
+        """Receives frame by frame: headers say where messages end; asking ZeroMQ costs half as much as receiving."""
         frames: list[bytes] = []
         while zmq.zmq_poll(self._polled, 0):
-            frames.append(self._socket.recv(AT_ONCE))
+            frames.append(self._socket.recv(NOBLOCK))
         if frames:
             self._is_silent = False
             if not self._over.done():
@@ -169,9 +167,9 @@ class AsyncSocket:
     def _take(self, frames: list[bytes]) -> None:
         is_last = True
         try:
-            is_last = any(map(self._hear, decode_all(frames)))
+            is_last = any(map(self._handle, decode_all(frames)))
         except OutriderError as error:
-            self._fault = error  # whoever waits for the end raises it
+            self._fault = error  # `until_over` raises it
         except Exception as error:
             self._fault = error
             raise
@@ -186,7 +184,7 @@ FLUSH_MS = 1000
 class Connecting:
     """A client of the server at `endpoint`; see `Client`.
 
-    Each call has a socket of its own, so calls don't wait for each other here; the server queues them fairly by client.
+    Each call has its own socket, so calls don't wait for each other here; the server queues them fairly by client.
     """
 
     def __init__(
@@ -215,19 +213,19 @@ class Connecting:
         return f"{type(self).__name__}({self.endpoint!r})"
 
     def patience(self) -> Patience:
-        """Raises EndpointError: nobody serves the endpoint."""
+        """Returns the patience of one call. Raises EndpointError if no server is at the endpoint."""
         return Patience(self.endpoint, self.timeout, self._alive, self._keys)
 
     def connected(self) -> zmq.Socket[bytes]:
-        """A socket of its own.
+        """Returns a new connected socket.
 
         Raises:
-            ServerBusy: this process can have no more.
-            EndpointError: there is no way to the endpoint.
+            ServerBusy: this process has as many sockets as it can have.
+            EndpointError: the endpoint can't be connected to.
         """
         try:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        except zmq.ZMQError as error:  # each request has one, and there are so many to a process
+        except zmq.ZMQError as error:  # each request has a socket, and a process can have only so many
             raise ServerBusy(
                 f"this process has too many requests in flight ({error}); wait for some to finish"
             ) from None
@@ -244,20 +242,20 @@ class Connecting:
 class Client(Connecting, BaseClient):
     """A client of the server at `endpoint` (`outrider serve` prints it).
 
-    `timeout`: seconds for which a server that is asked whether it is there may keep silent; how long a text takes does
-    not count. `alive`: raises when it is known that the server has ended. `reconnect`: a text whose server goes away
-    goes on where it was with the next one at this endpoint, which may take two minutes to come. Timings are that one's.
+    `timeout`: seconds that a queried server may be silent; the length of a text does not matter. `alive`: raises if the
+    server is known to have ended. `reconnect`: if the server goes away, continue each text on the next server at this
+    endpoint, which has two minutes to start. Timings are then of the last server.
 
-    Beyond this machine both sides have keys (docs/security.md). `server_key`: the server's, which it prints; None: as
-    `outrider keys trust` was told. `keys`: the folder of one's own; None: that of `outrider keys`.
+    Endpoints on other machines need the keys of both sides (docs/security.md). `server_key`: the key that the server
+    prints; None: the one saved by `outrider keys trust`. `keys`: the folder of your keys; None: `outrider keys`' own.
 
     Raises:
-        KeyFault: the endpoint needs keys, and one is missing or can't be used; on use, when the server refuses it.
-        EndpointError: it is no endpoint; on use, when nothing answers there.
+        KeyFault: the endpoint needs keys, and one is missing or can't be used; on use, if the server refuses the key.
+        EndpointError: the endpoint is malformed; on use, if nothing answers there.
     """
 
     def stats(self) -> Stats:
-        """The server's workers and totals."""
+        """Returns the server's workers and totals."""
         patience = self.patience()
         with self.connected() as socket:
             query = patience.on_silence()
@@ -276,9 +274,9 @@ class Client(Connecting, BaseClient):
                 time.sleep(dialogue.retry(error))
 
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        """What one server says, to its end or the dialogue's; cancels it when the caller leaves early."""
+        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
         patience = self.patience()
-        farewell = encode(dialogue.cancel_message)  # now: a program that ends may have taken its modules down by then
+        farewell = encode(dialogue.cancel_message)  # encoded now: a program that exits may have unloaded the codec
         socket = self.connected()
         try:
             socket.send_multipart(encode(dialogue.opening))
@@ -295,10 +293,10 @@ class Client(Connecting, BaseClient):
             socket.close(linger=FLUSH_MS)
 
     def _receive(self, socket: zmq.Socket[bytes], patience: Patience, about: str | None = None) -> Message | None:
-        """The next message; None: none came for a while, and the server was asked whether it is there."""
+        """Returns the next message, or None after a silence, in which case a query was sent."""
         if not socket.poll(patience.poll_ms):
             query = encode(patience.on_silence(about))
-            with suppress(zmq.Again):  # to a server that lets nobody in ZeroMQ takes nothing more
+            with suppress(zmq.Again):  # ZeroMQ's queue is full if the server accepts no connection
                 socket.send_multipart(query, flags=zmq.NOBLOCK)
             return None
         patience.on_message()
@@ -306,29 +304,29 @@ class Client(Connecting, BaseClient):
 
 
 class AsyncClient(Connecting, AsyncBaseClient):
-    """A client of the server at `endpoint`; see `Client` for what the calls take, give and raise."""
+    """A client of the server at `endpoint`; see `Client` for the calls' arguments, results and errors."""
 
     @cached_property
     def _open(self) -> dict[str, AsyncSocket]:
-        """Of the dialogues that are going on, by request."""
+        """The sockets of the dialogues in progress, by request id."""
         return {}
 
     async def stats(self) -> Stats:
-        """The server's workers and totals."""
-        found: list[Stats] = []
+        """Returns the server's workers and totals."""
+        answers: list[Stats] = []
 
-        def hear(answer: Message) -> bool:
-            found.extend((answer,) if isinstance(answer, Stats) else ())
-            return bool(found)
+        def handle(answer: Message) -> bool:
+            answers.extend((answer,) if isinstance(answer, Stats) else ())
+            return bool(answers)
 
         patience = self.patience()
-        socket = AsyncSocket(self.connected(), hear)
+        socket = AsyncSocket(self.connected(), handle)
         try:
             socket.send(patience.on_silence())
             await socket.until_over(patience)
         finally:
             socket.close()
-        return found[0]
+        return answers[0]
 
     async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
         while True:
@@ -339,16 +337,16 @@ class AsyncClient(Connecting, AsyncBaseClient):
                 await asyncio.sleep(dialogue.retry(error))
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        """What one server says, to its end or the dialogue's; cancels it when the caller leaves early."""
+        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
-        def hear(message: Message) -> bool:
+        def handle(message: Message) -> bool:
             chunk = dialogue.take(message)
             if chunk is not None:
                 grown(chunk)
             return dialogue.over
 
         patience = self.patience()
-        socket = AsyncSocket(self.connected(), hear)
+        socket = AsyncSocket(self.connected(), handle)
         try:
             socket.send(dialogue.opening)
             dialogue.was_sent = True
@@ -361,7 +359,7 @@ class AsyncClient(Connecting, AsyncBaseClient):
             socket.close(FLUSH_MS)
 
     async def end(self, dialogue: Dialogue) -> None:
-        """Asks the server to end a dialogue that is going on."""
+        """Asks the server to end a dialogue in progress."""
         socket = self._open.get(dialogue.request)
         if socket is not None:
             socket.send(dialogue.cancel_message)
@@ -369,13 +367,13 @@ class AsyncClient(Connecting, AsyncBaseClient):
 
 SEEDS = 2**32
 MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
-"""After these the next server is asked."""
+"""Errors after which the next server is tried."""
 
 C = TypeVar("C", Client, AsyncClient)
 
 
 class _Sources(Generic[C]):
-    """Servers in turn; the one that answered last is asked first."""
+    """Servers in turn; the one that answered last is tried first."""
 
     def __init__(self, clients: Sequence[C]) -> None:
         if not clients:
@@ -387,21 +385,21 @@ class _Sources(Generic[C]):
         return len(self.all)
 
     @property
-    def present(self) -> C:
-        found: C = self.all[self._at % len(self)]
-        return found
+    def current(self) -> C:
+        client: C = self.all[self._at % len(self)]
+        return client
 
-    def lost(self, client: C) -> None:
-        """The next one is to be asked, unless another request has found that out already."""
-        if client is self.present:
+    def on_lost(self, client: C) -> None:
+        """Moves on to the next server, unless another request has already done so."""
+        if client is self.current:
             self._at += 1
 
 
 class Resumed(BaseClient):
-    """Asks the first of `clients`; a text that it can't finish goes on with the next, again and again.
+    """Sends requests to the first of `clients`; a text that it can't finish continues on the next, and so on in turn.
 
-    Their `timeout` is how long a server that is asked whether it is there may keep silent: a second is enough. Raises
-    what the last of them said where none can go on.
+    Create the clients with a `timeout` of about a second, so that a lost server is noticed soon. If no server can
+    continue, the last server's error is raised.
     """
 
     def __init__(self, clients: Sequence[Client]) -> None:
@@ -415,17 +413,17 @@ class Resumed(BaseClient):
     def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
         _draw_seed(dialogue)
         while not dialogue.is_closed:
-            client = self._sources.present
+            client = self._sources.current
             try:
                 yield from client.once(dialogue)
                 return
             except MOVES_ON as error:
-                self._sources.lost(client)
+                self._sources.on_lost(client)
                 time.sleep(dialogue.retry(error))
 
 
 class AsyncMoving(AsyncBaseClient):
-    """Asks one server after another until a text is complete; which, says whoever this is."""
+    """Sends a request to one server after another until the text is complete; subclasses choose the server."""
 
     async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
         _draw_seed(dialogue)
@@ -438,11 +436,11 @@ class AsyncMoving(AsyncBaseClient):
 
     @abstractmethod
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        """What the next server says, to the text's end or to its own."""
+        """Runs the dialogue with the next server, without retries."""
 
 
 class AsyncResumed(AsyncMoving):
-    """The same as `Resumed` for asyncio."""
+    """`Resumed` for asyncio."""
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         super().__init__()
@@ -453,11 +451,11 @@ class AsyncResumed(AsyncMoving):
         return f"AsyncResumed({self._sources.all!r})"
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        client = self._sources.present
+        client = self._sources.current
         try:
             await client.once(dialogue, grown)
         except MOVES_ON:
-            self._sources.lost(client)
+            self._sources.on_lost(client)
             raise
 
     async def end(self, dialogue: Dialogue) -> None:
@@ -466,7 +464,7 @@ class AsyncResumed(AsyncMoving):
 
 
 def _draw_seed(dialogue: Dialogue) -> None:
-    """Who asks first draws the seed: a second server would draw one of its own."""
+    """Draws a missing seed here: each server would draw one of its own."""
     sampling = dialogue.opening.sampling
     if sampling.seed is None:
         dialogue.opening = replace(dialogue.opening, sampling=replace(sampling, seed=secrets.randbelow(SEEDS)))

@@ -1,9 +1,9 @@
-"""One request as the client sees it: what may be asked for, what to send, what each answer means, and the result.
+"""One request in the client: its options, the messages to send, the handling of answers, and the result.
 
 `Client` and `AsyncClient` differ only in how they wait; everything else is here. Knows nothing of sockets.
 
-`GenerateRequest`: the keywords of `generate` and `stream`, and the checked record that they make. `Chunk` and
-`GenerationResult`: what a client gets while a text grows, and when it is done. `Dialogue`: the exchange itself.
+`GenerateRequest`: the keywords of `generate` and `stream` as a checked record. `Chunk` and `GenerationResult`: what a
+client receives while a text grows, and at its end. `Dialogue`: the exchange of messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EMPTY = "the prompt is empty; expected text, or at least one token"
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How a text is to be made besides sampling; see `Client.generate`."""
+    """The options of a request besides sampling; see `Client.generate`."""
 
     mode: str
     num_draft_tokens: int | None
@@ -56,10 +56,10 @@ class GenerateFields(SamplingFields, GenerateOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A prompt, and how it is to go on. Checked, and turned into what is sent, on creation.
+    """A prompt and its options, checked on creation.
 
     Raises:
-        InvalidRequest: something is of a wrong kind or out of range.
+        InvalidRequest: a value is of a wrong type or out of range.
     """
 
     prompt: Prompt
@@ -92,15 +92,15 @@ class GenerateRequest:
 
     @classmethod
     def of(
-        cls, function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, wishes: Mapping[str, Any]
+        cls, function: str, prompt: Prompt, sampling: SamplingParams | None, rounds: bool, options: Mapping[str, Any]
     ) -> GenerateRequest:
-        """What `function`, as its caller knows it, was given; a keyword goes before the same field of `sampling`.
+        """Returns the request of a call; an option overrides the same field of `sampling`.
 
         Raises:
-            TypeError: there is no such keyword.
+            TypeError: an option is unknown; the message names `function`.
         """
-        chosen = {name: value for name, value in wishes.items() if name in GenerateOptions.__annotations__}
-        fields = {name: value for name, value in wishes.items() if name not in chosen}
+        chosen = {name: value for name, value in options.items() if name in GenerateOptions.__annotations__}
+        fields = {name: value for name, value in options.items() if name not in chosen}
         if not fields.keys() <= SamplingFields.__annotations__.keys():
             raise values.unknown_keyword(function, fields, (*GenerateFields.__annotations__, "sampling"))
         sampling = SamplingParams() if sampling is None else sampling
@@ -109,10 +109,10 @@ class GenerateRequest:
         return cls(prompt, sampling, rounds=rounds, **chosen)
 
     def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen for everybody else
+        object.__setattr__(self, name, value)  # the record is frozen after creation
 
     def message(self, request: str) -> Generate:
-        """The request to send to a first server."""
+        """Returns the message that starts this request on a server."""
         return Generate(
             request=request,
             prompt=self.prompt if isinstance(self.prompt, str) else None,
@@ -135,29 +135,29 @@ def _as_text(prompt: str) -> str:
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the prompt is not Unicode text ({error.reason}); expected UTF-8") from None
+        raise InvalidRequest(f"the prompt can't be encoded as UTF-8 ({error.reason}); expected Unicode text") from None
     return values.plain(prompt)
 
 
 def _as_tokens(prompt: object) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     try:
-        many = np.asarray(prompt)
-    except (TypeError, ValueError):  # rows of different lengths, say
-        many = np.array(None)
-    if many.shape == (0,):
+        ids = np.asarray(prompt)
+    except (TypeError, ValueError):  # rows of different lengths, for example
+        ids = np.array(None)
+    if ids.shape == (0,):
         raise InvalidRequest(EMPTY)
-    if many.ndim != 1 or many.dtype.kind not in "iu":
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InvalidRequest("the prompt is neither text nor token ids; expected a str or a sequence of whole numbers")
-    if many.min() < 0 or many.max() > MAX_TOKEN:
+    if ids.min() < 0 or ids.max() > MAX_TOKEN:
         raise InvalidRequest(f"the prompt has a token id out of range; expected whole numbers from 0 to {MAX_TOKEN}")
-    return many.astype(np.int32)
+    return ids.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token's log-probability, and the likeliest tokens of its place with theirs, the likeliest first.
+    """A generated token's log-probability, and `top`: the likeliest tokens there with theirs, the likeliest first.
 
-    The target's own, after penalties, bias and grammar, before temperature and filters.
+    They are the target's, after penalties, bias and grammar, before temperature and filters.
     """
 
     token: int
@@ -167,9 +167,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Chunk:
-    """Text that became final, never cut inside a character, and the tokens committed since the last chunk.
+    """New final text, never cut inside a character, and the tokens committed since the last chunk.
 
-    `logprobs`, `origins`: one a token, `rounds`: those that brought them, if the request asked for them.
+    If the request asked for them: `logprobs` and `origins` of each token, `rounds` that committed them.
     """
 
     text: str
@@ -185,9 +185,9 @@ class Chunk:
 class GenerationResult:
     """A finished completion.
 
-    `token_ids` are the generated tokens, the one that ended the text included. `finish_reason` is eos, stop, length or
-    cancelled. `mode` is what ran, `seed` what gives this text again. `notes` tell why speculation was off, if it was.
-    `logprobs`, `origins`: one a token, if the request asked for them. The repr has no numbers by the token.
+    `token_ids` are the generated tokens, including the one that ended the text. `finish_reason` is eos, stop, length or
+    cancelled. `mode` is the mode that ran; `seed` reproduces this text. `notes` say why speculation was off, if it was.
+    `logprobs`, `origins`: of each token, if the request asked for them. The repr leaves out what is stored per token.
     """
 
     text: str
@@ -206,7 +206,7 @@ class GenerationResult:
     __repr__ = short_repr
 
     def summary(self) -> str:
-        """mlx-lm's statistics lines, one for speculation, and one for each reason why there was none."""
+        """Formats mlx-lm's statistics lines, one line for speculation, and one for each note."""
         times = self.timings
         prompt_rate = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
         lines = [
@@ -218,20 +218,19 @@ class GenerationResult:
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
 
     def _prompt(self) -> str:
-        """The rate beside it is of what was read; what was cached took no time."""
+        """Formats the prompt's length; the rate beside it counts only the tokens that were read, not cached ones."""
         cached, read = self.timings.cache_n, self.timings.prompt_n
-        apart = f" ({cached} cached, {read} read)" if cached else ""
-        return plural(cached + read, "token") + apart
+        return plural(cached + read, "token") + (f" ({cached} cached, {read} read)" if cached else "")
 
 
 def plural(count: int, noun: str) -> str:
-    """A number and what it counts."""
+    """Formats a number and what it counts."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def token_logprobs(found: Logprobs) -> tuple[TokenLogprob, ...]:
-    """One a row; what could not be said at all is left out of the likeliest."""
-    rows = zip(found.ids.tolist(), found.values.tolist(), strict=True)
+def token_logprobs(logprobs: Logprobs) -> tuple[TokenLogprob, ...]:
+    """Converts each row; tokens that a mask excludes are left out of `top`."""
+    rows = zip(logprobs.ids.tolist(), logprobs.values.tolist(), strict=True)
     return tuple(
         TokenLogprob(ids[0], values[0], tuple((i, v) for i, v in zip(ids[1:], values[1:], strict=True) if v > NEVER))
         for ids, values in rows
@@ -239,8 +238,8 @@ def token_logprobs(found: Logprobs) -> tuple[TokenLogprob, ...]:
 
 
 def speculation(times: Timings, mode: str) -> str:
-    """Rounds, drafted, accepted, tokens per round and hits in words; `mode` is what ran."""
-    # The prompt's own round, with its one token, is not of decoding and not made of drafts.
+    """Formats rounds, drafted and accepted tokens, tokens per round and hits; `mode` is the mode that ran."""
+    # Round 0, which reads the prompt and commits one token, is no decoding round.
     rounds = max(times.rounds - 1, 0)
     if not times.draft_n:
         return "off" if mode == "ar" else f"nothing was drafted in {plural(rounds, 'round')}"
@@ -256,24 +255,24 @@ def speculation(times: Timings, mode: str) -> str:
 
 
 def _by_name(times: Timings) -> str:
-    """Whose tokens held, where several drafted."""
-    held = times.draft_n_accepted_by
-    return ", accepted by " + " and ".join(f"{one.name} {one.count}" for one in held) if len(held) > 1 else ""
+    """Formats the accepted tokens of each drafter, if there were several."""
+    accepted = times.draft_n_accepted_by
+    return ", accepted by " + " and ".join(f"{by.name} {by.count}" for by in accepted) if len(accepted) > 1 else ""
 
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
-# So long a text waits for the next server, which loads its models first, and so often its client looks for it.
+# How long a text waits for the next server, which first loads its models, and how often the client tries to connect.
 RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
-# A text goes on elsewhere so often after a server has lost its target for good, or given this text up.
+# How often a text continues on another server after a WorkerError: a target that is lost for good, or this text failed.
 MOST_WORKER_ERRORS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Since when nobody answers, on the clock, how many tokens had come by then, and how often somebody was asked."""
+    """When the server was lost (monotonic seconds), the tokens received by then, and the tries since."""
 
     since: float = 0.0
     tokens: int = 0
@@ -281,9 +280,9 @@ class Disconnect:
 
 
 class Dialogue:
-    """One request's exchange with a server, and with the next one where that goes away before the end.
+    """One request's exchange with a server, and with the next one if that server goes away before the end.
 
-    `sources`: so many servers take turns until one goes on; 1: whoever serves there next; 0: the first one or none.
+    `sources`: how many servers may continue the text, in turn; 1: the next server at the same endpoint; 0: none.
     """
 
     def __init__(
@@ -307,10 +306,7 @@ class Dialogue:
         self._done: Done | None = None
 
     def begin(self) -> None:
-        """
-        Raises:
-            InvalidRequest: the stream was read before, for a second reading would ask for another text; or is closed.
-        """
+        """Marks the stream as read. Raises InvalidRequest if it is closed or was read before."""
         if self.is_closed:
             raise InvalidRequest("this stream is closed; ask for a new stream")
         if self._begun:
@@ -318,10 +314,10 @@ class Dialogue:
         self._begun = True
 
     def retry(self, error: OutriderError) -> float:
-        """The server is gone: after so many seconds `opening` may be sent again, and goes on behind what has come.
+        """Prepares `opening` to continue after the received tokens; returns the seconds to wait before sending it.
 
         Raises:
-            OutriderError: `error` itself, where the text is not to go on elsewhere, or no server has come for too long.
+            OutriderError: `error` itself, if the text may not continue, or no server was found for too long.
         """
         now, had = time.monotonic(), len(self._tokens)
         if self._lost.since == 0.0 or had > self._lost.tokens:
@@ -342,7 +338,7 @@ class Dialogue:
         return 0.0 if self._lost.tries % self._sources else RETRY_SECONDS
 
     def _may_retry(self, error: OutriderError) -> bool:
-        """Not where all are gone or refuse before anything has come; nor where workers die of it again, as it seems."""
+        """Returns False if no server took the request, all refuse it, or workers seem to die of it again."""
         if type(error) is WorkerError:
             self._worker_errors += 1
         begun = self._tokens or (self.was_sent and not isinstance(error, ServerBusy))
@@ -352,7 +348,7 @@ class Dialogue:
 
     @property
     def state(self) -> str:
-        """In words, for a person who looks at a stream."""
+        """The state in words, for `repr`."""
         if self._done is not None:
             state = f"finished ({self._done.reason})"
         elif self.is_closed or self.over:
@@ -366,18 +362,18 @@ class Dialogue:
         return Cancel(self.request)
 
     def take(self, message: Message) -> Chunk | None:
-        """What the reader sees of an answer.
+        """Handles an answer; returns its chunk, if it has one.
 
         Raises:
-            OutriderError: of the class the server named, when the request failed.
+            OutriderError: the request failed; the class is the one that the server reported.
         """
         if isinstance(message, messages.Stats) and not message.known:
-            raise ServerStopped("the server restarted and lost this request; send it again")
+            raise ServerStopped("the server was restarted and has lost this request; send it again")
         if getattr(message, "request", None) != self.request:
             return None
         match message:
             case messages.TextChunk():
-                return self._grown(message)
+                return self._append(message)
             case Started():
                 self._started = message
             case Progress(done=done, total=total) if self._progress is not None:
@@ -389,7 +385,7 @@ class Dialogue:
                 raise as_error(kind, sentence)
         return None
 
-    def _grown(self, message: messages.TextChunk) -> Chunk:
+    def _append(self, message: messages.TextChunk) -> Chunk:
         logprobs = None if message.logprobs is None else token_logprobs(message.logprobs)
         self._texts.append(message.text)
         self._tokens.extend(message.token_ids)
@@ -399,11 +395,7 @@ class Dialogue:
         return Chunk(message.text, message.token_ids, logprobs, origins, message.rounds)
 
     def result(self) -> GenerationResult:
-        """The finished completion.
-
-        Raises:
-            InvalidRequest: it is not finished.
-        """
+        """Returns the finished completion. Raises InvalidRequest if it is not finished."""
         done, started = self._done, self._started
         if done is None:
             if self.is_closed:

@@ -47,34 +47,34 @@ def test_a_text_cut_short_is_found_at_every_length(codec, prompt, honest):
         for length in range(len(one.token_ids)):
             for text in (one.text, codec.decode(one.token_ids[:length])):
                 short = replace(one, token_ids=one.token_ids[:length], text=text)
-                assert any("it stops after" in fault for fault in faults(short, codec, prompt, CONTEXT)), length
+                assert any("it ends after" in fault for fault in faults(short, codec, prompt, CONTEXT)), length
 
 
 def test_a_text_that_goes_on_is_found(codec, prompt, honest):
     for one in honest:
         longer = replace(one, token_ids=(*one.token_ids, 5))
-        assert any("continues past its end" in fault for fault in faults(longer, codec, prompt, CONTEXT))
+        assert any("tokens, but ends with" in fault for fault in faults(longer, codec, prompt, CONTEXT))
 
 
 def test_a_changed_text_is_found_where_it_differs(codec, prompt, honest):
     for one in honest:
         for changed in (one.text[:4] + "X" + one.text[5:], one.text + "!", one.text[:-1], ""):
             (fault,) = faults(replace(one, text=changed), codec, prompt, CONTEXT)
-            assert "not what its tokens spell" in fault
-    assert "from character 4 on" in faults(replace(honest[0], text=TEXT[:4] + "X"), codec, prompt, CONTEXT)[0]
+            assert "text differs from its tokens" in fault
+    assert "at character 4:" in faults(replace(honest[0], text=TEXT[:4] + "X"), codec, prompt, CONTEXT)[0]
 
 
 def test_another_reason_to_end_is_found(codec, prompt, honest):
     for one in honest:
         for reason in {"eos", "stop", "length", "cancelled"} - {one.finish_reason}:
             (fault,) = faults(replace(one, finish_reason=reason), codec, prompt, CONTEXT)
-            assert f"ended with {one.finish_reason} but claims {reason}" in fault
+            assert f"is {reason}, but it ends with {one.finish_reason}" in fault
 
 
 def test_a_context_that_ends_is_a_length(codec, prompt):
     one = output(codec, TEXT, "length", max_tokens=500)
     assert faults(one, codec, prompt, len(prompt) + len(one.token_ids)) == ()
-    assert "it stops after" in faults(one, codec, prompt, CONTEXT)[0]
+    assert "it ends after" in faults(one, codec, prompt, CONTEXT)[0]
 
 
 def test_an_end_token_that_is_ignored_is_text(codec, prompt):

@@ -179,7 +179,7 @@ def test_the_version_is_told(run):
         (["generate", "-p", "--json"], 2, "expected one argument"),
         (["worker", "draft", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),
         (["generate", "-p", "x", "--connect", "ipc:///tmp/no/such"], 4, "no server at ipc:///tmp/no/such"),
-        (["generate"], 2, "no prompt; give one, or --chat"),
+        (["generate"], 2, "there is no prompt; expected PROMPT, or --chat"),
         (["generate", "-p", "x", "--temp", "hot"], 2, "invalid float value"),
         (["generate", "-p", "x", "--tem", "1"], 2, "unknown flag --tem (did you mean --temp?)"),
         (["generate", "x", "--max_tokens", "1"], 2, "unknown flag --max_tokens (did you mean --max-tokens?)"),
@@ -234,7 +234,7 @@ def test_the_version_is_told(run):
         (["serve", "--drafter", "ngram"], 2, "unknown flag --drafter"),
         (["overlap", "--draft-backend", "mtp"], 2, "a head (mtp) takes turns with it"),
         (["overlap", "--draft-backend", "ngram"], 2, "overlap times a draft model"),
-        (["pairs", "one"], 2, "expected two models"),
+        (["pairs", "one"], 2, "expected a target and a draft model"),
         (["pairs", "/no/such", "/no/such"], 3, "no such path"),
         (["verify", "-p", "x", "--json-file", "/no/such"], 2, "No such file or directory); expected the output"),
         (["verify", "--json-file", str(PACKAGE / "__init__.py")], 2, "is not JSON (Extra data"),
@@ -394,7 +394,7 @@ def test_pairs_lists_and_checks(run, model_folder):
     code, out, _ = run("pairs")
     assert code == 0 and "Qwen3-0.6B" in out and "models/target" in out
     code, out, _ = run("pairs", str(model_folder), str(model_folder))
-    assert code == 0 and "fits: the same 4096 tokens" in out
+    assert code == 0 and "fits: both have the same 4096 tokens" in out
 
 
 def test_one_interrupt_ends_a_stream(stand, codec, monkeypatch, run):
@@ -475,10 +475,10 @@ def test_flags_beside_the_file_take_its_place(run, codec, output, claims):
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"text": "x = 'e'"}, "not what its tokens spell"),
-        ({"text": ""}, "not what its tokens spell"),
-        ({"token_ids": []}, "stops after 0 tokens"),
-        ({"finish_reason": "eos"}, "ended with length but claims eos"),
+        ({"text": "x = 'e'"}, "text differs from its tokens"),
+        ({"text": ""}, "text differs from its tokens"),
+        ({"token_ids": []}, "ends after 0 tokens"),
+        ({"finish_reason": "eos"}, "is eos, but it ends with length"),
     ],
 )
 def test_verify_finds_a_file_that_was_changed(run, output, claims, changes, fault):
@@ -526,7 +526,7 @@ def test_a_residual_text_cannot_be_proved_and_verify_says_so(run):
     code, out, err = run("verify", "--prompt", "x", "--temp", "1", "--sampling", "residual")
     assert (code, out) == (InvalidRequest.exit_code, "")
     assert err == (
-        "outrider verify: residual sampling can't be replayed: the text may differ each"
+        "outrider verify: residual sampling can't be replayed: its text may differ each"
         " time; expected coupled sampling\n"
     )
 

@@ -357,7 +357,7 @@ def of_ones_own(served, monkeypatch, capsys):
 def test_a_server_that_died_is_started_again_if_that_is_wanted(served, of_ones_own, templated):
     served.core.play = says(served.codec, "yes")
     code, out, err = of_ones_own("one", "", "y", "two", dead=2)
-    assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and go on? [Y/n]") == 2
+    assert code == 0 and out.count("yes") == 2 and err.count("Start the server again and continue? [Y/n]") == 2
     assert prompts(served) == [as_prompt("one"), as_prompt("one", "yes", "two")]
     assert err.count("/help lists") == 1
 

@@ -77,7 +77,7 @@ def test_two_folders_are_two_identities(run: Run, tmp_path: Path) -> None:
     [
         (["keys"], 2, "required"),
         (["keys", "sign"], 2, "invalid choice"),
-        (["keys", "allow", KEY], 2, "expected outrider keys allow KEY NAME"),
+        (["keys", "allow", KEY], 2, "expected `outrider keys allow KEY NAME`"),
         (["keys", "allow", "x", "mini"], 8, "'x' is not a key"),
         (["keys", "allow", KEY, "my mini"], 2, "is not a valid name; expected one word"),
         (["keys", "allow", KEY, "mini", "--as", "root"], 2, "invalid choice"),

@@ -71,7 +71,7 @@ def test_tokens_may_be_the_prompt(stand, codec, prompt):
         ({"prompt": [1.5]}, "neither text nor token ids"),
         ({"prompt": [-1]}, "out of range"),
         ({"prompt": [2**40]}, "out of range"),
-        ({"prompt": "\ud800"}, "not Unicode"),
+        ({"prompt": "\ud800"}, "be encoded as UTF-8"),
         ({"prompt": None}, "neither text nor token ids"),
         ({"prompt": 5}, "neither text nor token ids"),
         ({"prompt": b"x"}, "neither text nor token ids"),
