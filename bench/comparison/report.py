@@ -19,6 +19,7 @@ from outrider.bench import picture
 from outrider.bench.comparison.peers import LLAMA_CPP, MLX_LM
 from outrider.bench.comparison.requests import Reply, timed
 from outrider.bench.comparison.runs import (
+    ONE_PROCESS,
     Interval,
     Run,
     bootstrap,
@@ -149,6 +150,8 @@ def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
         RatioSpec("ssd over the best sd", ("ssd",), ("sd",)),
         RatioSpec("auto over the best mode", ("auto",), ("ar", "sd", "ssd")),
         RatioSpec(f"auto over the best of {LLAMA_CPP}, both cores", ("auto",), (LLAMA_CPP,), 2 * threads),
+        RatioSpec(f"{ONE_PROCESS} over the same", (ONE_PROCESS,), (LLAMA_CPP,), 2 * threads),
+        RatioSpec(f"{ONE_PROCESS} over auto", (ONE_PROCESS,), ("auto",)),
         RatioSpec(f"auto over the best of {MLX_LM}", ("auto",), (MLX_LM,)),
     )
 

@@ -21,7 +21,15 @@ from outrider.bench.comparison.peers import (
     llama_cpp,
     mlx_lm,
 )
-from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run, run_interleaved, total_rate
+from outrider.bench.comparison.runs import (
+    COLOCATED,
+    ONE_PROCESS,
+    ModeRunner,
+    PromptRunner,
+    Run,
+    run_interleaved,
+    total_rate,
+)
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine import system
@@ -70,9 +78,11 @@ def start_runners(
     both_cores: bool,
     peers: ChosenPeers,
     tell: Tell,
+    one_process: bool = False,
 ) -> Iterator[RunnerFamilies]:
-    """Starts all runners. `given` are the cluster's settings as keywords; `settings` the same with resolved folders
-    (see `pairing`).
+    """Starts all runners. `one_process` adds `auto` with both models in one process on both cores.
+
+    `given` are the cluster's settings as keywords; `settings` the same with resolved folders (see `pairing`).
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
@@ -83,9 +93,11 @@ def start_runners(
         if peers.mlx_lm:
             families += start.mlx_lm("", settings)
         families += start.llama_cpp(peers)
+        # SSD uses one core per worker; here the other runners get as many.
+        threads = 2 * settings.threads
+        if one_process and start.can_colocate:
+            families.append(start.one_process({**given, "colocate": True, "threads": threads}))
         if both_cores:
-            # SSD uses one core per worker; here the other runners get as many.
-            threads = 2 * settings.threads
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
                 families += start.mlx_lm(BOTH_CORES, replace(settings, threads=threads))
@@ -132,9 +144,17 @@ class _Starter:
             families.append([ModeRunner("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
 
+    @property
+    def can_colocate(self) -> bool:
+        """Whether the draft model can run in the target's process."""
+        return self.settings.draft_backend == "mlx" and self.settings.simulate is None
+
+    def one_process(self, given: dict[str, Any]) -> list[PromptRunner]:
+        return [ModeRunner(ONE_PROCESS, self._cluster(given).client(), "auto")]
+
     def _colocated(self, given: dict[str, Any]) -> Families:
-        """Returns SD with the draft model in the target's process, or nothing if the backend does not support that."""
-        if self.settings.draft_backend != "mlx" or self.settings.simulate is not None:
+        """Returns SD with the draft model in the target's process, or nothing if that is impossible."""
+        if not self.can_colocate:
             return []
         client = self._cluster({**given, "colocate": True}).client()
         pin_process(_target(client).pid, system.core_of("target", self.settings))

@@ -107,6 +107,8 @@ R = TypeVar("R", covariant=True)
 
 # Part of the name of a runner with the draft model in the target's process.
 COLOCATED = "colocated"
+# `auto` with both models in one process, on both cores.
+ONE_PROCESS = f"{COLOCATED} auto, both cores"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ def test_one_request_after_the_other(tmp_path: Path) -> None:
 
 def test_a_trace_of_other_texts_is_refused(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.json", *REQUEST)
-    with pytest.raises(InvalidRequest, match="tells of 1 requests; expected 2"):
+    with pytest.raises(InvalidRequest, match="has 1 requests; expected 2"):
         read_rounds(trace, [(PROMPT, TEXT)] * 2)
-    with pytest.raises(InvalidRequest, match="goes on after"):
+    with pytest.raises(InvalidRequest, match="continues after"):
         read_rounds(trace, [(PROMPT, TEXT[:3])])
     assert json.loads(trace.read_text())
