@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--depths", metavar="K,K,...", help=depths)
     length = "tokens to generate in each run (default: 128)"
     group.add_argument("--max-tokens", "-m", "-n", type=int, default=128, metavar="N", help=length)
-    peers = "other engines to compare with: none, llama.cpp, mlx-lm, or llama.cpp,mlx-lm (default: all available)"
+    peers = "engines to compare with: llama.cpp,mlx-lm or one of these, or none (default: all that are installed)"
     group.add_argument("--peers", metavar="NAME,NAME", help=peers)
     group.add_argument("--both-cores", action="store_true", help="add a table of AR, SD and mlx-lm with both cores")
     group.add_argument("--contended", action="store_true", help="keep the target's device busy with another process")
