@@ -134,7 +134,8 @@ UNUSED = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     temp = "temperature to probe at (default: 0)"
     parser.add_argument("--temp", "--temperature", type=float, default=0.0, metavar="T", help=temp)
-    parser.add_argument("--measure", action="store_true", help="also run each mode, and compare it with its forecast")
+    runs = "also run each mode, and on a CPU both placements of the draft"
+    parser.add_argument("--measure", action="store_true", help=runs)
     flags.add_cluster_flags(parser, UNUSED)
 
 
@@ -317,6 +318,31 @@ def _compare(options: argparse.Namespace, pair: ChosenPair, found: list[Forecast
         ratio = best.tokens_per_second / rate
         lines.append(f"  {best.mode:4} {best.tokens_per_second:7.1f} {rate:7.1f}   {ratio:.2f}")
     return "\n".join(lines)
+
+
+def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> list[str]:
+    """Compares `auto` with a core for each model and with both models in one process on all these cores.
+
+    Only where both run on the same CPU: a small target can gain more from a second core than from a drafter on it.
+    """
+    settings = pair.settings
+    threads = 2 * settings.threads
+    own_silicon = settings.draft_backend != "mlx" or settings.draft_device != "auto" or sys.platform == "darwin"
+    if own_silicon or settings.simulate is not None or settings.drafters > 1 or len(system.GIVEN) < threads:
+        return []
+    given = {**flags.settings_of(options), "memory": False}
+    sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)
+    with (
+        LocalCluster(progress=screen.show, **given) as apart,
+        LocalCluster(progress=screen.show, **{**given, "colocate": True, "threads": threads}) as together,
+    ):
+        runners = [ModeRunner(name, one.client(), "auto") for name, one in (("apart", apart), ("together", together))]
+        runs = run_interleaved(runners, _texts(pair), sampling, lambda step: screen.show(f"tune: {step}"))
+    screen.clear()
+    rates = {name: total_rate([run.timed for run in of_name]) for name, of_name in runs.items()}
+    lines = ["", "auto, by placement (tok/s):", f"  a process for each model               {rates['apart']:7.1f}"]
+    lines.append(f"  --colocate --threads {threads:<3}               {rates['together']:7.1f}")
+    return lines
 
 
 def _bests(found: list[Forecast]) -> list[Forecast]:
