@@ -59,6 +59,9 @@ PRIOR_WEIGHT = 8.0
 PRIOR_ACCEPTANCE = 0.7
 # In one text the acceptance of its kind weighs as much as this many rejected chains.
 PRIOR_BREAKS = 3.0
+# A text begins with this share of its kind's rejections: only drafting shows how it differs, and texts differ more than
+# the cost of a few rounds.
+OPTIMISM = 0.75
 MAX_POSITIONS = 64
 # The least probability of acceptance, and of rejection, in a likelihood.
 SELDOM = 0.02
@@ -137,7 +140,7 @@ class Shifted(Acceptance):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rejected = self._expected = PRIOR_BREAKS
+        self._rejected, self._expected = OPTIMISM * PRIOR_BREAKS, PRIOR_BREAKS
 
     def add(self, chain_length: int, accepted: int) -> None:
         super().add(chain_length, accepted)
