@@ -1,8 +1,7 @@
-"""Two models read the same text: how well each foresees it, and how often the target would accept the draft.
+"""Compares two models on the same text: the loss of each, and how often the target would accept the draft's tokens.
 
-Teacher-forced, in MLX, float32: at every position both see the text itself, not each other's tokens. Knows logits and
-tokens; knows nothing of files. The chances of acceptance are those of Leviathan et al. (2023): at temperature 0 the
-share of equal best tokens, above it the overlap sum(min(p, q)).
+Teacher-forced, in MLX and float32: at every position both read the text itself, not each other's tokens. Acceptance is
+that of Leviathan et al. (2023): at temperature 0 the share of equal best tokens, above it the overlap sum(min(p, q)).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Losses in nats a token; `agreement` at temperature 0; `overlaps` one per temperature asked for."""
+    """Losses in nats per token; `agreement` at temperature 0; one of `overlaps` for each other temperature."""
 
     tokens: int
     target_loss: Figure
@@ -38,9 +37,9 @@ class Comparison:
 
 
 def windows(documents: Sequence[Sequence[int]], length: int) -> Iterator[list[int]]:
-    """Windows of `length` tokens and the one that follows, each within one document.
+    """Yields windows of `length` tokens and the token that follows, each within one document.
 
-    A document's last window counts when it is more than half full; a document's only window counts always.
+    A document's last window is included if it is more than half full, its only window always.
     """
     for document in documents:
         for start in range(0, len(document) - 1, length):
@@ -52,7 +51,7 @@ def windows(documents: Sequence[Sequence[int]], length: int) -> Iterator[list[in
 def compare(
     target: Any, draft: Any, documents: Sequence[Sequence[int]], *, length: int, limit: int, temps: Sequence[float]
 ) -> Comparison:
-    """Measure both models on at least `limit` tokens of the documents, or all they have."""
+    """Measures both models on at least `limit` tokens of the documents, or on all."""
     chosen = list(_until(windows(documents, length), limit))
     progress = Progress("comparing", len(chosen), "windows")
     measured = []
@@ -65,10 +64,10 @@ def compare(
 
 
 def measure_window(target: Any, draft: Any, window: Sequence[int], temps: Sequence[float]) -> list[float]:
-    """Means over one window: target's loss, draft's loss, agreement, then the overlap at each temperature."""
+    """Returns means over one window: the target's loss, the draft's loss, agreement, and the overlap by temperature."""
     tokens = mx.array(list(window))[None]
     ours, theirs = target(tokens[:, :-1])[0], draft(tokens[:, :-1])[0]
-    shared = min(ours.shape[-1], theirs.shape[-1])  # padding rows of one vocabulary mean nothing
+    shared = min(ours.shape[-1], theirs.shape[-1])  # one vocabulary may have padding rows
     ours, theirs = ours[:, :shared].astype(mx.float32), theirs[:, :shared].astype(mx.float32)
     following = tokens[0, 1:, None]
     columns = [

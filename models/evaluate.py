@@ -1,7 +1,7 @@
-"""`python models/evaluate.py`: held-out loss of both models of a pair, and how often the target accepts the draft.
+"""`python models/evaluate.py`: measures the held-out loss of a pair, and how often the target accepts the draft.
 
-The text is the pair's own held-out files, by its `training.json`, or whatever `--text` names. MLX, float32; preload
-OpenBLAS on Linux, or it takes long.
+The text is that of the pair's held-out files, which its `training.json` lists, or of `--text`. Uses MLX in float32;
+preload OpenBLAS on Linux, because it is slow otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run by its path: the rooms lie one folder up
+if __package__ in (None, ""):  # run by its path: the checkout is one folder up
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import mlx.core as mx
@@ -28,7 +28,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Runs the command line, and returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         _check(options)
@@ -53,11 +53,11 @@ def _check(options: argparse.Namespace) -> None:
 def _held_out_texts(pair: Path) -> list[str]:
     held_out = read_held_out(pair)
     if held_out is None:
-        raise InvalidRequest(f"{pair} has no training.json that names its held-out files; name unseen text with --text")
+        raise InvalidRequest(f"{pair} has no training.json that lists held-out files; expected --text with unseen text")
     if held_out.python != platform.python_version():
         raise InvalidRequest(
-            f"the held-out files are those of Python {held_out.python}, this is {platform.python_version()}; "
-            "run that Python or name unseen text with --text"
+            f"the held-out files are those of Python {held_out.python}, but this is {platform.python_version()}; "
+            "run that Python, or use --text with unseen text"
         )
     return [_read(standard_library() / name) for name in held_out.names]
 
@@ -67,7 +67,7 @@ def _named_texts(paths: Sequence[Path]) -> list[str]:
     for path in paths:
         texts += [source.text for source in python_files(path)] if path.is_dir() else [_read(path)]
     if not texts:
-        raise InvalidRequest(f"no usable .py file lies in {', '.join(map(str, paths))}")
+        raise InvalidRequest(f"{', '.join(map(str, paths))} has no usable .py file")
     return texts
 
 
@@ -89,7 +89,7 @@ def _compare(options: argparse.Namespace, texts: Sequence[str]) -> Comparison:
 
 def _load(path: Path) -> tuple[Any, Any]:
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path} holds no config.json; expected a model folder in Hugging Face layout")
+        raise ModelError(f"{path} has no config.json; expected a model folder in Hugging Face layout")
     # Documents are cut into windows afterwards, so the tokenizer's own length limit would only warn.
     model, tokenizer = mlx_lm.load(str(path), tokenizer_config={"model_max_length": sys.maxsize})[:2]
     model.set_dtype(mx.float32)
@@ -98,8 +98,8 @@ def _load(path: Path) -> tuple[Any, Any]:
 
 def _report(comparison: Comparison, temps: Sequence[float]) -> str:
     rows = [
-        ("target loss, nats a token", comparison.target_loss),
-        ("draft loss, nats a token", comparison.draft_loss),
+        ("target loss, nats per token", comparison.target_loss),
+        ("draft loss, nats per token", comparison.draft_loss),
         ("same best token (T = 0)", comparison.agreement),
     ]
     rows += [
@@ -116,11 +116,11 @@ def _shown(figure: Figure) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="evaluate", description="Held-out loss and acceptance of a model pair.")
     parser.add_argument("--pair", type=Path, default=_HERE, help="folder with target/ and draft/ (default: models)")
-    parser.add_argument("--target", type=Path, help="another target's folder")
-    parser.add_argument("--draft", type=Path, help="another draft's folder")
-    parser.add_argument("--text", type=Path, nargs="+", help="files or folders to read, unseen by the pair")
-    parser.add_argument("--tokens", type=int, default=65_536, help="how much to read (default: 65,536)")
-    parser.add_argument("--context", type=int, default=1024, help="window length, each read from its start (1,024)")
+    parser.add_argument("--target", type=Path, help="folder of another target")
+    parser.add_argument("--draft", type=Path, help="folder of another draft")
+    parser.add_argument("--text", type=Path, nargs="+", help="files or folders that the pair was not trained on")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens to read (default: 65,536)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens per window (default: 1,024)")
     parser.add_argument("--temp", type=float, nargs="+", default=[0.8, 1.0], help="temperatures above 0 (0.8 1.0)")
     return parser
 

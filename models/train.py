@@ -1,9 +1,9 @@
-"""`python models/train.py --out DIR`: make a model pair like the embedded one, from text to Hugging Face folders.
+"""`python models/train.py --out DIR`: trains a model pair like the embedded one, from text to Hugging Face folders.
 
-One command: reads this Python's standard library, learns a tokenizer, trains the target, distils the draft from it and
-writes DIR/target, DIR/draft and DIR/training.json. With `--head KIND --target MODEL` it makes a head that drafts for
-that model instead, and with `--draft --target MODEL` a draft model, from text that the model writes itself. Stopped,
-the same command goes on. Needs the extra `train`.
+The command reads this Python's standard library, learns a tokenizer, trains the target, distils the draft from it and
+writes DIR/target, DIR/draft and DIR/training.json. With `--head KIND --target MODEL` it trains a head for that model
+instead, and with `--draft --target MODEL` a draft model, both on text that the model writes itself. After an
+interruption the same command continues. Needs the extra `train`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __package__ in (None, ""):  # run by its path: the rooms lie one folder up
+if __package__ in (None, ""):  # run by its path: the checkout is one folder up
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from models.training.heads.recipe import KINDS, HeadRecipe
@@ -28,7 +28,7 @@ _OF_DRAFTS = ("layers", "mlp", "minutes", "coupled", "begin_as", "text_only", "e
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 0 when the pair is made."""
+    """Runs the command line, and returns the exit code."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
@@ -37,31 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _fail("stopped; the same command goes on from the last checkpoint", 130)
+        return _fail("stopped; the same command continues from the last checkpoint", 130)
     sys.stderr.write(
-        f"the {_made_of(options)} lies in {options.out}\n" if not options.text_only else "the text is written\n"
+        f"the {_kind_of(options)} is in {options.out}\n" if not options.text_only else "the text is complete\n"
     )
     return 0
 
 
-def _made_of(options: argparse.Namespace) -> str:
+def _kind_of(options: argparse.Namespace) -> str:
     return "draft" if options.draft else "pair" if options.head is None else "head"
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise InvalidRequest for what does not go with what is to be made."""
+    """Raises InvalidRequest for flags that do not apply to the kind of training."""
     if options.draft and options.head is not None:
-        raise InvalidRequest("--draft makes a draft model and --head a head; leave one of them out")
-    made = _made_of(options)
+        raise InvalidRequest("--draft trains a draft model and --head a head; expected one of them")
+    made = _kind_of(options)
     kinds = {"pair": _OF_PAIRS, "head": (*_OF_BOTH, *_OF_HEADS), "draft": (*_OF_BOTH, *_OF_DRAFTS)}
     for name in sorted({name for of in kinds.values() for name in of} - set(kinds[made])):
         if getattr(options, name) not in (None, False):
             wanted = " or ".join(f"a {kind}" for kind, names in kinds.items() if name in names)
-            raise InvalidRequest(f"--{name.replace('_', '-')} is for {wanted}, and this makes a {made}; leave it out")
+            raise InvalidRequest(f"--{name.replace('_', '-')} is for {wanted}, but this trains a {made}; omit it")
     if made != "pair" and options.target is None:
-        raise InvalidRequest(f"a {made} is made for a target; name its folder with --target")
+        raise InvalidRequest(f"a {made} is trained for a target; expected --target with its folder")
     if options.draft and options.store is None:
-        raise InvalidRequest("a draft needs a folder for the target's text; name one with --store")
+        raise InvalidRequest("a draft needs a folder for the target's text; expected --store FOLDER")
 
 
 def _make(options: argparse.Namespace) -> None:
@@ -135,51 +135,51 @@ def _fail(sentence: str, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="train", description="Make a pair from Python source, or a head or a draft for a target."
+        prog="train", description="Train a pair from Python source, or a head or a draft for a target."
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make; it must not exist or be empty")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create; it must not exist or be empty")
     parser.add_argument("--preset", help=f"{' or '.join(PRESETS)} (default: embedded)")
-    parser.add_argument("--target-tokens", type=int, help="tokens the target sees (embedded: 7,650,000)")
-    parser.add_argument("--draft-tokens", type=int, help="tokens the draft sees (embedded: 5,000,000)")
-    parser.add_argument("--batch-tokens", type=int, help="tokens a step (embedded: 4,096; a head: 2,048)")
+    parser.add_argument("--target-tokens", type=int, help="tokens to train the target on (embedded: 7,650,000)")
+    parser.add_argument("--draft-tokens", type=int, help="tokens to train the draft on (embedded: 5,000,000)")
+    parser.add_argument("--batch-tokens", type=int, help="tokens per step (embedded: 4,096; a head: 2,048)")
     parser.add_argument(
         "--extra-dir",
         type=Path,
         action="append",
         default=[],
-        help="more permissively licensed Python to train on; may be given several times",
+        help="folder with more permissively licensed Python to train on; repeatable",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and order (default: 0)")
     head = parser.add_argument_group("a head")
-    head.add_argument("--head", help=f"make one for a target instead of a pair: {' or '.join(KINDS)}")
+    head.add_argument("--head", help=f"train a head for a target instead of a pair: {' or '.join(KINDS)}")
     head.add_argument(
         "--target",
         type=Path,
-        help="the Llama-like model to make it for: a folder; for a draft also a GGUF file or smollm2",
+        help="folder of the Llama-like target; for a draft also a GGUF file or smollm2",
     )
-    head.add_argument("--store", type=Path, help="keep the target's text here, for its other heads as well")
-    head.add_argument("--text-tokens", type=int, help="text that the target writes (2,000,000)")
-    head.add_argument("--tokens", type=int, help="tokens that the head sees (4,000,000)")
-    head.add_argument("--length", type=int, help="of a window, in tokens (512)")
-    head.add_argument("--hidden", type=int, help="its width (the target's)")
-    head.add_argument("--vocab", type=int, help="how many tokens it can say, the most frequent (the target's)")
-    head.add_argument("--steps", type=int, help="tokens it learns to draft behind one another (4)")
+    head.add_argument("--store", type=Path, help="keep the target's text here, also for its other heads")
+    head.add_argument("--text-tokens", type=int, help="tokens that the target writes (2,000,000)")
+    head.add_argument("--tokens", type=int, help="tokens to train the head on (4,000,000)")
+    head.add_argument("--length", type=int, help="tokens per window (512)")
+    head.add_argument("--hidden", type=int, help="width of the head (the target's)")
+    head.add_argument("--vocab", type=int, help="number of tokens it can draft, the most frequent (the target's)")
+    head.add_argument("--steps", type=int, help="length of the chains that it learns to draft (4)")
     head.add_argument(
         "--visible-prefix",
         action="store_true",
         default=None,
-        help="a dflash head learns with the first tokens of its blocks known, as in the draft worker they are",
+        help="train a dflash head with known first tokens in its blocks, as it is used in the draft worker",
     )
-    head.add_argument("--rate", type=float, help="of learning, at its highest (a head 0.0015, a draft 0.0005)")
+    head.add_argument("--rate", type=float, help="peak learning rate (a head 0.0015, a draft 0.0005)")
     draft = parser.add_argument_group("a draft model (with --target, --store, --vocab, --text-tokens and --rate, too)")
-    draft.add_argument("--draft", action="store_true", help="make one that begins as some of the target's layers")
-    draft.add_argument("--layers", type=_layer_list, help="which, from 0; -1 is the last (0,1)")
+    draft.add_argument("--draft", action="store_true", help="train a draft model, initialised with target layers")
+    draft.add_argument("--layers", type=_layer_list, help="target layers to begin with, from 0; -1: the last (0,1)")
     draft.add_argument("--mlp", type=int, help="width of its MLPs, the strongest columns (the target's)")
-    draft.add_argument("--minutes", type=float, help="for text and training together (until it is stopped)")
-    draft.add_argument("--coupled", type=float, help="weight of equal choices beside the KL divergence (1)")
+    draft.add_argument("--minutes", type=float, help="minutes for text and training (until it is stopped)")
+    draft.add_argument("--coupled", type=float, help="weight of equal choices relative to the KL divergence (1)")
     draft.add_argument("--begin-as", type=Path, help="unfinished run (OUT.partial) of a draft with fewer layers")
-    draft.add_argument("--text-only", action="store_true", help="write text alone; another run may train meanwhile")
-    draft.add_argument("--export", action="store_true", help="write the best draft so far of a run that may go on")
+    draft.add_argument("--text-only", action="store_true", help="only write text; another run may train meanwhile")
+    draft.add_argument("--export", action="store_true", help="write the best draft so far; the run may continue")
     return parser
 
 

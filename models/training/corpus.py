@@ -1,7 +1,6 @@
-"""The training text: which Python files, in which order, and which are held out.
+"""Selects the Python files of the training text, their order, and the held-out files.
 
-A file's place depends on the seed and its name alone, so that the same Python always gives the same split. Knows files
-and characters; knows nothing of tokens.
+A file's position depends only on the seed and its name, so that the same Python always gives the same split.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file; `name` is its path under the folder it was found in, with forward slashes."""
+    """One file; `name` is its path relative to its source folder, with forward slashes."""
 
     name: str
     text: str
@@ -36,11 +35,11 @@ class Corpus:
 
     @property
     def characters(self) -> int:
-        """Of the training text."""
+        """The number of characters of the training text."""
         return sum(len(source.text) for source in self.train)
 
     def digest(self) -> str:
-        """Names every file and byte of both parts, in order."""
+        """Returns a hash of all names and contents of both parts, in order."""
         digest = hashlib.sha256()
         for source in (*self.train, *self.held_out):
             digest.update(f"{source.name}\0{source.text}\0".encode())
@@ -48,29 +47,29 @@ class Corpus:
 
 
 def standard_library() -> Path:
-    """This Python's standard library."""
+    """Returns the folder of this Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def gather(
     library: Path, extra: Sequence[Path] = (), *, seed: int, held_out: int, max_characters: int | None = None
 ) -> Corpus:
-    """Read `library` and every folder of `extra`; hold out `held_out` files of the library.
+    """Reads `library` and every folder of `extra`; holds out `held_out` files of the library.
 
-    A text that occurs twice is taken once, so that no copy of a held-out file is trained on. `max_characters` ends the
-    training text early. Raises InvalidRequest for a folder that is missing or holds no Python, or too small a library.
+    A text that occurs twice is used once, so that no copy of a held-out file is trained on. `max_characters` limits
+    the training text. Raises InvalidRequest for a folder that is missing or has no Python, or too small a library.
     """
     ranked = sorted(python_files(library), key=lambda source: _rank(seed, source.name))
     if len(ranked) <= held_out:
         raise InvalidRequest(
-            f"{library} holds {len(ranked)} usable Python files, expected more than the {held_out} to hold out; "
-            "run a Python that comes with its standard library's sources"
+            f"{library} has {len(ranked)} usable Python files; expected more than {held_out}, which are held out: "
+            "use a Python with the sources of its standard library"
         )
     kept, rest = ranked[:held_out], ranked[held_out:]
     for folder in extra:
         found = list(python_files(folder))
         if not found:
-            raise InvalidRequest(f"no .py file of {MIN_CHARACTERS} to {MAX_CHARACTERS} characters lies in {folder}")
+            raise InvalidRequest(f"{folder} has no .py file of {MIN_CHARACTERS} to {MAX_CHARACTERS} characters")
         rest += found
     rest.sort(key=lambda source: _rank(seed, source.name))
     return Corpus(tuple(_distinct(rest, kept, max_characters)), tuple(kept))
@@ -81,9 +80,9 @@ def _rank(seed: int, name: str) -> bytes:
 
 
 def python_files(folder: Path) -> Iterator[Source]:
-    """Usable files under `folder`, by name. Files that are not UTF-8 (a few tests of encodings) are passed over."""
+    """Yields usable files under `folder`, by name. Files that are not UTF-8 (a few tests of encodings) are skipped."""
     if not folder.is_dir():
-        raise InvalidRequest(f"{folder} is not a folder; expected one that holds .py files")
+        raise InvalidRequest(f"{folder} is not a folder; expected a folder with .py files")
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
         if not _SKIPPED_FOLDERS.isdisjoint(name.parts) or not path.is_file():

@@ -1,4 +1,4 @@
-"""A trained pair as Hugging Face folders that plain `mlx_lm.load` opens: float16 weights, config, tokenizer."""
+"""Writes models as Hugging Face folders that plain `mlx_lm.load` opens: float16 weights, config, tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.training.tokenizer import END_OF_TEXT
 
 
 def write_model(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """Write config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the new `folder`."""
+    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json into the new `folder`."""
     folder.mkdir(parents=True)
     weights = {
         f"model.{name}": tensor.detach().to("cpu", torch.float16).contiguous()

@@ -1,4 +1,4 @@
-"""A Llama in PyTorch whose parameters carry Hugging Face's names: to train one, and for a trained one's rows."""
+"""A Llama in PyTorch with Hugging Face's parameter names, for training, and for rows of trained models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from models.training.recipe import Shape
 
 
 class KeysAndValues(Protocol):
-    """What one layer remembers of the tokens before."""
+    """One layer's KV cache."""
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add those of new tokens [batch, kv_heads, new, head_dim], then let their queries read all: as `queries`."""
+        """Adds keys and values of new tokens [batch, kv_heads, new, head_dim]; attends to all. Shape as `queries`."""
         ...
 
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens [batch, length] int64 -> logits [batch, length, vocab]; length up to the shape's context."""
+    """Maps tokens [batch, length] int64 to logits [batch, length, vocab]; length up to the shape's context."""
 
     cos: Tensor
     sin: Tensor
@@ -99,7 +99,7 @@ class Llama(nn.Module):
         return self.logits(self.rows(tokens)[-1])
 
     def rows(self, tokens: Tensor, at: int | Tensor = 0, before: Sequence[KeysAndValues] | None = None) -> list[Tensor]:
-        """What each layer puts out [batch, length, hidden]; the first token stands at position `at` (or [batch])."""
+        """Returns each layer's output [batch, length, hidden]; the first token is at position `at` (or [batch])."""
         if isinstance(at, Tensor):
             places = at[:, None] + torch.arange(tokens.shape[1], device=at.device)
             cos, sin = self.cos[places][:, None], self.sin[places][:, None]
@@ -112,7 +112,7 @@ class Llama(nn.Module):
         return found
 
     def logits(self, row: Tensor) -> Tensor:
-        """Of the last layer's rows."""
+        """Returns the logits of the last layer's rows."""
         normed = self.norm(row)
         return functional.linear(normed, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(normed)
 
@@ -121,26 +121,26 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
-            # Projections that end in the residual stream start smaller, so that depth doesn't raise its variance.
+            # Projections into the residual stream start smaller, so that depth does not raise its variance.
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = 0.02 / (2 * self.shape.layers) ** 0.5 if residual else 0.02
             nn.init.normal_(parameter, std=scale, generator=generator)
 
 
 def attend_one(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention of one token: heads that share keys stand as rows of one, so that these are read once."""
+    """Computes the attention of one token; query heads that share keys become rows, so that keys are read once."""
     shared = queries.reshape(keys.shape[0], keys.shape[1], -1, keys.shape[-1])
     return functional.scaled_dot_product_attention(shared, keys, values, attn_mask=mask).reshape(queries.shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on x [..., length, head_dim]; dimension i turns together with i + head_dim / 2."""
+    """Applies rotary positions to x [..., length, head_dim]; dimension i rotates with i + head_dim / 2."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 def angles(shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's rotation, [context, head_dim] each."""
+    """Returns cosines and sines of every position's rotation, [context, head_dim] each."""
     frequencies = shape.rope_base ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     turns = torch.outer(torch.arange(shape.context).float(), frequencies).repeat(1, 2)
     return turns.cos(), turns.sin()

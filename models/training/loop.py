@@ -1,7 +1,7 @@
-"""The training loop both models share: AdamW, a cosine per phase, bfloat16 autocast, checkpoints it can go on from.
+"""The training loop of both models: AdamW, a cosine schedule per phase, bfloat16 autocast, checkpoints.
 
-Knows neither text nor teacher: a loss function turns (phase, draws) into a loss. A step depends only on the recipe and
-its number, so a run that was stopped ends where an unbroken one ends.
+It is independent of text and teacher: a loss function maps draws to a loss. A step depends only on the recipe and its
+number, so an interrupted run gives the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _WEIGHT_DECAY = 0.1
 _CLIP = 1.0
 _BETAS = (0.9, 0.95)
 _WARMUP_SHARE = 0.03
-_FLOOR = 0.1  # of the peak rate, where the cosine ends
+_FLOOR = 0.1  # final rate as a share of the peak rate
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Windows a step asks for: draws `first` to `first + size` of phase number `phase`."""
+    """The windows of a step: draws `first` to `first + size` of phase number `phase`."""
 
     phase: int
     length: int
@@ -39,14 +39,14 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where the loop stands: step `number` of `count` in phase number `phase`."""
+    """The loop's position: step `number` of `count` in phase number `phase`."""
 
     phase: int
     number: int
     count: int
 
     def rate(self, peak: float) -> float:
-        """The learning rate: linear up over the warm-up, then down along a cosine to a tenth of the peak."""
+        """Returns the learning rate: a linear warm-up, then a cosine down to a tenth of the peak."""
         warmup = max(1, round(self.count * _WARMUP_SHARE))
         if self.number < warmup:
             return peak * (self.number + 1) / warmup
@@ -55,12 +55,12 @@ class Step:
 
 
 def pick_device() -> torch.device:
-    """CUDA when there is one, else the CPU."""
+    """Returns CUDA if available, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies it faster than float32: CUDA, and CPUs with AVX512-BF16 or AMX."""
+    """Returns bfloat16 if it is faster than float32 (CUDA, CPUs with AVX512-BF16 or AMX), else float32."""
     fast = device.type == "cuda" or (torch.backends.mkldnn.is_available() and _multiplies_bfloat16())
     return torch.bfloat16 if fast else torch.float32
 
@@ -71,12 +71,12 @@ def _multiplies_bfloat16() -> bool:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Matrix products in bfloat16."""
+    """Returns a context in which matrix products are bfloat16."""
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 class Loop:
-    """Trains `model` through `phases`; goes on from `checkpoint` when that file is there."""
+    """Trains `model` through `phases`; continues from a checkpoint if it exists."""
 
     def __init__(self, name: str, model: nn.Module, phases: tuple[Phase, ...], batch_tokens: int) -> None:
         self._name, self._model, self._phases, self._batch_tokens = name, model, phases, batch_tokens
@@ -85,7 +85,7 @@ class Loop:
     def run(
         self, loss_of: Callable[[Draws], Tensor], checkpoint: Path, *, period_s: float = CHECKPOINT_PERIOD_S
     ) -> None:
-        """Take every step that is left; a checkpoint at least every `period_s` seconds and at the end of each phase."""
+        """Runs all remaining steps; saves a checkpoint every `period_s` seconds and at the end of each phase."""
         phase, number = self._restore(checkpoint)
         self._model.train()
         while phase < len(self._phases):
@@ -94,7 +94,7 @@ class Loop:
             self._save(checkpoint, phase, number)
 
     def tokens_seen(self) -> int:
-        """Tokens a whole run sees: the phases' tokens, cut to whole batches."""
+        """Returns the tokens of a complete run: those of the phases, rounded down to whole batches."""
         return sum(
             phase.steps(self._batch_tokens) * phase.windows(self._batch_tokens) * phase.length for phase in self._phases
         )

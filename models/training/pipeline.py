@@ -1,6 +1,6 @@
-"""The whole run in order: text, tokenizer, target, the teacher's logits, draft, held-out loss, export.
+"""Runs the training of a pair: text, tokenizer, target, teacher's logits, draft, held-out loss, export.
 
-Every stage keeps its result in the workspace, so the same command goes on where it was stopped.
+Every stage keeps its result in the workspace, so the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HELD_OUT_TOKENS = 65_536  # enough for a standard error near 0.01 nats
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every stage needs."""
+    """The inputs of every stage."""
 
     recipe: Recipe
     space: Workspace
@@ -46,7 +46,8 @@ class Run:
 
 
 def run(recipe: Recipe, out: Path, extra: Sequence[Path] = ()) -> None:
-    """Make a pair at `out`: `out/target`, `out/draft`, `out/training.json`. Raises InvalidRequest on bad input."""
+    """Trains a pair, and writes `out/target`, `out/draft` and `out/training.json`. Raises InvalidRequest on bad
+    input."""
     check_out(out)
     text = corpus.gather(
         corpus.standard_library(),
@@ -78,7 +79,7 @@ def _tokenizer(space: Workspace, text: Corpus, vocab: int) -> Tokenizer:
         learned = tokenizer.train((source.text for source in text.train), vocab)
         if learned.get_vocab_size() != vocab:
             raise InvalidRequest(
-                f"the text fills {learned.get_vocab_size()} of {vocab} tokens of the vocabulary; add text"
+                f"the text is enough for {learned.get_vocab_size()} of {vocab} tokens of the vocabulary; add text"
             )
         with replacing(path) as temporary:
             learned.save(str(temporary), pretty=False)
@@ -102,7 +103,7 @@ def _make_pair(made: Run, vocabulary: Tokenizer, text: Corpus) -> None:
         held_out=tuple(source.name for source in text.held_out),
     )
     log.info(
-        "held-out loss: target %.3f, draft %.3f nats a token", record.target.held_out_loss, record.draft.held_out_loss
+        "held-out loss: target %.3f, draft %.3f nats per token", record.target.held_out_loss, record.draft.held_out_loss
     )
     made.space.clear_pair()
     export.write_model(made.space.pair / "target", target, vocabulary)
@@ -111,7 +112,7 @@ def _make_pair(made: Run, vocabulary: Tokenizer, text: Corpus) -> None:
 
 
 def _train_target(made: Run, model: Llama) -> int:
-    """Next-token training; returns the tokens seen."""
+    """Trains the target on next tokens. Returns the tokens seen."""
 
     def loss_of(draws: Draws) -> Tensor:
         seed = made.recipe.seed + draws.phase
@@ -124,7 +125,7 @@ def _train_target(made: Run, model: Llama) -> int:
 
 
 def _train_draft(made: Run, model: Llama, teacher: Llama) -> int:
-    """Distillation on the teacher's kept logits; returns the tokens seen."""
+    """Distils the draft from the teacher's stored logits. Returns the tokens seen."""
     length = made.recipe.draft.context
     loop = Loop("draft", model, made.recipe.draft_phases, made.recipe.batch_tokens)
     there = windows.window_count(made.tokens, length, spare=0)
@@ -149,7 +150,7 @@ def _train_draft(made: Run, model: Llama, teacher: Llama) -> int:
 
 @torch.no_grad()
 def held_out_loss(model: Llama, tokens: NDArray[np.uint16], device: torch.device) -> float:
-    """Mean nats a token over windows of the full context, each read from its start."""
+    """Returns the mean nats per token over windows of the full context, each read from its start."""
     length = model.shape.context
     count = min(windows.window_count(tokens, length, spare=1), max(1, _HELD_OUT_TOKENS // length))
     progress = Progress("held-out loss", count, "windows")

@@ -1,4 +1,4 @@
-"""One line of progress per stage: rewritten in place on a terminal, now and then a new line elsewhere."""
+"""Shows a line of progress per stage: rewritten in place on a terminal, else a new line every half minute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Progress:
         self._first: int | None = None  # a resumed stage doesn't start at 0
 
     def update(self, done: int, note: str = "") -> None:
-        """Show that `done` of `total` are finished; the last one always shows."""
+        """Shows that `done` of `total` units are finished. The last update is always shown."""
         now = time.monotonic()
         if self._first is None:
             self._first = done

@@ -1,7 +1,4 @@
-"""What to train and for how long: model shapes, training phases, presets, and the one place that checks them.
-
-Knows numbers only: no files, no torch.
-"""
+"""The recipe of a pair: model shapes, training phases, presets, and their checks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from outrider.protocol.errors import InvalidRequest
 
-_LONG_SHARE = 0.085  # of the target's tokens, the part seen at full context, after the cheap short windows
+_LONG_SHARE = 0.085  # share of the target's tokens at full context, after the cheaper short windows
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama. Sizes in elements, `context` in tokens; `tied`: its embedding is its output layer."""
+    """A Llama's shape. Sizes in elements, `context` in tokens; `tied`: the embedding is also the output layer."""
 
     hidden: int
     layers: int
@@ -35,7 +32,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`tokens` seen in windows of `length`, at a peak learning `rate` that warms up, then falls along a cosine."""
+    """`tokens` in windows of `length`, with a warm-up to a peak learning `rate` and a cosine decay."""
 
     tokens: int
     length: int
@@ -45,13 +42,13 @@ class Phase:
         return max(1, self.tokens // (self.windows(batch_tokens) * self.length))
 
     def windows(self, batch_tokens: int) -> int:
-        """Windows in one batch."""
+        """Returns the number of windows in a batch."""
         return max(1, batch_tokens // self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One training run. Two runs with equal recipes on equal text make the same pair, up to the device's rounding."""
+    """One training run. Equal recipes on equal text give the same pair, up to the device's rounding."""
 
     preset: str
     seed: int
@@ -60,7 +57,7 @@ class Recipe:
     target_phases: tuple[Phase, ...]
     draft_phases: tuple[Phase, ...]
     batch_tokens: int
-    teacher_top: int  # teacher log-probabilities kept per position; the rest is one lump
+    teacher_top: int  # teacher log-probabilities stored per position; the rest is one lump
     held_out_files: int
     max_characters: int | None  # of training text; None takes all
 
@@ -73,7 +70,7 @@ def preset(
     draft_tokens: int | None = None,
     batch_tokens: int | None = None,
 ) -> Recipe:
-    """The recipe called `name`, with these settings put in. Raises InvalidRequest for one out of range."""
+    """Returns the recipe `name` with these settings. Raises InvalidRequest for a value out of range."""
     if name not in PRESETS:
         raise InvalidRequest(f"unknown preset {name!r}; expected one of {', '.join(PRESETS)}")
     base = PRESETS[name]
@@ -101,7 +98,7 @@ def _check(recipe: Recipe) -> None:
         tokens = sum(phase.tokens for phase in phases)
         if tokens < recipe.batch_tokens:
             raise InvalidRequest(
-                f"the {what} must see at least one batch, {recipe.batch_tokens} tokens, not {tokens}; raise its tokens"
+                f"the {what} needs at least one batch, {recipe.batch_tokens} tokens, not {tokens}; raise its tokens"
             )
 
 

@@ -1,7 +1,5 @@
-"""`training.json`, the record beside a pair: how it was made, on what, and which files it has never seen.
-
-`evaluate.py` reads it to find the held-out text. Needs no torch.
-"""
+"""`training.json` of a pair: its recipe, training text, and held-out files, which `evaluate.py` reads. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ FILE_NAME = "training.json"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One model of the pair: tokens it saw, and its held-out loss at full context, nats a token."""
+    """One model of the pair: the tokens it was trained on, and its held-out loss at full context in nats per token."""
 
     tokens_seen: int
     held_out_loss: float
@@ -25,7 +23,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Everything worth knowing about a finished run."""
+    """The record of a finished run."""
 
     recipe: Recipe
     python: str
@@ -38,20 +36,20 @@ class Record:
     held_out: tuple[str, ...]
 
     def write(self, pair: Path) -> None:
-        """Write `training.json` into the folder of the pair."""
+        """Writes `training.json` into the folder of the pair."""
         (pair / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Names, under the standard library of this Python version, of files a pair was not trained on."""
+    """Names of the held-out files of a pair, in the standard library of this Python version."""
 
     python: str
     names: tuple[str, ...]
 
 
 def read_held_out(pair: Path) -> HeldOut | None:
-    """The held-out files of a pair, or None when it has no record. Raises InvalidRequest for a damaged one."""
+    """Returns the held-out files of a pair, or None without a record. Raises InvalidRequest for a damaged one."""
     path = pair / FILE_NAME
     if not path.exists():
         return None
@@ -59,5 +57,5 @@ def read_held_out(pair: Path) -> HeldOut | None:
         content = json.loads(path.read_text())
         python, names = content["python"], content["held_out"]
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"{path} is not a record of a training run; make the pair again or name --text") from error
+        raise InvalidRequest(f"{path} is not a record of a training run; train the pair again or use --text") from error
     return HeldOut(str(python), tuple(str(name) for name in names))

@@ -1,7 +1,7 @@
-"""Files that are either whole or absent, and the folder an unfinished run works in.
+"""Writes files that are either complete or absent, and manages the folder of an unfinished run.
 
-`out` appears in one rename when everything is done. Until then all lies in `out.partial`, which also lets the same
-command go on where it was stopped. Raises InvalidRequest when either can't be used.
+`out` appears in one rename when everything is done. Until then all files are in `out.partial`, from which the same
+command continues after an interruption. Raises InvalidRequest if either can't be used.
 """
 
 from __future__ import annotations
@@ -25,62 +25,60 @@ _PAIR = "pair"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write; it becomes `path` when the block ends well."""
+    """Yields a temporary path to write, which becomes `path` when the block succeeds."""
     temporary = path.with_name(path.name + ".new")
     yield temporary
     os.replace(temporary, path)
 
 
 def open_store(folder: Path, form: Mapping[str, Any]) -> None:
-    """Make `folder` a store of this form, or find that it is one.
+    """Creates a store with this identity in `folder`, or checks that the folder has it.
 
     Raises:
-        InvalidRequest: it holds something else.
+        InvalidRequest: the folder has something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    said, path = json.dumps(form, indent=1), folder / "store.json"
+    identity, path = json.dumps(form, indent=1), folder / "store.json"
     if not path.exists():
         if any(folder.iterdir()):
             raise InvalidRequest(f"{folder} holds files of another origin; expected an empty folder or a store")
         with replacing(path) as temporary:
-            temporary.write_text(said)
-    elif path.read_text() != said:
-        raise InvalidRequest(f"{folder} holds text of another target, or made otherwise; choose another --store")
+            temporary.write_text(identity)
+    elif path.read_text() != identity:
+        raise InvalidRequest(f"{folder} has text of another target or with other settings; choose another --store")
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """An unfinished run: `partial` holds its files, and its pair until `publish` moves it to `out`."""
+    """An unfinished run: `partial` has its files, and its pair until `publish` moves it to `out`."""
 
     out: Path
     partial: Path
 
     @property
     def pair(self) -> Path:
-        """Where the finished pair's files go."""
+        """The folder for the finished pair's files."""
         return self.partial / _PAIR
 
     def clear_pair(self) -> None:
-        """Drop what a stopped export left behind."""
+        """Removes the files of an interrupted export."""
         shutil.rmtree(self.pair, ignore_errors=True)
 
     def publish(self) -> None:
-        """Make the pair appear at `out` and clear the rest away."""
+        """Moves the pair to `out`, and removes all other files."""
         os.rename(self.pair, self.out)
         shutil.rmtree(self.partial)
 
 
 def check_out(out: Path) -> None:
-    """Raise InvalidRequest unless a pair can be put at `out`."""
+    """Raises InvalidRequest if `out` can't be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InvalidRequest(
-            f"{out} exists already; expected a path that doesn't, or an empty folder: choose another --out"
-        )
+        raise InvalidRequest(f"{out} exists already; expected a new path or an empty folder: choose another --out")
 
 
 @contextmanager
 def workspace(out: Path, identity: dict[str, object]) -> Iterator[Workspace]:
-    """Open or go on with the run for `out`, alone. `identity` says what makes two runs the same."""
+    """Begins or continues the run for `out`, under a lock. A run continues if its `identity` is the same."""
     check_out(out)
     partial = out.with_name(out.name + ".partial")
     try:
@@ -92,7 +90,7 @@ def workspace(out: Path, identity: dict[str, object]) -> Iterator[Workspace]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InvalidRequest(f"another run is at work in {partial}; wait for it or choose another --out") from error
+            raise InvalidRequest(f"another run uses {partial}; wait for its end or choose another --out") from error
         _claim(partial, json.dumps(identity, indent=1, sort_keys=True))
         yield Workspace(out, partial)
 
@@ -100,12 +98,12 @@ def workspace(out: Path, identity: dict[str, object]) -> Iterator[Workspace]:
 def _claim(partial: Path, identity: str) -> None:
     path = partial / _IDENTITY
     if not path.exists():
-        # The folder is removed at the end, so it must never be someone else's.
+        # The folder is removed at the end, so it must not contain other files.
         if any(entry.name != _LOCK and not entry.name.startswith(_IDENTITY) for entry in partial.iterdir()):
             raise InvalidRequest(f"{partial} holds files of another origin; move them or choose another --out")
         with replacing(path) as temporary:
             temporary.write_text(identity)
     elif path.read_text() != identity:
         raise InvalidRequest(
-            f"{partial} holds an unfinished run with other settings or other text; remove it or choose another --out"
+            f"{partial} has an unfinished run with other settings or other text; remove it or choose another --out"
         )

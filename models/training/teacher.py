@@ -1,8 +1,8 @@
-"""The target's best log-probabilities at every position of the training text, kept on disk.
+"""Stores the target's best log-probabilities at every position of the training text.
 
-The teacher's forward costs far more than a draft's step; kept, it is paid once and the draft can see the text again and
-again. Two memory-mapped arrays [windows, length, top]: token ids (uint16) and log-probabilities (float16), 4 bytes an
-entry. `done.json` counts the windows written, so that filling can go on where it was stopped.
+The teacher's forward costs far more than a draft's step; stored, it is computed once for all epochs. There are two
+memory-mapped arrays [windows, length, top]: token ids (uint16) and log-probabilities (float16), 4 bytes per entry.
+`done.json` counts the windows written, so that an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from models.training.progress import Progress
 from models.training.storage import replacing
 from outrider.protocol.errors import InvalidRequest
 
-_FORWARD_TOKENS = 8192  # a forward's worth; bounds memory
+_FORWARD_TOKENS = 8192  # per forward; bounds memory
 _FLUSH_EVERY = 16  # forwards
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """Windows with the teacher's view: tokens [rows, length], ids and log-probabilities [rows, length, top]."""
+    """Windows with the teacher's predictions: tokens [rows, length], ids and log-probabilities [rows, length, top]."""
 
     tokens: Tensor
     ids: Tensor
@@ -37,10 +37,10 @@ class TeacherRows:
 
 
 class TeacherCache:
-    """The teacher's view of the first `count` windows of a token stream, in `folder`."""
+    """The teacher's predictions for the first `count` windows of a token stream, in `folder`."""
 
     def __init__(self, folder: Path, tokens: NDArray[np.uint16], *, count: int, length: int, top: int) -> None:
-        """Open or make the files. Raises InvalidRequest when the disk has no room for them."""
+        """Opens or creates the files. Raises InvalidRequest if the disk has too little space."""
         self._tokens, self.count, self._length = tokens, count, length
         self._done_path = folder / "done.json"
         fresh = not self._done_path.exists()
@@ -54,7 +54,7 @@ class TeacherCache:
             self._mark(0)
 
     def fill(self, teacher: Llama, device: torch.device) -> None:
-        """Write every window that is missing."""
+        """Writes all missing windows."""
         size = max(1, _FORWARD_TOKENS // self._length)
         progress = Progress("teacher's logits", self.count, "windows")
         teacher.eval()
@@ -66,7 +66,7 @@ class TeacherCache:
             progress.update(last)
 
     def rows(self, indices: NDArray[np.int64], device: torch.device) -> TeacherRows:
-        """These windows; log-probabilities as float32."""
+        """Returns these windows, with log-probabilities as float32."""
         return TeacherRows(
             torch.from_numpy(self._window_tokens(indices)).to(device),
             torch.from_numpy(self._ids[indices].astype(np.int64)).to(device),

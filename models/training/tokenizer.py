@@ -1,6 +1,6 @@
-"""The pair's tokenizer: byte-level BPE cut for Python source, and text to token ids.
+"""The pair's tokenizer: byte-level BPE for Python source.
 
-Every byte is a token, so any text can be encoded and decoded back. Id 0 opens every document and ends a text.
+Every byte is a token, so any text can be encoded and decoded. Id 0 begins every document and ends a text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from models.training.corpus import Source
 
 END_OF_TEXT = "<|endoftext|>"
-# A line's indentation goes with its newline; words, digits and runs of punctuation stay apart.
+# A newline and the indentation after it are one piece; words, digits and runs of punctuation are separate.
 _PIECES = r"\n[ ]*| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+"
 
 
 def train(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab` ids, when the texts are rich enough to fill them."""
+    """Returns a tokenizer with `vocab` ids, or fewer if the texts are too small."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -42,6 +42,6 @@ def train(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, sources: Sequence[Source]) -> NDArray[np.uint16]:
-    """All sources as one stream of ids [tokens], each opened by id 0."""
+    """Returns all sources as one stream of ids [tokens], each beginning with id 0."""
     encodings = tokenizer.encode_batch_fast([source.text for source in sources])
     return np.concatenate([np.asarray(encoding.ids, dtype=np.uint16) for encoding in encodings])

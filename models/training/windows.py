@@ -1,4 +1,4 @@
-"""Which window of the token stream is seen when: a pure function of (seed, draw), so that a run can stop and go on."""
+"""Chooses the window of each draw as a pure function of (seed, draw), so that a run can be interrupted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def _epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def draw(count: int, seed: int, first: int, size: int) -> NDArray[np.int64]:
-    """Indices [size] of draws `first` and on: every epoch of `count` draws is a permutation of its own."""
+    """Returns the window indices [size] of the draws from `first` on; each epoch of `count` draws is a permutation."""
     draws = np.arange(first, first + size)
     return np.array([_epoch_order(count, seed, int(d // count))[d % count] for d in draws], dtype=np.int64)
 
 
 def window_count(tokens: NDArray[np.uint16], length: int, *, spare: int) -> int:
-    """Whole windows of `length` in the stream when `spare` tokens must follow the last. Raises when there is none."""
+    """Returns the number of windows of `length` with `spare` tokens after the last. Raises InvalidRequest if it is
+    0."""
     count = (len(tokens) - spare) // length
     if count < 1:
         raise InvalidRequest(f"the text has {len(tokens)} tokens, expected at least {length + spare}; add text")
@@ -30,13 +31,14 @@ def window_count(tokens: NDArray[np.uint16], length: int, *, spare: int) -> int:
 
 
 def rows(tokens: NDArray[np.uint16], starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Tokens [starts, length] of the stream, int64."""
+    """Returns tokens [starts, length] of the stream as int64."""
     picked: NDArray[np.uint16] = tokens[starts[:, None] + np.arange(length)]
     return picked.astype(np.int64)
 
 
 def training_rows(tokens: NDArray[np.uint16], length: int, seed: int, first: int, size: int) -> NDArray[np.int64]:
-    """Rows [size, length + 1] for draws `first` and on, inputs and next tokens in one; each epoch cuts elsewhere."""
+    """Returns rows [size, length + 1] for the draws from `first` on, inputs and next tokens in one. Each epoch cuts the
+    stream at other positions."""
     count = window_count(tokens, length, spare=length)
     epochs = np.arange(first, first + size) // count
     shifts = np.array([_epoch_shift(length, seed, int(epoch)) for epoch in epochs], dtype=np.int64)

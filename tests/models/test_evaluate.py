@@ -68,7 +68,7 @@ def test_the_embedded_pair_foresees_its_own_language(tmp_path: Path, capsys: pyt
     text.write_text("import os\n\n\ndef main(path):\n    return os.path.join(path, 'a')\n" * 2)
     assert evaluate.main(["--text", str(text), "--tokens", "50", "--temp", "1"]) == 0
     rows = {line[:28].strip(): float(line[28:].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]}
-    assert 0 < rows["target loss, nats a token"] < 5
+    assert 0 < rows["target loss, nats per token"] < 5
     assert 0.2 < rows["sum min(p, q) at T = 1"] <= 1
 
 
@@ -102,7 +102,7 @@ def test_a_record_that_cannot_be_used_is_one_sentence(
     ("arguments", "code", "sentence"),
     [
         (["--text", "/nowhere.py"], 2, "can't read /nowhere.py"),
-        (["--text", __file__, "--pair", "/nowhere"], 3, "/nowhere/target holds no config.json"),
+        (["--text", __file__, "--pair", "/nowhere"], 3, "/nowhere/target has no config.json"),
         (["--text", __file__, "--temp", "0"], 2, "above 0"),
         (["--text", __file__, "--tokens", "0"], 2, "--tokens"),
         (["--text", __file__, "--context", "1"], 2, "--context"),

@@ -321,12 +321,12 @@ def test_the_target_writes_as_its_own_forward_says(target: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"kind": "medusa"}, "no head is called 'medusa'; expected one of eagle3, mtp"),
-        ({"kind": "mtp", "vocab": 100}, "mtp heads say all of the target's tokens; leave --vocab out"),
-        ({"kind": "mtp", "visible_prefix": True}, "mtp heads draft no blocks, which prefixes are of"),
-        ({"kind": "mtp", "hidden": 32}, "mtp heads are as wide as their target; leave --hidden out"),
+        ({"kind": "medusa"}, "unknown head 'medusa'; expected one of eagle3, mtp"),
+        ({"kind": "mtp", "vocab": 100}, "mtp heads always draft all of the target's tokens; omit --vocab"),
+        ({"kind": "mtp", "visible_prefix": True}, "mtp heads draft no blocks with prefixes"),
+        ({"kind": "mtp", "hidden": 32}, "mtp heads are as wide as their target; omit --hidden"),
         ({"hidden": 40}, "a head's width must be a multiple of 16 up to 64"),
-        ({"vocab": 999}, "a head can have 17 to 300 tokens here, not 999"),
+        ({"vocab": 999}, "a head for this target can have 17 to 300 tokens, not 999"),
         ({"length": 100}, "at most 64, the target's context"),
         ({"steps": 0}, "a head can learn 1 to 16 steps"),
         ({"tokens": 5}, "expected at least a batch"),
@@ -364,9 +364,9 @@ def test_a_target_that_no_head_can_be_made_for_is_told(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--head", "eagle3"], "a head is made for a target; name its folder with --target"),
-        (["--head", "eagle3", "--target", "x", "--preset", "tiny"], "--preset is for a pair, and this makes a head"),
-        (["--hidden", "64"], "--hidden is for a head, and this makes a pair"),
+        (["--head", "eagle3"], "a head is trained for a target; expected --target with its folder"),
+        (["--head", "eagle3", "--target", "x", "--preset", "tiny"], "--preset is for a pair, but this trains a head"),
+        (["--hidden", "64"], "--hidden is for a head, but this trains a pair"),
         (["--head", "eagle3", "--target", "nowhere"], "nowhere holds no readable config.json"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_stopped_run_leaves_no_pair_and_goes_on_to_the_same_one(
         else:
             patch.setattr(distill, "kl_to_teacher", stop)
         assert train.main(["--out", str(out), *SHORT]) == 130
-    assert "stopped; the same command goes on" in capsys.readouterr().err
+    assert "stopped; the same command continues" in capsys.readouterr().err
     assert not out.exists()
     assert train.main(["--out", str(out), *SHORT]) == 0
     assert "target at 64" not in capsys.readouterr().err  # the target was done
@@ -146,7 +146,7 @@ def test_a_machine_without_pytorch_is_told_what_to_install(
     ("arguments", "sentence"),
     [
         (["--preset", "huge"], "unknown preset 'huge'"),
-        (["--target-tokens", "0"], "the target must see at least one batch"),
+        (["--target-tokens", "0"], "the target needs at least one batch"),
         (["--seed", "-1"], "the seed must lie between"),
         (["--batch-tokens", "7"], "a batch must have between"),
     ],
@@ -163,7 +163,7 @@ def test_bad_settings_are_one_sentence(
 
 def test_bad_folders_are_one_sentence(torch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--out", str(tmp_path / "pair"), "--extra-dir", str(tmp_path / "gone")]) == 2
-    assert capsys.readouterr().err == f"train: {tmp_path / 'gone'} is not a folder; expected one that holds .py files\n"
+    assert capsys.readouterr().err == f"train: {tmp_path / 'gone'} is not a folder; expected a folder with .py files\n"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     assert train.main(["--out", str(tmp_path / "full")]) == 2

@@ -1,1 +1,1 @@
-"""A draft model for a trained target, distilled from answers that the target gives: prompts, text, training, export."""
+"""Trains a draft model for a target by distillation from the target's answers: prompts, text, training, export."""

@@ -1,4 +1,4 @@
-"""A trained draft as it is kept in the repository: layers in 4 bits, norms, and the tokens that it can say."""
+"""Writes a trained draft in the repository's format: layers in 4 bits, norms, and the tokens that it can draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.training.recipe import Shape
 
 
 def write(folder: Path, weights: dict[str, Tensor], outputs: Tensor, target: Shape, about: dict[str, Any]) -> None:
-    """Write config.json, model.safetensors and training.json, which tells `about` it, into the new `folder`."""
+    """Writes config.json, model.safetensors and training.json (with the content `about`) into the new `folder`."""
     tensors: dict[str, Tensor] = {"d2t": (outputs.cpu() - torch.arange(len(outputs))).int()}
     for name, value in weights.items():
         tensor = value.detach().float().cpu()

@@ -1,7 +1,7 @@
-"""The draft as it learns: some of the target's layers, between its embedding and output layer, which stay as they are.
+"""The draft during training: trainable copies of target layers between the target's frozen embedding and output layer.
 
-The loss over a batch of answers, the share of choices that are the target's own, and weights as they will be stored.
-Knows answers and tensors; nothing of files.
+Computes the loss over a batch of answers and the share of choices equal to the target's, also with weights rounded as
+they will be stored.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from models.training.draft.quantise import rounded
 from models.training.draft.store import Answer
 from models.training.llama import Block, Llama, angles
 
-_RIDGE = 100.0  # keeps the lens small where rows tell little
-_PIECE = 512  # rows of the output layer at a time
-_NEVER = -40.0  # a log-probability that is as good as none
+_RIDGE = 100.0  # regularises the lens in directions with little data
+_PIECE = 512  # rows per product with the output layer
+_NEVER = -40.0  # the lowest log-probability that counts
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Answers side by side: `tokens` [B, L]; `rows` [P], positions counted through them, at which the target's view is
-    kept: `ids` [P, top] and `log_probs` [P, top]; `answers` [P]: whose."""
+    """A batch of answers. `tokens` [B, L]; `rows` [P], flat positions for which the target's likeliest tokens are
+    stored: `ids` [P, top] and `log_probs` [P, top]; `answers` [P]: the answer of each position."""
 
     tokens: Tensor
     rows: Tensor
@@ -37,7 +37,7 @@ class Batch:
 
     @classmethod
     def of(cls, answers: Sequence[Answer], device: torch.device, longest: int) -> Batch:
-        """The first `longest` tokens of these answers."""
+        """Returns a batch of the first `longest` tokens of these answers."""
         cut = [answer for answer in answers if len(answer.tokens) - len(answer.ids) < longest]
         length = min(longest, max(len(answer.tokens) for answer in cut))
         tokens = torch.zeros(len(cut), length, dtype=torch.long)
@@ -56,9 +56,10 @@ class Batch:
 
 
 class Draft(nn.Module):
-    """Begins as `layers` of the target. `outputs` [V_d]: ids of the tokens that it can say, ascending.
+    """A draft, initialised with `layers` of the target. `outputs` [V_d]: ids of the tokens that it can draft,
+    ascending.
 
-    `lens` [H, H] turns its rows into those that the target's output layer reads.
+    `lens` [H, H] maps its rows to those that the target's output layer reads.
     """
 
     cos: Tensor
@@ -90,11 +91,11 @@ class Draft(nn.Module):
             self.register_buffer(name, tensor.clone() if name == "words" else tensor, persistent=name == "outputs")
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows for the target's output layer [B, L, H]."""
+        """Returns rows for the target's output layer [B, L, H]."""
         return functional.linear(self.normed(tokens), self.lens)
 
     def normed(self, tokens: Tensor) -> Tensor:
-        """What the last layer puts out, behind the norm [B, L, H]."""
+        """Returns the last layer's output after the norm [B, L, H]."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = functional.embedding(tokens, self.embedding).float()
         for layer in self.layers:
@@ -103,12 +104,12 @@ class Draft(nn.Module):
         return found
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Of the tokens that it can say [..., V_d]."""
+        """Returns logits of the tokens that it can draft [..., V_d]."""
         return functional.linear(rows, self.words)
 
     @torch.no_grad()
     def begin(self, target: Llama, answers: Sequence[Answer]) -> None:
-        """Set the lens to what turns rows into the target's own, by least squares over these answers."""
+        """Sets the lens to the least-squares map from its rows to the target's over these answers."""
         hidden = len(self.lens)
         square, product = torch.zeros(2, hidden, hidden, device=self.lens.device)
         for answer in answers:
@@ -123,7 +124,7 @@ class Draft(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, trained: Mapping[str, Tensor]) -> None:
-        """Start with the parameters of a draft with fewer layers; those that it lacks put out nothing at first."""
+        """Loads the parameters of a draft with fewer layers; the additional layers output zeros at first."""
         self.load_state_dict(dict(trained), strict=False)
         for number, layer in enumerate(self.layers):
             if f"layers.{number}.self_attn.o_proj.weight" not in trained:
@@ -132,7 +133,8 @@ class Draft(nn.Module):
 
     @contextmanager
     def stored(self) -> Iterator[None]:
-        """Within, the layers' matrices are as 4 bits hold them; gradients are for the whole ones (straight through)."""
+        """Rounds the layers' matrices to 4 bits within the block; gradients apply to the full ones
+        (straight-through)."""
         matrices = [module.weight for module in self.layers.modules() if isinstance(module, nn.Linear)]
         whole = [matrix.data for matrix in matrices]
         for matrix in matrices:
@@ -146,8 +148,8 @@ class Draft(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Of P positions: `divergence` [P], cross entropy with the target; `best` [P], whether the draft's likeliest token
-    is the target's; `coupled` [P], the chance, at least, that both choose the same under the same noise."""
+    """Comparison with the target at P positions: `divergence` [P], the cross entropy; `best` [P], whether the likeliest
+    tokens are equal; `coupled` [P], a lower bound of the chance that both choose the same token under equal noise."""
 
     divergence: Tensor
     best: Tensor
@@ -155,7 +157,7 @@ class Marks:
 
 
 def marks(draft: Draft, batch: Batch, *, temp: float, top: int = 32) -> Marks:
-    """How the draft's view compares with the target's at the batch's positions; `top` bounds the work for `coupled`."""
+    """Compares draft and target at the batch's positions; `top` limits the tokens for `coupled`."""
     hidden = draft(batch.tokens).flatten(0, 1)[batch.rows]
     pieces = [
         _marks(draft, *of, temp, top)
@@ -177,14 +179,14 @@ def _marks(draft: Draft, hidden: Tensor, ids: Tensor, target: Tensor, temp: floa
 
 
 def coupled(target: Tensor, draft: Tensor, temp: float) -> Tensor:
-    """A lower bound [P] of the chance that argmax(log p / T + G) and argmax(log q / T + G) are one token for one G.
+    """Returns a lower bound [P] of the chance that argmax(log p / T + G) and argmax(log q / T + G) are the same token.
 
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), over the target's likeliest tokens [P, top]: `target` at T = 1, `draft`
     at `temp`. All other tokens count as if their shares added up in both.
     """
     outside = (1 - target.exp().sum(dim=-1, keepdim=True)).clamp(min=0)
     heated = target / temp
-    least = outside * (target[:, -1:] * (1 / temp - 1)).exp()  # none outside is likelier than the last
+    least = outside * (target[:, -1:] * (1 / temp - 1)).exp()  # no token outside is likelier than the last one
     log_p = heated - torch.log(heated.exp().sum(dim=-1, keepdim=True) + least)
     log_q = draft.clamp(min=_NEVER)
     rest_p, rest_q = (1 - log.exp().sum(dim=-1, keepdim=True) for log in (log_p, log_q))
@@ -194,7 +196,7 @@ def coupled(target: Tensor, draft: Tensor, temp: float) -> Tensor:
 
 
 def _narrow(layer: Block, mlp: int) -> None:
-    """Keep the MLP's strongest columns."""
+    """Reduces the MLP to its strongest columns."""
     gate, up, down = layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
     strength = gate.weight.norm(dim=1) * up.weight.norm(dim=1) * down.weight.norm(dim=0)
     kept = strength.topk(mlp).indices.sort().values

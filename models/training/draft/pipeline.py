@@ -1,7 +1,7 @@
-"""The whole run of a draft in order: the target, text that it writes, training, export.
+"""Runs the training of a draft: reads the target, lets it write text, trains, and exports.
 
-Every stage keeps its result in the work folder and the store, so the same command goes on where it was stopped. Several
-runs may share a store: one writes, and all learn from what there is.
+Every stage keeps its result in the work folder and the store, so the same command continues after an interruption.
+Several runs may share a store: one writes, and all train on its text.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-_LEAST_TOKENS = 10_000  # of text, before a draft begins to learn
+_LEAST_TOKENS = 10_000  # of text, before training begins
 _SLOTS = {"cpu": 64, "cuda": 768}
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 16_384}
-_LENS_ANSWERS = 64  # by which a draft finds where to begin
-_WRITING = 0.4  # of the minutes, at most
+_LENS_ANSWERS = 64  # for the initial lens
+_WRITING = 0.4  # largest share of the minutes for text
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRecipe:
-    """A draft of the target's `layers`, that can say `vocab` tokens, with MLPs of width `mlp` (None: the target's).
+    """A draft from the target's `layers` that can draft `vocab` tokens, with MLPs of width `mlp` (None: the target's).
 
-    `text_tokens`: how much the target writes; `minutes`: for all, or None: until it is stopped; `held_out`: prompts.
-    `begin_as`: the folder of another run, whose best draft this one begins as; the first of its layers are that one's.
+    `text_tokens`: how much the target writes; `minutes`: for text and training (None: until it is stopped); `held_out`:
+    number of prompts. `begin_as`: the folder of another run; its best draft provides the initial first layers.
     """
 
     seed: int = 0
@@ -62,7 +62,7 @@ class DraftRecipe:
 
 
 def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only: bool = False) -> None:
-    """Make a draft at `out` from text in `store`. Raises InvalidRequest or ModelError on bad input."""
+    """Trains a draft from text in `store`, and writes it to `out`. Raises InvalidRequest or ModelError on bad input."""
     check_out(out)
     device = pick_device()
     if device.type == "cpu":
@@ -94,12 +94,12 @@ def run(recipe: DraftRecipe, target: Path, out: Path, store: Path, *, text_only:
 
 
 def publish(out: Path, target: Path) -> None:
-    """Write the best draft of the run that is to make `out`; the run may go on meanwhile."""
+    """Writes the best draft of the run for `out`, which may continue meanwhile."""
     check_out(out)
     work = out.with_name(out.name + ".partial")
     path = work / "best.pt"
     if not path.exists():
-        raise InvalidRequest(f"{work} holds no draft that has been judged yet; let the training run first")
+        raise InvalidRequest(f"{work} has no draft that has been judged yet; let the training run first")
     best = torch.load(path, map_location="cpu", weights_only=True)
     shape = read_target(target, torch.device("cpu"), torch.float32).shape
     about = {key: best[key] for key in ("score", "form", "progress")} | json.loads((work / "draft.json").read_text())
@@ -110,7 +110,7 @@ def publish(out: Path, target: Path) -> None:
 def _layers(recipe: DraftRecipe, model: Llama) -> tuple[int, ...]:
     count = model.shape.layers
     if not recipe.layers or not all(-count <= layer < count for layer in recipe.layers):
-        raise InvalidRequest(f"--layers must name some of the target's, -{count} to {count - 1}, not {recipe.layers}")
+        raise InvalidRequest(f"layers is {recipe.layers}; expected layers of the target, -{count} to {count - 1}")
     return tuple(layer % count for layer in recipe.layers)
 
 
@@ -133,7 +133,7 @@ def _trainer(
         with replacing(note) as temporary:
             temporary.write_text(identity)
     elif note.read_text() != identity:
-        raise InvalidRequest(f"{work} holds an unfinished draft of other settings; remove it or choose another --out")
+        raise InvalidRequest(f"{work} has an unfinished draft with other settings; remove it or choose another --out")
     outputs: Tensor = torch.load(work / "outputs.pt", weights_only=True)
     device = model.embed_tokens.weight.device
     draft = Draft(model, layers, outputs, recipe.mlp).to(device)
@@ -160,7 +160,7 @@ def _grow(kept: Store, step: int) -> None:
 def _held_out(
     folder: Path, form: StoreForm, model: Llama, chat: Chat, prompts: Prompts, recipe: DraftRecipe
 ) -> list[Answer]:
-    """Answers to prompts that are not trained on."""
+    """Returns answers to prompts that are not used for training."""
     kept = Store(folder / "held-out", form)
     with _alone(folder / "writing-held-out", wait=True):
         kept.refresh()
@@ -171,7 +171,7 @@ def _held_out(
 
 
 class _Spent:
-    """Seconds in which text was written, over all runs."""
+    """The seconds of writing text, over all runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -204,7 +204,7 @@ def _answer(kept: Store, model: Llama, chat: Chat, prompts: Prompts, enough: tex
 
 @contextmanager
 def _alone(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Whether no other run holds `path` now."""
+    """Locks `path`, and yields whether that succeeded; with `wait` it always does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         try:

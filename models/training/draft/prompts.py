@@ -1,7 +1,7 @@
-"""Prompts of the kinds that people send to a chat model, made from the text that installed packages bring.
+"""Generates prompts like those that people send to a chat model, from text of the installed packages.
 
-Six kinds of chat, and plain text that the target only reads. A prompt depends on the text, the seed and its number
-alone. What is held out (subjects, pieces of text, forms of a sum) occurs in no prompt of the training text.
+There are six kinds of chat, and plain text that the target only reads. A prompt depends only on the text, the seed and
+its number. Held-out subjects, pieces of text and calculations do not occur in training prompts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from models.training.corpus import Source
 
 KINDS = ("chat", "code", "mathematics", "summary", "extraction", "editing")
 PLAIN = "plain"  # read, not answered
-_HELD_OUT = 16  # one subject or piece in so many
-_PLAIN_PERIOD = 17  # one prompt in so many is plain text
+_HELD_OUT = 16  # one subject or piece in 16 is held out
+_PLAIN_PERIOD = 17  # one prompt in 17 is plain text
 _PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|Zlib|Unlicense)\b", re.IGNORECASE)
 _COPYLEFT = re.compile(r"\b(GPL|LGPL|AGPL|MPL|Mozilla|CC-BY)\w*", re.IGNORECASE)
 
@@ -222,7 +222,7 @@ _MONTHS = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text`: what the user says, or plain text to read."""
+    """A prompt; `text` is the user's message, or plain text to read."""
 
     number: int
     kind: str
@@ -231,13 +231,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What prompts are cut from: paragraphs of prose, functions of code."""
+    """The material of prompts: paragraphs of prose and functions of code."""
 
     paragraphs: tuple[str, ...]
     functions: tuple[str, ...]
 
     def split(self, held_out: bool) -> Pieces:
-        """Those that are held out, or all others."""
+        """Returns the held-out pieces, or all others."""
         return Pieces(
             *(tuple(p for p in of if _is_held_out(p) == held_out) for of in (self.paragraphs, self.functions))
         )
@@ -247,7 +247,7 @@ class Pieces:
 
 
 class Prompts:
-    """Prompts of training, or held-out ones, by number."""
+    """Training prompts, or held-out ones, by number."""
 
     def __init__(self, pieces: Pieces, *, seed: int, held_out: bool = False) -> None:
         self._pieces, self._seed, self._held_out = pieces.split(held_out), seed, held_out
@@ -256,7 +256,7 @@ class Prompts:
         )
 
     def get(self, number: int) -> Prompt:
-        """Prompts go round the kinds; one in 17 that are not held out is plain text."""
+        """Returns a prompt. The kinds alternate; one training prompt in 17 is plain text."""
         draws = np.random.default_rng((self._seed, number, int(self._held_out)))
         if not self._held_out and number % _PLAIN_PERIOD == _PLAIN_PERIOD - 1:
             return Prompt(number, PLAIN, self._plain(draws))
@@ -365,7 +365,7 @@ class Prompts:
 
 
 def gather(sources: Sequence[Source]) -> Pieces:
-    """Pieces of the sources' docstrings and functions, and of the descriptions of permissively licensed packages."""
+    """Returns pieces of the sources' docstrings and functions and of permissively licensed packages' descriptions."""
     paragraphs: list[str] = []
     functions: list[str] = []
     for source in sources:
@@ -378,7 +378,7 @@ def gather(sources: Sequence[Source]) -> Pieces:
 
 
 def _parsed(text: str) -> Iterator[tuple[str, str]]:
-    """Each definition's docstring, and a function's source."""
+    """Yields each definition's docstring, and the source if it is a function."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -396,7 +396,7 @@ def _parsed(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _descriptions() -> Iterator[str]:
-    """Of the packages beside this Python whose licence says MIT, BSD, Apache or the like, and nothing of copyleft."""
+    """Yields descriptions of installed packages with a permissive licence (MIT, BSD, Apache, ...) and no copyleft."""
     for found in sorted(metadata.distributions(), key=lambda of: (of.metadata["Name"] or "").lower()):
         head = found.metadata
         licence = " ".join(
@@ -408,7 +408,7 @@ def _descriptions() -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Those of prose: long enough, and mostly words."""
+    """Yields paragraphs of prose: long enough, and mostly words."""
     for paragraph in re.split(r"\n\s*\n", text):
         flat = " ".join(paragraph.split())
         if (
@@ -420,7 +420,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _misspelt(text: str, draws: np.random.Generator) -> str:
-    """Two neighbours change places in one word of eight."""
+    """Swaps two neighbouring letters in one word of eight."""
     words = text.split(" ")
     for number, word in enumerate(words):
         if len(word) > 4 and draws.random() < 0.125:

@@ -1,4 +1,4 @@
-"""Matrices in MLX's affine form, in PyTorch: 4 bits a number, w = scale * q + bias in groups of 32."""
+"""Quantises matrices in MLX's affine format with PyTorch: 4 bits per number, w = scale * q + bias in groups of 32."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 GROUP, BITS = 32, 4
 _TOP = 2**BITS - 1
-_SHRINKS = (1.0, 0.95, 0.9, 0.85)  # of a group's range: cutting the ends off can cost less than wide steps
+_SHRINKS = (1.0, 0.95, 0.9, 0.85)  # of a group's range: clipping can cost less than larger steps
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps [N, K] (0..15), scales and biases [N, K / 32] float16, nearest to `weight` [N, K] by squared error."""
+    """Returns steps [N, K] (0..15), scales and biases [N, K / 32] float16, nearest to `weight` by squared error."""
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
     low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
     middle, reach = (high + low) / 2, (high - low).clamp(min=1e-7) / 2
@@ -24,7 +24,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cut(groups: Tensor, middle: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Squared error, steps, scale and bias when each group's range is cut to middle +- reach."""
+    """Returns squared error, steps, scale and bias with each group's range clipped to middle +- reach."""
     scale = (2 * reach / _TOP).half().float().clamp(min=6e-8)
     bias = (middle - reach).half().float()
     steps = ((groups - bias) / scale).round().clamp(0, _TOP)
@@ -32,13 +32,13 @@ def _cut(groups: Tensor, middle: Tensor, reach: Tensor) -> tuple[Tensor, Tensor,
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """`weight` as it comes back from 4 bits."""
+    """Returns `weight` rounded to 4 bits."""
     steps, scales, biases = quantise(weight)
     grouped = steps.unflatten(1, (-1, GROUP)).float()
     return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1).to(weight.dtype)
 
 
 def packed(steps: Tensor) -> Tensor:
-    """Steps [N, K] as MLX packs them: uint32 [N, K / 8], the first in the lowest bits."""
+    """Packs steps [N, K] as MLX does: uint32 [N, K / 8], the first in the lowest bits."""
     octets = steps[:, 0::2] | (steps[:, 1::2] << 4)
     return octets.contiguous().view(torch.uint32)

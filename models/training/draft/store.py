@@ -1,7 +1,7 @@
-"""What a draft learns from, kept on disk: answers that the target gave, and what it thought likely at every token.
+"""Stores a draft's training data on disk: the target's answers, and its likeliest tokens at every position.
 
-In shards of some answers, each a file that is whole or absent, so that writing can stop, go on and grow while a draft
-learns from what there is. The 32 likeliest tokens' log-probabilities (at T = 1) are kept of every position.
+Each shard of answers is a file that is complete or absent, so that writing can stop, continue and grow during training.
+For every position the log-probabilities (at T = 1) of the 32 likeliest tokens are stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.protocol.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class StoreForm:
-    """What makes two stores the same: the target's fingerprint, the prompts' text and seed, tokens kept a position."""
+    """A store's identity: the target's fingerprint, the prompts' text and seed, and tokens stored per position."""
 
     target: str
     text: str
@@ -32,8 +32,8 @@ class StoreForm:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tokens [L] int32, `given` of them the prompt. `ids`, `log_probs` [N, top]: of the token behind each of the last N
-    positions, which are all from the prompt's last on, or all when the text was only read."""
+    """An answer. `tokens` [L] int32, of which `given` are the prompt. `ids`, `log_probs` [N, top]: predictions of the
+    token after each of N positions: from the prompt's last on, or all if the text was only read."""
 
     number: int
     kind: str
@@ -45,7 +45,7 @@ class Answer:
 
 
 class Store:
-    """The answers in `folder`. Raises InvalidRequest when it holds those of something else."""
+    """The answers in `folder`. Raises InvalidRequest if the folder has another store's."""
 
     def __init__(self, folder: Path, form: StoreForm) -> None:
         self.form = form
@@ -57,23 +57,23 @@ class Store:
 
     @property
     def following(self) -> int:
-        """The number of the first prompt behind all that were answered."""
+        """The number of the next prompt to answer."""
         return 1 + max((answer.number for answer in self.answers), default=-1)
 
     @property
     def token_count(self) -> int:
-        """Positions at which the target's view is kept."""
+        """The number of positions with stored predictions."""
         return sum(len(answer.ids) for answer in self.answers)
 
     def refresh(self) -> None:
-        """Read in what has been added."""
+        """Reads new shards."""
         for path in sorted(self._folder.glob("shard-*.safetensors")):
             if path.name not in self._seen:
                 self.answers += _read(path)
                 self._seen.add(path.name)
 
     def add(self, answers: Sequence[Answer]) -> None:
-        """Keep these as a shard of their own. Only one process adds at a time."""
+        """Writes these answers as a new shard. Only one process may add at a time."""
         self.refresh()
         name = f"shard-{len(self._seen):08}.safetensors"
         joined = {
@@ -85,15 +85,15 @@ class Store:
         self.refresh()
 
     def by_length(self) -> list[Answer]:
-        """All answers, the shortest first."""
+        """Returns all answers, shortest first."""
         if len(self._sorted) != len(self.answers):
             self._sorted = sorted(self.answers, key=lambda answer: len(answer.tokens))
         return self._sorted
 
     def likely(self, count: int, text: Tensor) -> Tensor:
-        """Ids [count], ascending, of the tokens that the target is likeliest to say: by what it gives to them in its
-        answers, by how often each is in the prompts' `text` [V], and by its id, for a tokenizer learns frequent ones
-        first. With little text the last two tell more of tokens that were not said yet."""
+        """Returns ids [count], ascending, of the tokens that the target is likeliest to generate: by their probability
+        in its answers, their counts in the prompts' `text` [V], and their ids, because a tokenizer learns frequent
+        tokens first. With few answers the latter two cover tokens that have not occurred yet."""
         said = torch.zeros(len(text), dtype=torch.float64)
         for answer in self.answers:
             said.index_add_(0, answer.ids.flatten().long(), answer.log_probs.double().exp().flatten())
@@ -115,5 +115,5 @@ def _read(path: Path) -> list[Answer]:
             found.append(Answer(number, kind, temp, given, tokens, tensors["ids"][rows], tensors["log_probs"][rows]))
             at, row = at + length, row + count
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"{path} is damaged ({error}); remove it, and the text in it is written anew") from error
+        raise InvalidRequest(f"{path} is damaged ({error}); remove it, and its text is written again") from error
     return found

@@ -1,4 +1,4 @@
-"""The target's text grows: prompts through its chat template, answered and kept until there is enough of it."""
+"""Lets the target answer prompts through its chat template, and stores the answers until there are enough."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from outrider.protocol.errors import InvalidRequest, ModelError
 log = logging.getLogger(__name__)
 
 Enough = Callable[[int], bool]
-"""Whether the prompt of this number is not wanted any more."""
+"""Returns whether the prompt with this number is no longer needed."""
 
-LENGTH = 1024  # tokens of a prompt and its answer, at most
-_LONGEST_PROMPT = 5 / 8  # of that
-_LIMITS = (96, 256)  # an answer's length is cut somewhere between, so that slots come free at all times
+LENGTH = 1024  # most tokens of a prompt and its answer
+_LONGEST_PROMPT = 5 / 8  # of LENGTH
+_LIMITS = (96, 256)  # range of an answer's random length limit, so that slots do not become free all at once
 TOP = 32
 TEMPS = (0.0, 0.8)
 
@@ -46,28 +46,26 @@ class Chat:
             template = path.read_text(encoding="utf-8") if path.exists() else config["chat_template"]
             end = config.get("eos_token")
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"{folder} lacks a tokenizer with a chat template ({error}); name a chat model") from error
+            raise ModelError(f"{folder} has no tokenizer with a chat template ({error}); use a chat model") from error
         if not isinstance(template, str):
             raise ModelError(f"{folder} has several chat templates; expected one")
         self._template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template)
         name = end["content"] if isinstance(end, dict) else end
         ending = self._tokenizer.token_to_id(str(name))
         if ending is None:
-            raise ModelError(
-                f"{folder}: the tokenizer lacks {name!r}, which is to end an answer; fetch the model again"
-            )
+            raise ModelError(f"{folder}: the tokenizer lacks its end token {name!r}; download the model again")
         self.end = frozenset({ending})
         self._special = {name: config.get(name) for name in ("bos_token", "eos_token")}
 
     def counts(self, texts: Iterable[str], vocab: int) -> Tensor:
-        """How often each token is in these texts [vocab]."""
+        """Returns how often each token occurs in these texts [vocab]."""
         found = torch.zeros(vocab, dtype=torch.float64)
         for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False):
             found.index_add_(0, torch.tensor(encoding.ids), torch.ones(len(encoding.ids), dtype=torch.float64))
         return found
 
     def question(self, prompt: Prompt) -> Question:
-        """The prompt in tokens. How long its answer may become depends on its number."""
+        """Returns the prompt in tokens. The limit of its answer depends on its number."""
         if prompt.kind == PLAIN:
             return Question(prompt.number, prompt.kind, (), self._tokenizer.encode(prompt.text).ids[:512], 0)
         messages = [{"role": "user", "content": prompt.text}]
@@ -78,8 +76,8 @@ class Chat:
 
 
 def pieces(store: Path) -> Pieces:
-    """Of this Python's standard library (without its tests) and the packages beside it; kept in the `store`'s folder,
-    so that its prompts stay what they are wherever it is gone on with."""
+    """Returns pieces of this Python's standard library (without its tests) and packages; they are kept in the `store`'s
+    folder, so that its prompts stay the same on another machine."""
     path = store / "pieces.json"
     if not path.exists():
         library = corpus.python_files(corpus.standard_library())
@@ -99,7 +97,7 @@ def form(target: str, cut: Pieces, seed: int) -> StoreForm:
 
 
 def write(store: Store, model: Llama, chat: Chat, prompts: Prompts, *, slots: int, shard: int, enough: Enough) -> None:
-    """Answer prompts behind those in the store until there is `enough`. A shard holds `shard` answers."""
+    """Answers the prompts after those in the store until there are `enough`, in shards of `shard` answers."""
     following = store.following
     length = min(LENGTH, model.shape.context)
     writer = Writer(model, slots=slots, length=length, end=chat.end, top=TOP, seed=following)

@@ -1,8 +1,8 @@
-"""Distils a draft from a store of answers: for so many minutes, or until it is stopped; it goes on where it was.
+"""Distils a draft from a store of answers, for some minutes or until it is stopped; the next run continues.
 
-The rate stays at its height, and a running mean of the weights does what a falling rate would, so the run may end,
-and its text grow, at any time; with a number of minutes the rate falls towards their end. The mean that agrees best
-with the target on held-out answers is kept. Knows answers and tensors; nothing of prompts or of a draft's files.
+The learning rate stays at its peak, and a running mean of the weights replaces its decay, so that the run may end and
+its text grow at any time; with a number of minutes the rate falls towards their end. The mean that agrees best with
+the target on held-out answers is kept.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
 _CLIP = 1.0
 _WARMUP_STEPS = 20
-_FALL = 0.3  # of the minutes, in which the rate falls to nothing; in its second half with weights as they are stored
-_MEAN_STEPS = 150  # that the running mean looks back
-_LONGEST = 4  # times `judge_s`, at most
-_JUDGING = 8  # times as long as a look at held-out answers takes, at least, are between two
-_TOP = 12  # tokens by which agreement is learnt
+_FALL = 0.3  # last share of the minutes, in which the rate falls to 0; in its second half weights are rounded to 4 bits
+_MEAN_STEPS = 150  # window of the running mean
+_LONGEST = 4  # most time between two evaluations, in `judge_s`
+_JUDGING = 8  # least time between two evaluations, in durations of one
+_TOP = 12  # tokens in the loss for agreement
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerForm:
-    """`batch_tokens` a step, in answers cut to `length`; `coupled`: the weight of agreement at `temp` beside the KL
-    divergence; `save_s`, `judge_s`: seconds of training between checkpoints, and between looks at held-out answers."""
+    """Settings of a training. `batch_tokens` per step, in answers cut to `length`; `coupled`: the weight of agreement
+    at `temp` relative to the KL divergence; `save_s`, `judge_s`: seconds between checkpoints and between
+    evaluations."""
 
     rate: float = 5e-4
     batch_tokens: int = 2048
@@ -56,8 +57,8 @@ class TrainerForm:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Held-out agreement by kind of prompt: `greedy` of answers at T = 0, `coupled` (same noise) of those at 0.8;
-    `accepted`: of greedy chains of 1, 2, ... 8 tokens, how many are accepted on average."""
+    """Held-out agreement by kind of prompt: `greedy` of answers at T = 0, `coupled` (same noise) of answers at 0.8;
+    `accepted`: the mean accepted tokens of greedy chains of 1, 2, ... 8 tokens."""
 
     greedy: dict[str, float]
     coupled: dict[str, float]
@@ -65,13 +66,13 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Over both temperatures, of all kinds."""
+        """The mean over both temperatures, for all kinds."""
         return (self.greedy["all"] + self.coupled["all"]) / 2
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come. `curve`: (tokens seen, seconds, greedy, coupled) at each look."""
+    """The progress of a run. `curve`: (tokens seen, seconds, greedy, coupled) at each evaluation."""
 
     step: int = 0
     tokens: int = 0
@@ -82,7 +83,7 @@ class Progress:
 
 
 class Trainer:
-    """Trains `draft` on `store`, its state in `folder`: `draft.pt`, `best.pt`, `curve.json`."""
+    """Trains `draft` on `store`; keeps its state in `folder`: `draft.pt`, `best.pt`, `curve.json`."""
 
     def __init__(self, draft: Draft, store: Store, held_out: Sequence[Answer], folder: Path, form: TrainerForm) -> None:
         self._draft, self._store, self._held_out, self._folder, self._form = draft, store, held_out, folder, form
@@ -95,7 +96,7 @@ class Trainer:
         self._restore()
 
     def run(self, minutes: float | None, grow: Callable[[], None] = lambda: None) -> None:
-        """Train until `minutes` of training are over, in all runs together. `grow` is called before every step."""
+        """Trains for `minutes`, all runs counted together (None: without end). Calls `grow` before every step."""
         saved = time.monotonic()
         while minutes is None or self.progress.seconds < 60 * minutes:
             grow()
@@ -135,7 +136,7 @@ class Trainer:
         return value
 
     def _batch(self, step: int) -> Batch:
-        """Answers of about one length, so that little is padding; which ones depends on the step and the store."""
+        """Returns answers of similar length, so that there is little padding. They depend on the step and the store."""
         draws = np.random.default_rng((self._form.seed, step))
         answers = self._store.by_length()
         at = int(draws.integers(len(answers)))
@@ -150,7 +151,8 @@ class Trainer:
         return Batch.of(picked or [answers[-1 if at >= len(answers) else at]], self._device, self._form.length)
 
     def _judging_period_s(self) -> float:
-        """Longer where judging takes long, but not without end: a process may have been stopped meanwhile."""
+        """Returns the time between evaluations: longer if they take long, but limited, because a process that was
+        suspended during an evaluation measures too long a duration."""
         least = self._form.judge_s
         return max(least, min(_JUDGING * self._judging_s, _LONGEST * least))
 
@@ -168,12 +170,12 @@ class Trainer:
         if score.mean > progress.best:
             progress.best = score.mean
             with replacing(self._folder / "best.pt") as temporary:
-                torch.save({"mean": self._mean, "score": asdict(score), **self._told()}, temporary)
+                torch.save({"mean": self._mean, "score": asdict(score), **self._record()}, temporary)
         with replacing(self._folder / "curve.json") as temporary:
             temporary.write_text(json.dumps({"curve": progress.curve, "last": asdict(score)}, indent=1) + "\n")
 
     def score(self) -> Score:
-        """Of the mean, as it would be stored."""
+        """Returns the score of the mean weights, rounded as they would be stored."""
         whole = {name: value.detach().clone() for name, value in self._draft.named_parameters()}
         self._draft.load_state_dict(self._mean, strict=False)
         try:
@@ -187,7 +189,7 @@ class Trainer:
             self._device.type, dtype=torch.bfloat16, enabled=matrix_dtype(self._device) == torch.bfloat16
         )
 
-    def _told(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         return {"outputs": self._draft.outputs, "form": asdict(self._form), "progress": asdict(self.progress)}
 
     def _save(self) -> None:
@@ -197,7 +199,7 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
         }
         with replacing(self._folder / "draft.pt") as temporary:
-            torch.save({**state, **self._told()}, temporary)
+            torch.save({**state, **self._record()}, temporary)
 
     def _restore(self) -> None:
         path = self._folder / "draft.pt"
@@ -212,7 +214,7 @@ class Trainer:
 
 @torch.no_grad()
 def score(draft: Draft, answers: Sequence[Answer], form: TrainerForm) -> Score:
-    """Agreement on these answers."""
+    """Returns the agreement on these answers."""
     device = draft.words.device
     greedy, warm = defaultdict[str, list[Tensor]](list), defaultdict[str, list[Tensor]](list)
     accepted: list[Tensor] = []
@@ -234,7 +236,7 @@ def score(draft: Draft, answers: Sequence[Answer], form: TrainerForm) -> Score:
 
 
 def _accepted(agrees: Tensor, longest: int = 8) -> Tensor:
-    """At every place [P] with room for the longest chain: how many tokens of chains of 1 to `longest` agree."""
+    """Returns how many tokens of chains of 1 to `longest` agree, at every position with room for the longest."""
     if len(agrees) < longest:
         return agrees.new_zeros(0, longest)
     return agrees.unfold(0, longest, 1).cumprod(dim=-1).cumsum(dim=-1)

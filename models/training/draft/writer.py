@@ -1,7 +1,7 @@
-"""The target answers prompts, many at once: free slots take the next prompt, so no answer waits for the longest.
+"""Lets the target answer prompts in a batch of slots; a free slot takes the next prompt (continuous batching).
 
-A prompt is read once and answered at each of its temperatures. The likeliest tokens are kept at every position of an
-answer, and of text that is only read. Knows tokens; nothing of files or prompts.
+A prompt is read once and answered at each of its temperatures. The likeliest tokens are recorded at every position of
+an answer, and of text that is only read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.training.llama import Llama, attend_one
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt's tokens, to be answered at each of `temps` in up to `limit` tokens; without any it is read only."""
+    """A prompt's tokens, to answer at each of `temps` with up to `limit` tokens; without `temps` it is only read."""
 
     number: int
     kind: str
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(slots=True)
 class _Slot:
-    """An answer on its way."""
+    """An answer in progress."""
 
     question: Question
     temp: float
@@ -45,11 +45,11 @@ class _Slot:
         return Answer(question.number, question.kind, self.temp, given, tokens, ids, log_probs)
 
 
-_GROUP = 16  # slots that attend together, as far as the longest of them reaches
+_GROUP = 16  # slots that attend together, padded to the longest of them
 
 
 class _Room:
-    """A layer's keys and values of all slots."""
+    """A layer's KV cache of all slots."""
 
     def __init__(self, room: Tensor) -> None:
         self.room = room  # [2, slots, kv_heads, length, head_dim]
@@ -76,7 +76,7 @@ class _Room:
 
 
 class Writer:
-    """Answers questions in `slots` slots of `length` tokens; `end`: the tokens that end an answer."""
+    """Answers questions in `slots` slots of `length` tokens. `end`: the tokens that end an answer."""
 
     def __init__(self, model: Llama, *, slots: int, length: int, end: frozenset[int], top: int, seed: int) -> None:
         self._model, self._length, self._end, self._top = model, length, end, top
@@ -91,14 +91,14 @@ class Writer:
 
     @torch.no_grad()
     def answers(self, question: Callable[[], Question | None]) -> Iterator[Answer]:
-        """Answers as they are finished, until `question` gives None and all slots are empty."""
+        """Yields answers in the order of their ends, until `question` returns None and all slots are empty."""
         asked = question()
         while asked is not None or any(self._slots):
             while asked is not None:
                 free = [row for row, slot in enumerate(self._slots) if slot is None]
                 if len(free) < max(1, len(asked.temps)):
                     break
-                if len(asked.tokens) > self._length // 4:  # long ones side by side: no short one waits for their length
+                if len(asked.tokens) > self._length // 4:  # long prompts share groups: less padding for short ones
                     free.reverse()
                 begun = self._begin(free, asked)
                 if not asked.temps:
@@ -118,7 +118,7 @@ class Writer:
         return slot.tokens[-1] in self._end or written > slot.question.limit or len(slot.tokens) >= self._length
 
     def _begin(self, free: list[int], question: Question) -> list[_Slot]:
-        """Read a prompt into the first free slot, and draw the first tokens of its answers."""
+        """Reads a prompt into the first free slot, and samples the first tokens of its answers."""
         for room in self._rooms:
             room.rows = torch.tensor(free[:1])
         tokens = torch.tensor([question.tokens], device=self._device)
@@ -145,7 +145,7 @@ class Writer:
             (torch.arange(int(of.max()), device=self._device) < of[:, None])[:, None, None]
             for of in lengths.split(_GROUP)
         ]
-        for room in self._rooms:  # an empty slot goes along with a token of no meaning
+        for room in self._rooms:  # an empty slot computes an arbitrary token
             room.rows, room.lengths = torch.arange(len(self._slots), device=self._device), lengths - 1
             room.masks = masks
         last = torch.tensor([[0 if s is None else s.tokens[-1]] for s in self._slots], device=self._device)
@@ -169,7 +169,7 @@ class Writer:
             slot.log_probs.append(row_log_probs)
 
     def _choose(self, logits: Tensor, temps: Tensor) -> Tensor:
-        """A draw at each row's temperature, the best token at 0."""
+        """Samples at each row's temperature; the best token at 0."""
         chosen = logits.argmax(dim=-1)
         warm = temps > 0
         if bool(warm.any()):

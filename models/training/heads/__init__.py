@@ -1,4 +1,4 @@
-"""How heads that read a target are made: its text, its rows, what each kind of head learns of them, public layouts.
+"""Trains heads that read a target's hidden states: text, rows, the learner of each kind of head, published layouts.
 
-Training only; its modules but `recipe` and `record` need PyTorch.
+All modules but `recipe` and `record` need PyTorch.
 """

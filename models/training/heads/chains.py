@@ -1,6 +1,7 @@
-"""Heads that draft token behind token, trained as they are used (EAGLE-3's training-time test, arXiv 2503.01840).
+"""Learners of heads that draft token by token, trained as they are used (EAGLE-3's training-time test, arXiv
+2503.01840).
 
-What a head makes itself stands in for the rows that are not known yet, for as many steps as it is to draft.
+The head's own vectors replace the rows that are not known yet, for as many steps as it learns to draft.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STRIDE = 3
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Keys and values [N, kv_heads, K, head_dim] so far: the true rows', then those of one step after the other."""
+    """Keys and values [N, kv_heads, K, head_dim] so far: those of the true rows, then of each step."""
 
     keys: Tensor
     values: Tensor
@@ -31,14 +32,14 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a step's rows stand: turns of their positions, which keys each sees (None: those up to its own)."""
+    """The positions of a step's rows: their rotations, and the keys that each sees (None: those up to its own)."""
 
     turns: tuple[Tensor, Tensor]
     seen: Tensor | None
 
 
 class ChainAttention(nn.Module):
-    """Over vectors of `width`. Each row sees the true rows up to its own, and what its own chain has made since."""
+    """Attention over vectors of `width`. Each row sees the true rows up to its own, and the later ones of its chain."""
 
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
@@ -66,7 +67,8 @@ class ChainAttention(nn.Module):
 
 
 class ChainLearner(Learner):
-    """A head of `shape` that learns `steps` tokens; a step's loss weighs `decay` of the one's before."""
+    """A head of `shape` that learns chains of `steps` tokens; each step's loss weighs `decay` times the previous
+    one."""
 
     cos: Tensor
     sin: Tensor
@@ -80,24 +82,24 @@ class ChainLearner(Learner):
 
     @abstractmethod
     def features(self, lesson: Lesson, count: int) -> Tensor:
-        """Of the windows' first `count` rows, [N, count, W]."""
+        """Returns the features of the windows' first `count` rows, [N, count, W]."""
 
     @abstractmethod
     def advance(
         self, features: Tensor, tokens: Tensor, place: Place, known: Known | None
     ) -> tuple[Tensor, Known | None]:
-        """Vectors [N, R, H] of features and the tokens [N, R] behind them, and what is to be known of them."""
+        """Returns vectors [N, R, H] of features and the tokens [N, R] after them, and the extended keys and values."""
 
     @abstractmethod
     def last(self, x: Tensor) -> Tensor:
-        """What the output layer reads of those vectors."""
+        """Returns the output layer's input for these vectors."""
 
     @abstractmethod
     def onward(self, x: Tensor) -> Tensor:
-        """What stands in for the next feature."""
+        """Returns what replaces the next feature."""
 
     def forward(self, lesson: Lesson) -> list[Foretold]:
-        """Row r is a chain behind the pairs up to r: its step i reads token r + i + 1 and foretells r + i + 2."""
+        """Drafts a chain after each row r: step i reads token r + i + 1 and predicts token r + i + 2."""
         count = lesson.tokens.shape[1] - self._steps
         rows = torch.arange(count, device=lesson.tokens.device)
         place = Place((self.cos[rows], self.sin[rows]), None)
@@ -115,12 +117,12 @@ class ChainLearner(Learner):
         return found
 
     def _followed(self, lesson: Lesson, rows: Tensor) -> Tensor:
-        """In training not every row's chain is followed on: its next row's is nearly the same, and costs as much."""
+        """In training only some rows' chains are continued: neighbouring chains are similar, and cost as much."""
         return rows[int(lesson.tokens.sum()) % _STRIDE :: _STRIDE] if self.training else rows
 
 
 def _seen(rows: Tensor, count: int, steps: int) -> Tensor:
-    """Which keys rows [R] see, [R, count + steps * R]: the true ones up to their own, of the steps since their own."""
+    """Returns a mask [R, count + steps * R]: rows see the true rows up to their own, and their own row of each step."""
     true = torch.arange(count, device=rows.device) <= rows[:, None]
     own = torch.eye(len(rows), dtype=torch.bool, device=rows.device)
     return torch.cat((true, *[own] * steps), dim=1)

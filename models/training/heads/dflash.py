@@ -1,8 +1,8 @@
-"""DFlash (arXiv 2602.06036) for training: blocks of masks over the target's fused rows, each foretold in one forward.
+"""Learner of DFlash heads (arXiv 2602.06036): one forward predicts a block of masks from the target's fused rows.
 
-Many blocks of a window learn at once: each sees the rows before its anchor, and itself. With prefixes (D2SD, arXiv
-2606.04446) some of the tokens behind the anchor are known, too, as outcomes are that nobody has rows of yet. Parameters
-carry z-lab's names.
+Many blocks of a window train together; each sees the rows before its anchor, and itself. With prefixes (D2SD, arXiv
+2606.04446) some tokens after the anchor are known, too, like those of an outcome without rows. Parameters have z-lab's
+names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from models.training.heads.store import Lesson
 from models.training.llama import Mlp, angles, rotate
 from models.training.recipe import Shape
 
-_GAMMA = 4.0  # a slot's loss weighs exp(-1 / gamma) of the one's before
-_PREFIX = 0.9  # a prefix of one token more is so many times as frequent
+_GAMMA = 4.0  # a slot's loss weighs exp(-1 / gamma) times the previous one's
+_PREFIX = 0.9  # frequency of a prefix relative to one with a token less
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Turns of the positions of the window's rows and of the blocks' tokens, and what these see of both."""
+    """Rotations of the window's rows and of the blocks' tokens, and the mask of what the tokens see of both."""
 
     of_rows: tuple[Tensor, Tensor]
     of_tokens: tuple[Tensor, Tensor]
@@ -78,7 +78,8 @@ class Layer(nn.Module):
 
 
 class DFlash(Learner):
-    """Blocks of a token and `depth` masks. `mask`: the token that stands for one. `prefixes`: some are known."""
+    """A head that predicts blocks of a token and `depth` masks (token `mask`). `prefixes`: train with known
+    prefixes."""
 
     cos: Tensor
     sin: Tensor
@@ -98,7 +99,7 @@ class DFlash(Learner):
         self.draw(seed)
 
     def forward(self, lesson: Lesson) -> list[Foretold]:
-        """Step i is of the slots i behind the last known token, on which the target's word is at the row before."""
+        """Step i has the slots i after the last known token; the target predicts them at the row before."""
         length, size = lesson.tokens.shape[1], self._depth + 1
         anchors = torch.arange(1 + int(lesson.tokens.sum()) % size, length - size, size, device=lesson.tokens.device)
         places = anchors[:, None] + torch.arange(size, device=anchors.device)
@@ -119,7 +120,7 @@ class DFlash(Learner):
         return steps
 
     def _known(self, lesson: Lesson, blocks: int) -> Tensor:
-        """How many tokens behind the anchor are known, [N, A]: the same for a lesson; none where nothing is learned."""
+        """Returns how many tokens after the anchor are known, [N, A]: fixed for a lesson, 0 outside training."""
         count = len(lesson.tokens)
         if not (self._with_prefixes and self.training):
             return torch.zeros((count, blocks), dtype=torch.int64, device=lesson.tokens.device)
@@ -129,7 +130,8 @@ class DFlash(Learner):
         return drawn.view(count, blocks).to(lesson.tokens.device)
 
     def _opened(self, tokens: Tensor, known: Tensor) -> Tensor:
-        """The embeddings [N, A * size, H] of blocks of these tokens [N, A, size], masks behind those that are known."""
+        """Returns embeddings [N, A * size, H] of blocks of these tokens [N, A, size], with masks after the known
+        ones."""
         hidden = torch.arange(tokens.shape[2], device=tokens.device) > known[..., None]
         return self._subject.model.embed_tokens(tokens.masked_fill(hidden, self._mask).flatten(1)).float()
 
@@ -163,12 +165,12 @@ class DFlash(Learner):
             "dflash_config": own,
             "torch_dtype": "bfloat16",
         }
-        # Never float16: block heads are known to overflow there.
+        # Not float16, in which block heads overflow.
         return config, {name: value.bfloat16() for name, value in self.state_dict().items()}
 
 
 def _seen(anchors: Tensor, length: int, size: int) -> Tensor:
-    """Blocks' tokens see the rows before their anchor and their own block, [A * size, length + A * size]."""
+    """Returns the mask [A * size, length + A * size]: tokens see the rows before their anchor, and their own block."""
     before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(size)[:, None]
     own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
     return torch.cat((before, own.repeat_interleave(size, 0).repeat_interleave(size, 1)), dim=1)

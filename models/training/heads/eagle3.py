@@ -1,6 +1,6 @@
-"""EAGLE-3 (arXiv 2503.01840) for training: a layer over three tapped rows and the next token's embedding.
+"""Learner of EAGLE-3 heads (arXiv 2503.01840): a layer over three tapped rows and the next token's embedding.
 
-Parameters carry the official checkpoint's names.
+Parameters have the official checkpoint's names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Eagle3(ChainLearner):
-    """`shape`: the head's own, whose `vocab` is the draft vocabulary's size."""
+    """An EAGLE-3 head of `shape`, where `vocab` is the size of the draft vocabulary."""
 
     def __init__(self, subject: Subject, shape: Shape, steps: int, seed: int) -> None:
         super().__init__(shape, steps, _DECAY)
@@ -71,7 +71,7 @@ class Eagle3(ChainLearner):
         return self.lm_head.weight
 
     def published(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """SpecForge's layout, which is SafeAI's with the layers named and an embedding of its own."""
+        """Returns SpecForge's layout: SafeAI's with the layers' ids and the head's own embedding."""
         shape = self._shape
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -102,7 +102,7 @@ class Eagle3(ChainLearner):
 
     @torch.no_grad()
     def _begin_with(self, subject: Subject) -> None:
-        """The target's own words, in the directions in which they differ most, and its last row in these."""
+        """Initialises embedding, output layer and fusion with the target's, projected to its principal directions."""
         chosen = directions(subject.words, self._shape.hidden)
         words = subject.words.float().cpu() * subject.model.norm.weight.float().cpu()
         self.embed_tokens.weight.copy_(subject.model.embed_tokens.weight.float().cpu() @ chosen)

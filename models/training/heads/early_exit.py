@@ -1,6 +1,7 @@
-"""An adapter for training by which a target that stays as it is can be left early (`drafters.heads.early_exit`).
+"""Learner of early-exit adapters for a frozen target (`drafters.heads.early_exit`).
 
-A normed low-rank map is added to an early layer's row, so that the target's own norm and output layer can read it.
+A low-rank map of the normed row is added to an early layer's row, so that the target's own norm and output layer can
+read it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from models.training.heads.foretold import Foretold
 from models.training.heads.learner import Learner, Subject, positions
 from models.training.heads.store import Lesson
 
-_TAP = 1  # of those that lessons hold: the one in the middle
+_TAP = 1  # the middle one of a lesson's layers
 
 
 class EarlyExit(Learner):
-    """`rank`: of the map."""
+    """An adapter with a map of rank `rank`."""
 
     def __init__(self, subject: Subject, rank: int, seed: int) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class EarlyExit(Learner):
         self.draw(seed)
 
     def forward(self, lesson: Lesson) -> list[Foretold]:
-        """Each row foretells what the last layer's says of the same token's next."""
+        """Predicts at each row the same token as the last layer."""
         rows = lesson.rows[:, :, _TAP].float()
         adapted = rows + self.up(self.down(self.norm(rows))).float()
         everywhere = torch.arange(rows.shape[1], device=rows.device)

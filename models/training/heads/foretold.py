@@ -1,7 +1,7 @@
-"""What a head says of tokens to come, and how far that is from what the target says: the loss that all kinds share.
+"""A head's predictions, and their divergence from the target's: the loss of all kinds of heads.
 
-The output layer and its divergence are one function that goes through its rows in pieces: logits of a whole vocabulary
-for every row and step would be most of the memory, and most of the time in moving them.
+Output layer and divergence are one function that processes rows in pieces. Logits of the whole vocabulary for every row
+and step would take most of the memory, and moving them most of the time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _PIECE = 256  # rows
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """One step for M rows: `hidden` [M, H] for the output layer, and at which of a lesson's positions, counted through
-    its windows, the target's word on the same token is: `where` [M]. `weight`: of its loss."""
+    """One step's predictions for M rows: `hidden` [M, H] for the output layer; `where` [M]: the flat positions in the
+    lesson where the target predicts the same tokens; `weight`: the weight of the step's loss."""
 
     hidden: Tensor
     where: Tensor
@@ -28,9 +28,9 @@ class Foretold:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The target's view at a lesson's positions: `ids` [P, top], the head's names; `log_probs` [P, top].
+    """The target's predictions at a lesson's positions: `ids` [P, top], in the head's vocabulary; `log_probs` [P, top].
 
-    `known` [P, top]: the head has that token. Rows whose likeliest token it lacks teach nothing.
+    `known` [P, top]: whether the head has the token. Rows without their likeliest token do not count in the loss.
     """
 
     ids: Tensor
@@ -39,13 +39,13 @@ class Words:
 
     @classmethod
     def of(cls, ids: Tensor, log_probs: Tensor, names: Tensor) -> Words:
-        """`names` [V]: the head's name of each of the target's tokens, -1 for one that it lacks."""
+        """Converts target ids. `names` [V]: the head's id of each target token, -1 for tokens that it lacks."""
         own = names[ids.flatten(0, 1)]
         return cls(own.clamp(min=0), log_probs.flatten(0, 1), own >= 0)
 
 
 def loss(steps: Sequence[Foretold], output: Tensor, words: Words) -> Tensor:
-    """Weighted mean divergence of the steps. `output` [V_d, H]: the output layer's matrix."""
+    """Returns the weighted mean divergence of the steps. `output` [V_d, H]: the output layer's matrix."""
     total = torch.zeros((), device=output.device)
     for step in steps:
         total = total + step.weight * divergence(step.hidden, output, words, step.where)
@@ -54,7 +54,7 @@ def loss(steps: Sequence[Foretold], output: Tensor, words: Words) -> Tensor:
 
 @torch.no_grad()
 def agreement(steps: Sequence[Foretold], output: Tensor, words: Words) -> tuple[float, ...]:
-    """How often each step's best token is the target's."""
+    """Returns how often each step's best token is the target's."""
     found = []
     for step in steps:
         best = torch.cat([(piece.to(output.dtype) @ output.T).argmax(dim=-1) for piece in step.hidden.split(_PIECE)])
@@ -64,13 +64,13 @@ def agreement(steps: Sequence[Foretold], output: Tensor, words: Words) -> tuple[
 
 
 def divergence(hidden: Tensor, output: Tensor, words: Words, where: Tensor) -> Tensor:
-    """Mean KL(target || head) over rows. The target is known by its best tokens, all others are one lump."""
+    """Returns the mean KL(target || head) over rows; the target's tokens beyond its best ones are one lump."""
     known = words.known[where]
     taught = known[:, 0]
     masses = words.log_probs[where].exp()
     rest = (1 - masses.sum(dim=-1)).clamp(min=0)
     masses = masses * known
-    scale = taught / (masses.sum(dim=-1) + rest)  # over the head's tokens alone
+    scale = taught / (masses.sum(dim=-1) + rest)  # over the head's tokens only
     found: Tensor = _LumpedKl.apply(
         hidden, output, words.ids[where], masses * scale[:, None], known, rest * scale, taught.sum().clamp(min=1)
     )
@@ -78,7 +78,7 @@ def divergence(hidden: Tensor, output: Tensor, words: Words, where: Tensor) -> T
 
 
 class _LumpedKl(torch.autograd.Function):
-    """Makes the gradients on the way forward, where the logits are at hand; scaled on the way back."""
+    """Computes the gradients in the forward pass, where the logits exist; the backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, output: Tensor, *view: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class _LumpedKl(torch.autograd.Function):
 
 
 def _piece(logits: Tensor, ids: Tensor, masses: Tensor, known: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed divergence of rows, and its gradient by their logits. A row with no mass at all counts for nothing."""
+    """Returns the summed divergence of rows, and its gradient by their logits. Rows without mass do not count."""
     shares = logits.softmax(dim=-1)
     kept = shares.gather(-1, ids) * known
     lump = (1 - kept.sum(dim=-1)).clamp(min=1e-6)

@@ -1,4 +1,4 @@
-"""The kinds of heads that can be made."""
+"""The kinds of heads that can be trained."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ _KINDS: dict[str, _Make] = {
 
 
 def build(made: HeadRecipe, subject: Subject) -> Learner:
-    """A fresh head by its recipe."""
+    """Returns an untrained head of a recipe."""
     return _KINDS[made.kind](made, subject)

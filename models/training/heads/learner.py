@@ -1,4 +1,4 @@
-"""The interface of a head that learns. A new kind is one file that offers it, and a line in `texts.py`."""
+"""The interface of a trainable head. A new kind is one file that implements it, and a line in `kinds.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from models.training.llama import Llama
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a head is made for. `model`: frozen, and no part of the head; `taps`: whose rows lessons hold; `ids` [V_d]:
-    the target's tokens that the head is to know; `rarest`: the one that its text has least; `config`: the target's."""
+    """The target of a head. `model`: frozen, not part of the head; `taps`: the layers with rows in lessons; `ids`
+    [V_d]: the target's tokens in the head's vocabulary; `rarest`: the rarest token in its text; `config`: the
+    target's."""
 
     model: Llama
     taps: tuple[int, ...]
@@ -33,35 +34,36 @@ class Subject:
 
 
 class Learner(nn.Module, ABC):
-    """`names` [V]: its name of each of the target's tokens, -1 for one that it lacks. No parameter is the target's."""
+    """A trainable head. `names` [V]: its id of each target token, -1 for tokens that it lacks. Its parameters do not
+    include the target's."""
 
     names: Tensor
 
     @abstractmethod
     def forward(self, lesson: Lesson) -> list[Foretold]:
-        """What it says of these windows, step by step."""
+        """Returns the predictions for these windows, step by step."""
 
     @property
     @abstractmethod
     def output(self) -> Tensor:
-        """Its output layer's matrix [V_d, H]: a parameter, or the target's."""
+        """The output layer's matrix [V_d, H]: a parameter, or the target's."""
 
     @abstractmethod
     def published(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """config.json and tensors, in the layout that is read elsewhere."""
+        """Returns config.json and tensors in a published layout."""
 
     def begin(self, lesson: Lesson) -> None:
-        """Stand where these windows show that learning can begin; by default where it was drawn."""
+        """Initialises parameters from these windows; by default they stay as drawn."""
 
     def know(self, subject: Subject) -> None:
-        """Name its tokens."""
+        """Sets the head's vocabulary."""
         names = torch.full((subject.model.shape.vocab,), -1, device=subject.ids.device)
         numbers = torch.arange(len(subject.ids), device=subject.ids.device)
         self.register_buffer("names", names.index_copy(0, subject.ids, numbers), persistent=False)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
-        """Matrices small and random, the same for a seed; biases 0."""
+        """Initialises matrices with small random numbers by seed, and biases with 0."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() >= 2:
@@ -71,13 +73,13 @@ class Learner(nn.Module, ABC):
 
 
 def positions(lesson: Lesson, rows: Tensor) -> Tensor:
-    """These positions [R] of every window, counted through the lesson."""
+    """Returns the flat positions of rows [R] in every window of the lesson."""
     count, length = lesson.tokens.shape
     return (torch.arange(count, device=rows.device)[:, None] * length + rows).flatten()
 
 
 def directions(words: Tensor, count: int) -> Tensor:
-    """Those in which words [V, H] differ most, [H, count]."""
+    """Returns the principal directions [H, count] of words [V, H]."""
     wide = words.float().cpu()
     _, _, found = torch.linalg.svd(wide.T @ wide)
     return found[:count].T

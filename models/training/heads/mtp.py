@@ -1,6 +1,6 @@
-"""A head of the target's own kind (MTP) for training: one of its layers over a row behind the norm and the next token.
+"""Learner of MTP heads: a layer like the target's, over the normed last row and the next token's embedding.
 
-Of the published layouts MiMo's, whose layer is a Llama's. Embedding and output layer are the target's. As in FastMTP
+The published layout is MiMo's, with a Llama's layer. Embedding and output layer are the target's. As in FastMTP
 (arXiv 2509.18362) the one layer learns several steps.
 """
 
@@ -23,7 +23,7 @@ _PREFIX = "model.mtp_layers.0."
 
 
 class Mtp(ChainLearner):
-    """A layer of the target's own shape."""
+    """An MTP head: one layer of the target's shape."""
 
     def __init__(self, subject: Subject, steps: int, seed: int) -> None:
         shape = subject.model.shape
@@ -42,7 +42,7 @@ class Mtp(ChainLearner):
 
     @torch.no_grad()
     def begin(self, lesson: Lesson) -> None:
-        """As the target's last layer, which sees what the row and token foretell best, linearly, of its own input."""
+        """Copies the target's last layer, and fits the projection to that layer's input by least squares."""
         model, last = self._subject.model, self._subject.model.layers[-1]
         for part in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"):
             getattr(self, part).load_state_dict(last.get_submodule(part).state_dict())
@@ -81,6 +81,6 @@ class Mtp(ChainLearner):
         return self._subject.words
 
     def published(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The head's tensors alone, beside the target's config, which says that there is one."""
+        """Returns the head's tensors, and the target's config with the number of MTP layers."""
         tensors = {_PREFIX + name: value.half() for name, value in self.state_dict().items()}
         return {**self._subject.config, "num_nextn_predict_layers": 1}, tensors

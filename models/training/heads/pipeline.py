@@ -1,6 +1,6 @@
-"""The whole run of a head in order: target, text it writes, training, agreement on held-out text, export.
+"""Runs the training of a head: reads the target, lets it write text, trains, measures held-out agreement, exports.
 
-Every stage keeps its result, so the same command goes on where it was stopped.
+Every stage keeps its result, so the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from outrider.protocol.errors import ModelError
 log = logging.getLogger(__name__)
 
 _HELD_OUT_WINDOWS = 32
-_FIRST_WINDOWS = 64  # by which a head finds where to begin
+_FIRST_WINDOWS = 64  # for a head's initialisation
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every stage needs."""
+    """The inputs of every stage."""
 
     recipe: HeadRecipe
     target: Llama
@@ -59,7 +59,8 @@ class Run:
 
 
 def run(recipe: HeadRecipe, target: Path, out: Path, store: Path | None = None, extra: Sequence[Path] = ()) -> None:
-    """Make a head at `out`; the target's text is kept in `store`. Raises InvalidRequest or ModelError on bad input."""
+    """Trains a head, and writes it to `out`; keeps the target's text in `store`. Raises InvalidRequest or
+    ModelError."""
     check_out(out)
     device = pick_device()
     model = read_target(target, device)
@@ -111,7 +112,7 @@ def _make(made: Run, space: Workspace, folder: Path) -> None:
 
 
 def _subject(made: Run, kept: Store) -> Subject:
-    """A head knows the tokens that the target wrote most often, as many as it is to, in their order."""
+    """Returns the subject; its vocabulary has the tokens that the target wrote most often, in order of their ids."""
     vocab = made.target.shape.vocab
     ranked = np.argsort(-kept.token_counts(vocab), kind="stable")
     ids = torch.from_numpy(np.sort(ranked[: made.recipe.vocab or vocab])).to(made.device)
@@ -120,7 +121,7 @@ def _subject(made: Run, kept: Store) -> Subject:
 
 @torch.no_grad()
 def _held_out(made: Run, learner: Learner, folder: Path) -> tuple[float, ...]:
-    """Agreement by step on text that the target wrote behind files that are not trained on."""
+    """Returns the agreement by step on text that the target wrote after held-out files."""
     kept = Store(folder, replace(made.form, part=_HELD_OUT_WINDOWS))
     kept.fill(1, made.target, lambda part: made.prompts(made.text.held_out, part, _HELD_OUT_WINDOWS))
     lesson = kept.lesson(np.arange(_HELD_OUT_WINDOWS), made.device)
@@ -133,15 +134,15 @@ def _held_out(made: Run, learner: Learner, folder: Path) -> tuple[float, ...]:
 def _tokenizer(folder: Path, target: Llama) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder} holds no tokenizer.json; expected the target's, in the tokenizers format")
+        raise ModelError(f"{folder} has no tokenizer.json; expected the target's, in the format of tokenizers")
     found = Tokenizer.from_file(str(path))
     if found.get_vocab_size() > target.shape.vocab:
-        raise ModelError(f"{path} has {found.get_vocab_size()} tokens, and the target {target.shape.vocab}")
+        raise ModelError(f"{path} has {found.get_vocab_size()} tokens, more than the target's {target.shape.vocab}")
     return found
 
 
 def write(folder: Path, learner: Learner, target: str) -> None:
-    """A head's new folder, as it is published, and by whose fingerprint it was trained for whom."""
+    """Writes a head's new folder in its published layout, with the fingerprint of its target."""
     config, tensors = learner.published()
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**config, "target": target}, indent=1) + "\n")

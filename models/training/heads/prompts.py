@@ -1,7 +1,7 @@
-"""What the target's own text begins with: pieces of source files, each from the beginning of a line.
+"""The prompts of the target's text: pieces of source files, each from the beginning of a line.
 
-Every other part of the windows is real text to its end, which costs the target nothing to write. A piece depends on the
-seed and its number alone. Knows files and the target's tokenizer.
+In every other part the windows are real text to the end, which the target need not write. A piece depends only on the
+seed and its number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 
 from models.training.corpus import Source
 
-_CHARACTERS_A_TOKEN = 8  # at most, nearly always; a shorter piece does no harm
+_CHARACTERS_A_TOKEN = 8  # more than nearly all tokens have; a shorter piece does no harm
 _SHORTEST, _LONGEST = 1 / 32, 3 / 8  # of a window
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Windows [N, length] of tokens, of which the first `given` [N] stand; `temps` [N] they are to be gone on at."""
+    """Windows [N, length] of which the first `given` [N] tokens are set, to continue at temperatures `temps` [N]."""
 
     windows: NDArray[np.int64]
     given: NDArray[np.int64]
@@ -38,7 +38,7 @@ def draw(
     part: int,
     size: int,
 ) -> Prompts:
-    """The `size` prompts of part number `part`; files weigh what they are long."""
+    """Returns the `size` prompts of part number `part`; files are chosen in proportion to their length."""
     draws = np.random.default_rng((seed, part))
     weights = np.array([len(source.text) for source in sources], dtype=np.float64)
     files = draws.choice(len(sources), size, p=weights / weights.sum())
@@ -54,7 +54,7 @@ def draw(
 
 
 def _piece(sources: Sequence[Source], file: int, begin: int, tokenizer: Tokenizer, count: int) -> list[int]:
-    """`count` tokens from a file's character `begin`, on into the files behind it."""
+    """Returns `count` tokens from a file's character `begin` on, continued by the next files."""
     ids: list[int] = []
     while len(ids) < count:
         end = begin + (count - len(ids)) * _CHARACTERS_A_TOKEN

@@ -1,4 +1,4 @@
-"""How a head is trained: its kind, sizes, text and time, and the one place that checks them. Knows numbers only."""
+"""The recipe of a head: its kind, sizes, text and training, and their checks. Has no dependency on torch or files."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ _OWN_WIDTH = ("eagle3", "redrafter", "early-exit")
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """One training run. None is the target's own. `hidden`: the width of what the head makes, an adapter's rank.
-    `text_tokens`: that the target writes, in windows of `length`."""
+    """One training run. None: the target's value. `hidden`: the width of the head, or the rank of an adapter.
+    `text_tokens`: written by the target, in windows of `length`."""
 
     kind: str
     seed: int = 0
     hidden: int | None = None
-    vocab: int | None = None  # tokens that it can say, the most frequent ones
-    steps: int = 4  # tokens it learns to draft behind one another
+    vocab: int | None = None  # tokens that it can draft, the most frequent ones
+    steps: int = 4  # length of the chains that it learns to draft
     layers: int = 2  # of a block head
-    visible_prefix: bool = False  # a block head learns with some tokens of its blocks known
-    rank: int = 128  # of an adapter, unless `hidden` says it
+    visible_prefix: bool = False  # a block head trains with known first tokens in its blocks
+    rank: int = 128  # of an adapter without `hidden`
     text_tokens: int = 2_000_000
-    tokens: int = 4_000_000  # that it sees
+    tokens: int = 4_000_000  # of training
     length: int = 512
     rate: float = 1.5e-3
     batch_tokens: int = 2048
-    part: int = 256  # windows that the target writes at once
-    top: int = 32  # likely tokens kept per position; the rest is one lump
-    temps: tuple[float, ...] = (0.0, 0.8, 0.8, 0.8)  # the text's, as often
+    part: int = 256  # windows that the target writes together
+    top: int = 32  # likely tokens stored per position; the rest is one lump
+    temps: tuple[float, ...] = (0.0, 0.8, 0.8, 0.8)  # of the text, with these frequencies
     held_out_files: int = 40
 
     @property
     def parts(self) -> int:
-        """Of text."""
+        """The number of parts of text."""
         return max(1, round(self.text_tokens / (self.part * self.length)))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """Two: what the first is usable after, the second makes better."""
+        """Two phases: the head is usable after the first, and the second improves it."""
         half = self.tokens // 2
         return (Phase(half, self.length, self.rate), Phase(half, self.length, self.rate / 2))
 
     def taps(self, target: Shape) -> tuple[int, ...]:
-        """Layers whose output is kept: the first, that in the middle, and the last."""
+        """Returns the layers with stored rows: the first, the middle and the last."""
         return tuple(sorted({0, max(0, target.layers // 2 - 1), target.layers - 1}))
 
     def shape(self, target: Shape) -> Shape:
-        """The head's, in the target's proportions."""
+        """Returns the head's shape, in the target's proportions."""
         hidden = self.hidden or target.hidden
         heads = hidden // target.head_dim
         return replace(
@@ -70,24 +70,24 @@ class HeadRecipe:
 
 
 def check(recipe: HeadRecipe, target: Shape) -> None:
-    """Raise InvalidRequest unless it can be followed for this target."""
+    """Raises InvalidRequest if the recipe is invalid for this target."""
     if recipe.kind not in KINDS:
-        raise InvalidRequest(f"no head is called {recipe.kind!r}; expected one of {', '.join(KINDS)}")
+        raise InvalidRequest(f"unknown head {recipe.kind!r}; expected one of {', '.join(KINDS)}")
     if not 0 <= recipe.seed < 2**32:
         raise InvalidRequest(f"the seed must lie between 0 and {2**32 - 1}, not {recipe.seed}")
     if recipe.vocab is not None and recipe.kind not in _OWN_WORDS:
-        raise InvalidRequest(f"{recipe.kind} heads say all of the target's tokens; leave --vocab out")
+        raise InvalidRequest(f"{recipe.kind} heads always draft all of the target's tokens; omit --vocab")
     if recipe.hidden is not None and recipe.kind not in _OWN_WIDTH:
-        raise InvalidRequest(f"{recipe.kind} heads are as wide as their target; leave --hidden out")
+        raise InvalidRequest(f"{recipe.kind} heads are as wide as their target; omit --hidden")
     if recipe.visible_prefix and recipe.kind not in _OF_BLOCKS:
-        raise InvalidRequest(f"{recipe.kind} heads draft no blocks, which prefixes are of; leave --visible-prefix out")
+        raise InvalidRequest(f"{recipe.kind} heads draft no blocks with prefixes; omit --visible-prefix")
     hidden, vocab = recipe.hidden or target.hidden, recipe.vocab or target.vocab
     if hidden < target.head_dim or hidden % target.head_dim or hidden > target.hidden:
         raise InvalidRequest(
             f"a head's width must be a multiple of {target.head_dim} up to {target.hidden}, the target's, not {hidden}"
         )
     if not recipe.top < vocab <= target.vocab:
-        raise InvalidRequest(f"a head can have {recipe.top + 1} to {target.vocab} tokens here, not {vocab}")
+        raise InvalidRequest(f"a head for this target can have {recipe.top + 1} to {target.vocab} tokens, not {vocab}")
     if not 1 <= recipe.steps <= 16:
         raise InvalidRequest(f"a head can learn 1 to 16 steps, not {recipe.steps}")
     if not recipe.steps + 1 < recipe.length <= target.context:
@@ -99,6 +99,6 @@ def check(recipe: HeadRecipe, target: Shape) -> None:
         if tokens < recipe.batch_tokens:
             raise InvalidRequest(f"expected at least a batch, {recipe.batch_tokens} tokens, of {what}, not {tokens}")
     if not 0 < recipe.rate < 1:
-        raise InvalidRequest(f"the rate of learning must lie between 0 and 1, not {recipe.rate}")
+        raise InvalidRequest(f"the learning rate must lie between 0 and 1, not {recipe.rate}")
     if recipe.batch_tokens < recipe.length:
         raise InvalidRequest(f"a batch must have at least a window, {recipe.length} tokens, not {recipe.batch_tokens}")

@@ -1,4 +1,4 @@
-"""`training.json` beside a head: how it was made, on what, and which files it has never seen. Needs no torch."""
+"""`training.json` of a head: its recipe, training text, and held-out files. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from models.training.record import FILE_NAME
 
 @dataclass(frozen=True, slots=True)
 class HeadRecord:
-    """Everything worth knowing about a finished run. `held_out_agreement`: by step, how often its best token was the
-    target's on text that the target wrote behind the `held_out` files; true tokens before it."""
+    """The record of a finished run. `held_out_agreement`: by step, how often the head's best token equals the target's
+    on text that the target wrote after the `held_out` files, given true tokens before it."""
 
     recipe: HeadRecipe
     target: str  # digest of its config and weights
@@ -26,5 +26,5 @@ class HeadRecord:
     held_out: tuple[str, ...]
 
     def write(self, head: Path) -> None:
-        """Write `training.json` into the folder of the head."""
+        """Writes `training.json` into the folder of the head."""
         (head / FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")

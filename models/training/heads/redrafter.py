@@ -1,6 +1,6 @@
-"""ReDrafter (arXiv 2403.09919) for training: a recurrent state over drafted tokens beside one row of the target.
+"""Learner of ReDrafter heads (arXiv 2403.09919): one row of the target, and a recurrent state over drafted tokens.
 
-Parameters carry the names of Apple's checkpoints.
+Parameters have the names of Apple's checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ResBlock(nn.Module):
 
 
 class Redrafter(ChainLearner):
-    """`width`: of what its output layer reads."""
+    """A ReDrafter head; `width`: of its output layer's input."""
 
     def __init__(self, subject: Subject, width: int, steps: int, seed: int) -> None:
         shape = subject.model.shape
@@ -82,7 +82,7 @@ class Redrafter(ChainLearner):
 
     @torch.no_grad()
     def _begin_with(self, subject: Subject) -> None:
-        """The target's own words, in the directions in which they differ most, and its row in these."""
+        """Initialises output layer and projection with the target's, projected to its principal directions."""
         chosen = directions(subject.words, min(self._width, subject.model.shape.hidden))
         self.lm_head[1].weight[:, : chosen.shape[1]] = subject.words.float().cpu() @ chosen
         if hasattr(self, "input_proj"):

@@ -1,7 +1,7 @@
-"""What heads learn from, kept on disk: text that the target wrote, its rows there and what it thought likely next.
+"""Stores heads' training data on disk: text that the target wrote, its rows, and its likeliest next tokens.
 
-In parts of so many windows, each a folder that is whole or absent, so that writing can stop, go on and grow, and all
-heads of one target learn from the same. Rows are bfloat16 (numpy holds their bits), as matrices read them in training.
+Each part of windows is a folder that is complete or absent, so that writing can stop, continue and grow, and all heads
+of a target share the data. Rows are bfloat16 (numpy holds their bits), as in training.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-_FORWARD_TOKENS = 8192  # a forward's worth; bounds memory
+_FORWARD_TOKENS = 8192  # per forward; bounds memory
 _NAMES = ("tokens", "rows", "ids", "log_probs")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreForm:
-    """What makes two stores the same. `taps`: whose rows are kept, side by side; `top`: likely tokens a position."""
+    """A store's identity. `taps`: the layers with stored rows, concatenated; `top`: likely tokens per position."""
 
     target: str
     text: str
@@ -51,7 +51,7 @@ class StoreForm:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """N windows: tokens [N, L], rows [N, L, taps, H], likely next tokens' ids and log-probabilities [N, L, top]."""
+    """N windows: tokens [N, L], rows [N, L, taps, H], ids and log-probabilities of likely next tokens [N, L, top]."""
 
     tokens: Tensor
     rows: Tensor
@@ -60,7 +60,7 @@ class Lesson:
 
 
 class Store:
-    """The parts in `folder`. Raises InvalidRequest when it holds those of something else."""
+    """The parts in `folder`. Raises InvalidRequest if the folder has another store's."""
 
     def __init__(self, folder: Path, form: StoreForm) -> None:
         self._folder, self._form = folder, form
@@ -69,11 +69,11 @@ class Store:
 
     @property
     def count(self) -> int:
-        """Windows that have been read in by `fill`."""
+        """The number of windows that `fill` has opened."""
         return len(self._parts) * self._form.part
 
     def fill(self, parts: int, model: Llama, prompts: Callable[[int], Prompts]) -> None:
-        """Write what is missing of so many parts, and open them. `prompts` gives those of a part."""
+        """Writes the missing ones of `parts` parts, and opens all. `prompts` returns the prompts of a part."""
         missing = [number for number in range(parts) if not self._path(number).exists()]
         self._check_room(len(missing) * self._form.part_bytes(model.shape.hidden))
         progress = Progress("the target's text", parts, "parts")
@@ -84,7 +84,7 @@ class Store:
             progress.update(number + 1)
 
     def lesson(self, indices: NDArray[np.int64], device: torch.device) -> Lesson:
-        """These windows."""
+        """Returns these windows."""
         places = [divmod(int(index), self._form.part) for index in indices]
         found = {
             name: torch.from_numpy(np.stack([self._parts[part][name][at] for part, at in places])).to(device)
@@ -94,7 +94,7 @@ class Store:
         return Lesson(found["tokens"].long(), rows, found["ids"].long(), found["log_probs"].float())
 
     def token_counts(self, vocab: int) -> NDArray[np.int64]:
-        """How often each token was written [vocab]."""
+        """Returns how often each token was written [vocab]."""
         return sum(np.bincount(part["tokens"].ravel(), minlength=vocab) for part in self._parts)
 
     def _path(self, number: int) -> Path:

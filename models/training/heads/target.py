@@ -1,6 +1,6 @@
-"""A trained target from its Hugging Face folder, frozen, in PyTorch: what heads are made for.
+"""Reads a target from its Hugging Face folder, frozen, in PyTorch.
 
-Its matrices are bfloat16, its norms and residual stream float32, as in training.
+Matrices are bfloat16, norms and the residual stream float32, as in training.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from models.training.recipe import Shape
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral")
-_GROUP = 32  # numbers that share a scale
+_GROUP = 32  # numbers per scale
 
 
 def read_target(folder: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Llama:
-    """The model in `folder`, its matrices as `dtype`. Raises ModelError when it is none that heads can be made for."""
+    """Returns the model in `folder`, with matrices as `dtype`. Raises ModelError for a model without support."""
     shape = _shape(_config(folder), folder)
     model = Llama(shape, seed=0)
     weights = _weights(folder)
@@ -93,7 +93,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _whole(packed: Tensor, scales: Tensor, biases: Tensor) -> Tensor:
-    """A matrix that MLX has quantised: 4 or 8 bits a number, w = scale * q + bias by groups."""
+    """Returns a matrix that MLX has quantised: 4 or 8 bits per number, w = scale * q + bias by groups."""
     octets = packed.view(torch.uint8)
     bits = 8 * octets.shape[1] // (scales.shape[1] * _GROUP)
     steps = octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)

@@ -1,7 +1,7 @@
-"""Text that a target writes itself, for heads to learn from: many windows at once, token by token.
+"""Lets a target write text for heads: many windows together, token by token.
 
-Each window opens with a piece of real text, and the target goes on to its end. All stand at the same position, so a
-step is one forward over one token of each. Knows tokens; nothing of files or heads.
+Each window begins with a piece of real text, and the target continues it to its end. All windows are at the same
+position, so a step is one forward over one token of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from models.training.loop import autocast
 
 
 class Window:
-    """A layer's keys and values of all windows, in room for `length` tokens."""
+    """A layer's KV cache of all windows, for up to `length` tokens."""
 
     def __init__(self, batch: int, length: int, model: Llama, device: torch.device) -> None:
         shape = (2, batch, model.shape.kv_heads, length, model.shape.head_dim)
@@ -22,7 +22,7 @@ class Window:
         self._count = 0
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add a token's; its queries read all that there are."""
+        """Adds the keys and values of a token; its queries attend to all."""
         at, self._count = self._count, self._count + keys.shape[2]
         self._room[0, :, :, at : self._count] = keys
         self._room[1, :, :, at : self._count] = values
@@ -31,7 +31,7 @@ class Window:
 
 @torch.no_grad()
 def write(model: Llama, windows: Tensor, given: Tensor, temps: Tensor, generator: torch.Generator) -> None:
-    """Fill `windows` [N, L] behind their first `given` [N] tokens, each at its own one of `temps` [N]."""
+    """Fills `windows` [N, L] after their first `given` [N] tokens, each at its temperature of `temps` [N]."""
     count, length = windows.shape
     if int(given.min()) >= length:
         return
@@ -44,7 +44,7 @@ def write(model: Llama, windows: Tensor, given: Tensor, temps: Tensor, generator
 
 
 def _choose(logits: Tensor, temps: Tensor, generator: torch.Generator) -> Tensor:
-    """argmax(logits + T * Gumbel noise): a draw at temperature T, the best token at 0."""
+    """Samples as argmax(logits + T * Gumbel noise): at temperature T, or the best token at 0."""
     uniform = torch.rand(logits.shape, generator=generator, device=logits.device).clamp_(min=1e-30)
     noise = uniform.log_().neg_().log_().mul_(temps[:, None])  # exponential_ takes ten times as long
     return logits.sub_(noise).argmax(dim=-1)
