@@ -1,4 +1,4 @@
-"""Requests by chance: prompts, ways of sampling, endings, modes and pauses, all drawn from one seed and a number.
+"""Random requests: prompts, sampling parameters, endings, modes and pauses, all drawn from a seed and a number.
 
 Request n is the same whatever else is drawn, so any stretch of them can be made by itself. Knows tokens and settings.
 """
@@ -14,7 +14,7 @@ from outrider.bench.comparison.requests import TimedRequest
 from outrider.protocol.sampling import MAX_SEED, SamplingParams
 
 MODES = ("ar", "sd", "ssd", "auto")
-# What code and prose often say.
+# Strings that are frequent in code and prose.
 STOPS = ("\n\n", "return", " the", "):", '",', "self", "e", "\n    ")
 LONGEST_PROMPT, LONGEST_TEXT = 900, 80
 CANCELLED = 0.12
@@ -23,14 +23,14 @@ PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most tokens of a prompt, and of what is made."""
+    """The most tokens of a prompt, and of an answer."""
 
     prompt: int = LONGEST_PROMPT
     text: int = LONGEST_TEXT
 
 
 def subject(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tuple[tuple[int, ...], SamplingParams]:
-    """A prompt from the tokens of `source`, many short and some long, and how it goes on."""
+    """Returns a prompt from the tokens of `source`, mostly short and sometimes long, and its sampling parameters."""
     rng = random.Random(f"subject {seed} {number}")
     length = round(math.exp(rng.uniform(0, math.log(sizes.prompt))))
     start = rng.choice((0, rng.randrange(len(source) - length), rng.randrange(len(source) - length)))
@@ -38,7 +38,7 @@ def subject(number: int, seed: int, source: Sequence[int], sizes: Sizes) -> tupl
 
 
 def question(number: int, seed: int, about: tuple[tuple[int, ...], SamplingParams]) -> TimedRequest:
-    """Request `number` asks this subject in one of the modes, after a pause; some leave before the end."""
+    """Returns request `number` about this subject, in one of the modes, after a pause; some are cancelled early."""
     rng = random.Random(f"question {seed} {number}")
     tokens, sampling = about
     own = rng.random() < 0.5

@@ -1,13 +1,13 @@
-"""Workers are killed and stopped at random while texts grow: each text must be what it is undisturbed.
+"""Kills and stops workers at random during requests, and checks that no text changes.
 
     python -m tests.harness.chaos                       # 500 strikes
     python -m tests.harness.chaos --kills 12 --seed 7
 
-SIGKILL or SIGSTOP hits the drafter, the target or both once so many chunks have come, at random; four requests are
-always in flight, in all modes, T = 0 and 0.8, with penalties, biases, filters and stop strings. The next strike comes
-when all workers are there again and texts grow. What a request says undisturbed was asked before, on the same cluster.
-Prints how long texts stood still; the exit code is 1 where a text is another one (certified ties are listed and count
-as the same), a request fails, or a worker does not come back.
+SIGKILL or SIGSTOP hits the drafter, the target or both after a random number of chunks; four requests are always in
+flight, in all modes, T = 0 and 0.8, with penalties, biases, filters and stop strings. The next strike follows when all
+workers have returned and chunks arrive. The undisturbed texts are generated before, on the same cluster. Prints how
+long no chunk arrived. The exit code is 1 if a text differs (certified ties are listed and count as equal), a request
+fails, or a worker does not return.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIZES = Sizes(prompt=200, text=160)
 
 
 class Growth:
-    """The chunks that have come, of all requests."""
+    """Counts the chunks of all requests."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -57,28 +57,28 @@ class Growth:
             self._grown.notify_all()
 
     def wait(self, more: int) -> None:
-        """Until so many more have come. Raises WorkerError when they don't."""
+        """Waits until `more` chunks have arrived. Raises WorkerError after `PATIENCE_S` seconds."""
         with self._grown:
             until = self._count + more
             if not self._grown.wait_for(lambda: self._count >= until, PATIENCE_S):
-                raise WorkerError(f"no text has grown for {PATIENCE_S:.0f} s")
+                raise WorkerError(f"no chunk has arrived for {PATIENCE_S:.0f} s")
 
 
 class Blow(Protocol):
-    """What befalls a cluster while texts grow."""
+    """A fault that happens to a cluster during requests."""
 
     def fall(self, client: Client, growth: Growth) -> Struck:
-        """Waits for its moment, falls, and waits until all is well again.
+        """Waits for its time, causes the fault, and waits until the cluster has recovered.
 
         Raises:
-            WorkerError: it does not get well.
+            WorkerError: it does not recover.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """What a blow brought: seconds until texts grew again, and until they did once all workers were there."""
+    """The effect of a fault: seconds until chunks arrived again, and until all workers had returned."""
 
     strike: Blow
     pause_s: float
@@ -87,7 +87,7 @@ class Struck:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Hits workers of these roles with a signal, once so many more chunks have come."""
+    """Sends a signal to workers of these roles, after this many more chunks."""
 
     roles: tuple[str, ...]
     number: signal.Signals
@@ -109,7 +109,7 @@ class Strike:
 
 
 def strikes(count: int, seed: int) -> Iterator[Strike]:
-    """So many by chance."""
+    """Yields `count` random strikes."""
     rng = random.Random(f"strikes {seed}")
     for _ in range(count):
         number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
@@ -117,7 +117,7 @@ def strikes(count: int, seed: int) -> Iterator[Strike]:
 
 
 def _until_ready(client: Client, before: dict[str, int]) -> None:
-    """Until all workers are ready and those named `before` have other processes. Raises WorkerError when they don't."""
+    """Waits until all workers are ready, those named in `before` with new processes. Raises WorkerError."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         workers = client.stats().workers
@@ -128,9 +128,9 @@ def _until_ready(client: Client, before: dict[str, int]) -> None:
 
 
 class Course:
-    """One run on `client`'s cluster: the questions with what they say undisturbed, then asked again under strikes.
+    """A run on `client`'s cluster: sends requests undisturbed, then repeats them under strikes and compares the texts.
 
-    `waits_ms`: for each text under strikes the longest wait for a chunk.
+    `waits_ms`: for each text under strikes, the longest wait for a chunk.
     """
 
     def __init__(self, client: Client, count: int, seed: int) -> None:
@@ -144,7 +144,7 @@ class Course:
         self.strikes: list[Struck] = []
 
     def run(self, planned: Sequence[Blow], screen: Screen) -> None:
-        """They fall while `AT_ONCE` requests are always in flight. Raises OutriderError where one fails."""
+        """Causes the faults while `AT_ONCE` requests are always in flight. Raises OutriderError if a request fails."""
         growth = Growth()
         with ThreadPoolExecutor(AT_ONCE) as threads:
             asking = [threads.submit(self._ask_on, place, growth) for place in range(AT_ONCE)]
@@ -158,7 +158,7 @@ class Course:
                 one.result()
 
     def _ask_on(self, place: int, growth: Growth) -> None:
-        """One question after the other until there are no more strikes."""
+        """Sends one request after another until all strikes have happened."""
         number = place
         while not self._over.is_set():
             at = number % len(self._questions)
@@ -179,7 +179,7 @@ def _questions(count: int, seed: int) -> Iterator[TimedRequest]:
 
 
 def report(course: Course) -> str:
-    """What came of it, in a few lines."""
+    """Returns a summary of a few lines."""
     found, hit = course.found, course.strikes
     counts = ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
     lines = [f"{len(hit)} strikes, {len(found)} texts: {counts}"]
@@ -187,23 +187,23 @@ def report(course: Course) -> str:
         these = [one for one in hit if str(one.strike) == strike]
         pauses, resumed = [one.pause_s for one in these], [one.resumed_s for one in these]
         lines.append(
-            f"{strike}: {len(these)} times, texts stood still for {statistics.median(pauses):.1f} s (median),"
-            f" {max(pauses):.1f} at most; {max(resumed):.1f} s at most once all workers were there"
+            f"{strike}: {len(these)} times, no chunk for {statistics.median(pauses):.1f} s (median),"
+            f" {max(pauses):.1f} s (longest); all workers back after {max(resumed):.1f} s (longest)"
         )
     return "\n".join(lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=500, metavar="N", help="how many strikes, default 500")
-    parser.add_argument("--texts", type=int, default=24, metavar="N", help="how many different requests, default 24")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests and strikes, default 0")
+    parser.add_argument("--kills", type=int, default=500, metavar="N", help="number of strikes (default: 500)")
+    parser.add_argument("--texts", type=int, default=24, metavar="N", help="different requests (default: 24)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of requests and strikes (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
     planned = list(strikes(values.whole("kills", options.kills, 1, 1_000_000), options.seed))
     texts, screen = values.whole("texts", options.texts, AT_ONCE, 10_000), Screen()
     with LocalCluster(progress=screen.show, max_active=AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
-        screen.show("what the texts are undisturbed")
+        screen.show("undisturbed texts")
         course = Course(cluster.client(timeout=PATIENCE_S), texts, options.seed)
         failed = ""
         try:

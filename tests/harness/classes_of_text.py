@@ -1,7 +1,7 @@
-"""`auto` over several drafters by class of text, in arithmetic: the real planner, rounds of known luck, no model.
+"""Simulates `auto` with several drafters on classes of text: the real planner, random rounds, no model.
 
-Requests come with the classes in random order; what a drafter's token is worth depends on the class. Rates are over the
-best single way of each class at its best K, which knows the class.
+Requests arrive with classes in random order; a drafter's acceptance depends on the class. Rates are relative to the
+best single drafter of each class at its best K, which is chosen with knowledge of the class.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def verify_ms(rows: int) -> float:
 
 @dataclass(slots=True)
 class Machine:
-    """Makes rounds; teaches `planner` of texts that are told."""
+    """Simulates rounds, and feeds their results to `planner`."""
 
     rng: random.Random
     planner: Planner | None = None
 
     def round(self, kind: str, plan: RoundPlan, text: TextProfile | None = None) -> tuple[int, float]:
-        """A round of this plan in a text of this class: its tokens, and how long it took."""
+        """Simulates a round of this plan in a text of this class. Returns its tokens and duration."""
         if plan.mode == "ar":
             return 1, PLAIN_MS
         depth = COPIED if plan.drafter == NGRAM else plan.depth
@@ -87,7 +87,7 @@ class Machine:
 
 
 def best_of(kind: str) -> float:
-    """Tokens a millisecond of the best way of a class."""
+    """Returns the tokens per millisecond of a class's best drafter."""
     plans = [RoundPlan("ar", 1), RoundPlan("sd", COPIED, 16, NGRAM)]
     plans += [RoundPlan(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
     return max(_rate(kind, plan) for plan in plans)
@@ -106,7 +106,7 @@ def _rate(kind: str, plan: RoundPlan) -> float:
 
 
 def auto(seed: int, requests: int, tokens: int, wrong: float) -> dict[str, float]:
-    """Tokens a millisecond of each class, of the second half of the requests."""
+    """Returns the tokens per millisecond of each class, over the second half of the requests."""
     made: defaultdict[str, int] = defaultdict(int)
     spent: defaultdict[str, float] = defaultdict(float)
     for kind, said, took_ms in list(_served(seed, requests, tokens, KINDS, wrong))[requests // 2 :]:
@@ -116,7 +116,7 @@ def auto(seed: int, requests: int, tokens: int, wrong: float) -> dict[str, float
 
 
 def cold(seed: int, best: Mapping[str, float]) -> tuple[float, float]:
-    """What the first ten requests of a fresh server bring over the best of each class, and the last four of 24."""
+    """Returns the rates of a new server's first ten requests, and of the last four of 24, relative to the best."""
     found = list(_served(seed, 24, 96, KINDS | {"json": CODE}))
     first, last = (
         sum(said / best[kind] for kind, said, _ in part) / sum(took_ms for _, _, took_ms in part)
@@ -128,7 +128,7 @@ def cold(seed: int, best: Mapping[str, float]) -> tuple[float, float]:
 def _served(
     seed: int, requests: int, tokens: int, kinds: Mapping[str, str], wrong: float = 0.0
 ) -> Iterator[tuple[str, int, float]]:
-    """The requests of a fresh server: the class of each, its tokens, and how long it took."""
+    """Yields the class, tokens and duration of each request of a new server."""
     rng = random.Random(seed)
     own = (InProcessDrafter(ONE, is_head=True, agreement=0.6), InProcessDrafter(OTHER, is_head=True, agreement=0.6))
     planner = Planner(RoundSettings(8, 16), own=lambda: own)
@@ -140,7 +140,7 @@ def _served(
 
 
 def _told(rng: random.Random, looks: str, wrong: float) -> str:
-    """What the front takes a text for that looks like one of this kind."""
+    """Returns the class that the front assigns to a text of this kind; it is `wrong` with this probability."""
     if looks not in (CODE, FREE) or rng.random() >= wrong:
         return looks
     return FREE if looks == CODE else CODE

@@ -1,7 +1,7 @@
-"""What goes wrong around a cluster, by chance, a fault at a time: workers die or stop, strangers throw frames, clients
-vanish, or ask and do not read.
+"""Random faults of a cluster, one at a time: workers die or stop, unknown peers send frames, clients vanish or do not
+read.
 
-Each fault is over when it returns, but for what the cluster has to do about it. Knows processes and sockets.
+A fault ends when its method returns; the cluster's recovery may take longer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROLES = (("draft",), ("target",), ("draft", "target"))
 
 
 class Faults:
-    """Of one cluster; `happened` counts them by name."""
+    """Causes faults of one cluster; `happened` counts them by name."""
 
     def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
         self.happened: Counter[str] = Counter()
@@ -47,7 +47,7 @@ class Faults:
         self._worked = Mutator(rng, list(MESSAGES))
 
     def one(self) -> str:
-        """One of them, and its name."""
+        """Causes a random fault, and returns its name."""
         kinds: list[Callable[[], None]] = [
             *(self._kills, self._stops, self._stops_briefly, self._clients_garbage, self._workers_garbage),
             *(self._a_liar_joins, self._bytes, self._clients_vanish, self._a_client_does_not_read),
@@ -74,7 +74,7 @@ class Faults:
     def _signal(self, number: signal.Signals) -> list[int]:
         roles = self._rng.choice(ROLES)
         workers = self._client.stats().workers
-        # Those of this cluster that run: another's process may have a dead one's id by now.
+        # Only running workers of this cluster: another process may have the id of a dead one.
         own = [worker for worker in workers if worker.name in STARTED and worker.state == "ready"]
         pids = [worker.pid for worker in own if worker.role in roles]
         for pid in pids:
@@ -95,7 +95,7 @@ class Faults:
                 dealer.send_multipart(self._worked.frames() or [b""])
 
     def _a_liar_joins(self) -> None:
-        """Until it is sent away, or has had its say."""
+        """A drafter joins and sends invalid messages until it is dismissed or has sent all."""
         context: zmq.Context[Any] = zmq.Context()
         peer = Peer(context, self._cluster.workers_endpoint, "draft", self._rng.getrandbits(INCARNATION_BITS))
         peer.hello()
@@ -110,7 +110,7 @@ class Faults:
         context.destroy(linger=0)
 
     def _bytes(self) -> None:
-        """At the clients' socket, below ZeroMQ."""
+        """Sends raw bytes to the clients' socket, below ZeroMQ."""
         where = parse(self._cluster.endpoint)
         if isinstance(where, Ipc):
             with socket.socket(socket.AF_UNIX) as line, suppress(OSError):

@@ -1,13 +1,13 @@
-"""Frames that are random, mutated or cut short, at every socket: nothing may fall, hang or grow, nobody is disturbed.
+"""Fuzzes every socket with random, mutated and truncated frames: no crash, hang or growth, no effect on other peers.
 
     python -m tests.harness.fuzz_frames                                # 1,000,000 at each socket
     python -m tests.harness.fuzz_frames --socket workers --frames 50000 --seed 7
 
-The sockets: `workers` (the orchestrator's), `clients` (its other one), `target` and `drafter` (a worker's, as an
-orchestrator that lies has it), and `wire` (bytes that are not even ZeroMQ's, at the clients' socket on TCP). All
-behind a socket is the real thing but models and processes; with `--socket processes` those are real, too, and both
-sockets of a server are meant. Prints after each twentieth how it goes. The exit code is 1
-where something fell or hung, an honest request was disturbed, or memory or open files have grown since a fifth.
+The sockets are `workers` and `clients` (the orchestrator's), `target` and `drafter` (a worker's, with a malicious
+orchestrator), and `wire` (raw bytes below ZeroMQ, at the clients' socket on TCP). Everything behind a socket is real,
+except models and processes; with `--socket processes` these are real, too, and both sockets of a server are fuzzed.
+Prints a line for each twentieth of the frames. The exit code is 1 if something crashed or hung, an honest request was
+disturbed, or memory or open files have grown since the first fifth.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ REAL = {"processes": ProcessesHall}
 BATCH = 100
 PARTS = 20
 HANGS_S = 600
-FEW_FILES = 8  # connections that come and go
+FEW_FILES = 8  # short-lived connections
 
 
 def held(pid: int) -> tuple[int, int]:
-    """KiB and open files of a process."""
+    """Returns the memory in KiB and the open files of a process."""
     gc.collect()
     return resident({"": pid})[""], psutil.Process(pid).num_fds()
 
 
 def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool:
-    """Whether a socket stands so many frames."""
+    """Returns whether a socket withstands this many frames."""
     hall = (HALLS | REAL)[name](random.Random(f"{name} {seed}"))
     pid = getattr(hall, "pid", os.getpid())
     began, early = time.monotonic(), (0, 0)
@@ -81,11 +81,11 @@ def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", choices=(*HALLS, *REAL, "all"), default="all", help="which one, default all")
+    parser.add_argument("--socket", choices=(*HALLS, *REAL, "all"), default="all", help="socket to fuzz (default: all)")
     parser.add_argument(
-        "--frames", type=int, default=1_000_000, metavar="N", help="how many at each, default 1,000,000"
+        "--frames", type=int, default=1_000_000, metavar="N", help="frames per socket (default: 1,000,000)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other frames, default 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the frames (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:

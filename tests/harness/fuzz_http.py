@@ -1,15 +1,15 @@
-"""Random requests by the HTTP server's own description, right ones and wrong ones: it may not fail, hang or grow.
+"""Sends random valid and invalid requests by the server's OpenAPI document: the server must not fail, hang or grow.
 
     python -m tests.harness.fuzz_http                       # 100,000 requests: an hour
     python -m tests.harness.fuzz_http --requests 3000 --seed 7
     python -m tests.harness.fuzz_http --each 100 --at-once 2
 
-The requests are schemathesis's (`pip install schemathesis`), the model is a scripted one with tools and thoughts, whose
-texts cost little. Each part is a process with a seed of its own, for schemathesis grows with what it has tried; the
-first also goes through every field's edges. One server answers all of them. Of every answer schemathesis checks status,
-kind and body, events too, against /openapi.json, and that a wrong request is refused. Prints now and then how many
-there were by status, and the server's memory. The exit code is 1 where a check failed, nothing came within 30 s, the
-process was lost, or it has grown by more than 5 % since a fifth of the requests.
+schemathesis (`pip install schemathesis`) generates the requests; the model is a scripted one with tools and thinking,
+which costs little. Each part is a process with its own seed, because schemathesis grows with its history; the first
+part also tries every field's boundary values. One server answers all parts. schemathesis checks status, content type
+and body of every response, events too, against /openapi.json, and that invalid requests are refused. Prints counts by
+status and the server's memory. The exit code is 1 if a check failed, no response came within 30 s, the process was
+lost, or its memory has grown by more than 5 % since the first fifth of the requests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CHECKS = (
     "unsupported_method",
     "allow_header_conformance",
 )
-# Whoever asks for an answer within a millionth of a second is told that it took longer; what is wrong may be too large.
+# A request with a timeout of a microsecond gets 504; an invalid request may also be too large (413).
 SETTINGS = """[checks]
 not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
 negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "413", "415", "5xx"]
@@ -58,7 +58,7 @@ negative_data_rejection.expected-statuses = ["400", "401", "404", "405", "413", 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the parts so far. `faults`: what schemathesis found, in its words."""
+    """The results of the parts so far. `faults`: schemathesis's findings."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -74,14 +74,14 @@ class Tally:
 
 
 def with_context(model: Path, tokens: int) -> Path:
-    """The same model with another context, so that a text without an end has one."""
+    """Returns the model with another context length, which ends endless texts."""
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
     return model
 
 
 def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]:
-    """One run of schemathesis, so many requests to each path of the server at `url`; what it found."""
+    """Runs schemathesis with `each` requests to each path of the server at `url`. Returns its findings."""
     (folder / "schemathesis.toml").write_text(SETTINGS)
     report = folder / "report.json"
     ended = subprocess.run(
@@ -99,7 +99,7 @@ def fuzz(url: str, folder: Path, seed: int, each: int, phases: str) -> list[str]
 
 
 def fill(url: str) -> None:
-    """A tokenizer keeps the first words that it sees, 10,000 of them: it has them before its memory is looked at."""
+    """Fills the tokenizer's cache of 10,000 words, so that it does not count as growth."""
     words = END.join(f"a word of its own: {number}" for number in range(WORDS))
     asked = Request(f"{url}/tokenize", json.dumps({"content": words}).encode(), {"content-type": "application/json"})
     with urlopen(asked, timeout=ANSWER_S) as answer:
@@ -107,7 +107,7 @@ def fill(url: str) -> None:
 
 
 def statuses(where: Site) -> Counter[str]:
-    """All answers so far by status, as the server counts them."""
+    """Returns the server's counts of all answers by status."""
     with urlopen(f"{where.url}/metrics", timeout=ANSWER_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     found: Counter[str] = Counter()
@@ -119,10 +119,15 @@ def statuses(where: Site) -> Counter[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=100_000, help="at least so many; default 100000")
-    parser.add_argument("--each", type=int, default=200, help="random requests to each path in a part; default 200")
-    parser.add_argument("--seed", type=int, default=1, help="of the first part; default 1")
-    parser.add_argument("--at-once", type=int, default=1, help="parts; to make requests up takes longest; default 1")
+    parser.add_argument("--requests", type=int, default=100_000, help="least number of requests (default: 100000)")
+    parser.add_argument("--each", type=int, default=200, help="random requests per path and part (default: 200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the first part (default: 1)")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="concurrent parts (default: 1)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

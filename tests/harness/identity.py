@@ -1,13 +1,13 @@
-"""Whatever way a text is made, its tokens are the target's own: the embedded pair through the real processes.
+"""Checks that texts have the target's own tokens in every mode and setting: the embedded pair in real processes.
 
     python -m tests.harness.identity                          # 50 prompts x 200 tokens: three hours on two cores
     python -m tests.harness.identity --at-once 8              # as many requests in each forward: an hour
     python -m tests.harness.identity --prompts 4 --tokens 60  # minutes
 
 The reference is `ar` of the first cluster, one request at a time, and at temperature 0 mlx-lm's own plain decoding on
-the same weights. Every way below makes every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p 0.95,
-penalties and a seed for each prompt. A text that differs is replayed teacher-forced through the target: differences
-that rounding explains are ties; anything else is a difference, and the exit code is 1.
+the same weights. Every setting below generates every prompt's text at temperature 0, and at 0.7 and 1.0 with top-p
+0.95, penalties and a seed for each prompt. A text that differs is replayed teacher-forced through the target:
+differences that rounding explains are ties; for any other difference the exit code is 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A mode with its K and B; None: the server's own."""
+    """A mode with its K and B; None: the server's."""
 
     mode: str
     depth: int | None = None
@@ -60,7 +60,7 @@ class Way:
 
 AR = Way("ar")
 SD3, SSD3, SSD6, AUTO = Way("sd", 3), Way("ssd", 3, 12), Way("ssd", 6, 24), Way("auto")
-# By cluster: what proposes and by which policy, and the ways it is asked for.
+# By cluster: its settings, and the ways that run on it.
 HOUSES: dict[str, tuple[Way, ...]] = {
     "best-first": (
         AR,
@@ -93,7 +93,7 @@ SAMPLINGS = {
 
 @dataclass(slots=True)
 class Tally:
-    """How one way's texts compare with the reference."""
+    """Counts how one way's texts compare with the reference."""
 
     same: int = 0
     ties: int = 0
@@ -105,7 +105,7 @@ class Tally:
 
 
 class Judge:
-    """Holds the reference texts, compares others with them, and has the target replay what differs."""
+    """Keeps the reference texts, compares others with them, and replays differing ones through the target."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -153,7 +153,8 @@ def cluster(house: str, at_once: int, tell: Tell) -> Iterator[Client]:
 def judge_all(
     prompts: Sequence[Prompt], length: int, houses: Sequence[str], samplings: Sequence[str], at_once: int, tell: Tell
 ) -> Judge:
-    """All ways of these clusters, `at_once` requests at a time; the first way of the first one is the reference."""
+    """Runs all ways of these clusters with `at_once` concurrent requests; the first way of the first is the
+    reference."""
     judge = Judge(tell)
     for house in houses:
         with cluster(house, at_once, tell) as client:
@@ -188,7 +189,7 @@ def table(judge: Judge) -> str:
 
 
 def scrambled(model: Path, folder: Path, seed: int = 0) -> Path:
-    """Write to `folder` a draft that knows nothing, and return it: `model`'s own weights, shuffled within each tensor.
+    """Writes a useless draft to `folder`, and returns it: `model`'s weights, shuffled within each tensor.
 
     Norms are kept, so that logits keep their size.
     """
@@ -203,10 +204,10 @@ def scrambled(model: Path, folder: Path, seed: int = 0) -> Path:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, default=50, help="how many prompts, all classes in turn")
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens each")
-    parser.add_argument("--at-once", type=int, default=1, help="how many requests at a time, the reference's apart")
-    parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="only these clusters")
+    parser.add_argument("--prompts", type=int, default=50, help="prompts, of all classes in turn")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per text")
+    parser.add_argument("--at-once", type=int, default=1, help="concurrent requests, except for the reference")
+    parser.add_argument("--houses", nargs="+", choices=HOUSES, default=list(HOUSES), help="clusters to run")
     parser.add_argument("--samplings", nargs="+", choices=SAMPLINGS, default=list(SAMPLINGS), help="only these")
 
 

@@ -1,13 +1,13 @@
-"""Mixed load for long, with a fault every five seconds: each text must be what it is undisturbed, and nothing may leak.
+"""Runs a long mixed load with a fault every five seconds, and checks that no text changes and nothing leaks.
 
     python -m tests.harness.mixed                       # 30 minutes
     python -m tests.harness.mixed --minutes 3 --seed 7
 
-Four requests are always in flight: all modes, T = 0 and 0.8, penalties, biases, filters, stop strings, clients that
-leave. Faults are those of `tests.harness.faults`. What a request says undisturbed was asked before, on the same
-cluster. Prints the server's memory and open files each minute; the exit code is 1 where a text is another one
-(certified ties are listed and count as the same), a request fails, something has grown since a fifth of the time, or
-anything is still held in the end.
+Four requests are always in flight: all modes, T = 0 and 0.8, penalties, biases, filters, stop strings, cancelled
+requests. Faults are those of `tests.harness.faults`. The undisturbed texts are generated before, on the same cluster.
+Prints the server's memory and open files each minute. The exit code is 1 if a text differs (certified ties are listed
+and count as equal), a request fails, memory or open files have grown since the first fifth of the time, or a resource
+is still in use at the end.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tests.harness.soak import GROWTH, resident, settled
 
 EVERY_S = 5.0
 MINUTE_S = 60.0
-FEW_FILES = 8  # connections that come and go: those of the moment may be a few more
+FEW_FILES = 8  # short-lived connections: there may be a few more at the moment
 
 
 def held(cluster: LocalCluster) -> tuple[int, int]:
-    """KiB and open files of the server."""
+    """Returns the memory in KiB and the open files of the server."""
     return resident({"": cluster.pid})[""], psutil.Process(cluster.pid).num_fds()
 
 
 class Load:
-    """Requests that never end: asks one after the other at each of `AT_ONCE` places until it is told to stop."""
+    """A continuous load: sends one request after another in each of `AT_ONCE` threads until it is stopped."""
 
     def __init__(self, client: Client, count: int, seed: int) -> None:
         self._client, self._codec, source = client, default_codec(), words()
@@ -78,9 +78,9 @@ class Load:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=int, default=30, metavar="N", help="how long, default 30")
-    parser.add_argument("--texts", type=int, default=48, metavar="N", help="how many different requests, default 48")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests and faults, default 0")
+    parser.add_argument("--minutes", type=int, default=30, metavar="N", help="duration (default: 30)")
+    parser.add_argument("--texts", type=int, default=48, metavar="N", help="different requests (default: 48)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of requests and faults (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """A tiny configuration of each of mlx-lm's model types, from `model_configs.json`.
 
-mlx-lm takes from a configuration what it knows by name, so what stands under "every" there builds most types; "of" has
-what a type needs besides. "parts" are modules among mlx-lm's models that are none, "text_of" the types whose
-configuration holds another one: a model with eyes around one of text. phi3small keeps its vocabulary, since it writes
-at the places of unused tokens. Knows names and sizes only.
+mlx-lm ignores unknown fields of a configuration, so the fields under "every" build most types; "of" has the additional
+fields of single types. "parts" are modules of mlx-lm's models that are not models, "text_of" the types with the
+configuration of a text model inside, such as vision models. phi3small keeps its vocabulary size, because it writes at
+the positions of unused tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WINDOW: int = _EVERY["sliding_window"]
 
 
 def model_types() -> list[str]:
-    """The names of all of mlx-lm's model types that a configuration may give, aliases left out."""
+    """Returns the names of all of mlx-lm's model types, without aliases."""
     return sorted(m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__) if m.name not in _KNOWN["parts"])
 
 
 def config_of(model_type: str, tied: bool | None = None) -> dict[str, Any]:
-    """A tiny configuration of this type; that mlx-lm can build it is not promised.
+    """Returns a tiny configuration of this type, which mlx-lm may not be able to build.
 
-    `tied`: whether the embeddings are the output layer, too, for types that ask; None: as most are.
+    `tied`: whether the embeddings are also the output layer, for types with that setting; None: the usual value.
     """
     text = _TEXT_OF.get(model_type, model_type)
     settings = {**_EVERY, **_OF.get(text, {}), "model_type": text}

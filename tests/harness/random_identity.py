@@ -1,14 +1,14 @@
-"""Requests that come and go at random say what they say alone: the embedded pair through the real processes.
+"""Checks that random concurrent requests have the same texts as alone: the embedded pair in real processes.
 
-    python -m tests.harness.random_identity                     # 2,000 requests at 1, 4 and 16 at once: 20 minutes
+    python -m tests.harness.random_identity                     # 2,000 requests, 1, 4 and 16 at once: 20 minutes
     python -m tests.harness.random_identity --requests 240 --seed 7
-    python -m tests.harness.random_identity --first 960         # goes on where a run was broken off
+    python -m tests.harness.random_identity --first 960         # continues an interrupted run
 
-All modes, T = 0 and 0.8, penalties, biases, filters, stop strings, end tokens, prompts of 1 to 900 tokens, and clients
-that leave at any token. The reference is what a request says in `ar` on a cluster of its own that has no drafter, no
-prompt cache and no other request; four requests share one.
-Tokens, text and reason must be the same; of who left, the beginning. What differs is replayed teacher-forced through
-the target: differences that rounding explains are ties and listed; anything else is a difference, and the exit code 1.
+The requests use all modes, T = 0 and 0.8, penalties, biases, filters, stop strings, end tokens, prompts of 1 to 900
+tokens, and cancellation at any token. The reference is the request's text in `ar` on a separate cluster without
+drafter, prompt cache and other requests; four requests share a reference. Tokens, text and finish reason must be equal;
+of cancelled requests, the beginning. Differing texts are replayed teacher-forced through the target: differences that
+rounding explains are listed as ties; for others the exit code is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.protocol import values
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, model_folder, words
 
-# So many requests, then it is said that they held.
+# Requests per block, after which a line is printed.
 BLOCK = 240
 SAME, TIE, DIFFERENT = "same", "tie", "DIFFERENT"
 
@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What came of a request beside so many others, against what it says alone; `why` it is not the same."""
+    """The verdict on a request with `at_once` concurrent ones, compared with its text alone; `why` they differ."""
 
     number: int
     at_once: int
@@ -54,7 +54,7 @@ class Judged:
 
 
 def compared(question: TimedRequest, reply: Reply, alone: Reply) -> str:
-    """How a reply differs from the one alone; empty where it does not."""
+    """Returns how a reply differs from the one alone, or an empty string."""
     count = len(reply.token_ids)
     if reply.token_ids != (alone.token_ids[:count] if reply.cancelled else alone.token_ids):
         pairs = enumerate(zip(reply.token_ids, alone.token_ids, strict=False))
@@ -66,7 +66,7 @@ def compared(question: TimedRequest, reply: Reply, alone: Reply) -> str:
 
 
 def judged(number: int, at_once: int, question: TimedRequest, reply: Reply, alone: Reply, codec: TextCodec) -> Judged:
-    """Compares, and has the target replay what differs."""
+    """Compares a reply, and replays a differing one through the target."""
     why = compared(question, reply, alone)
     if not why:
         return Judged(number, at_once, question, SAME)
@@ -83,7 +83,7 @@ def judged(number: int, at_once: int, question: TimedRequest, reply: Reply, alon
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Which requests are made on a cluster, and compared with what they say alone, of which `plain` is asked."""
+    """Sends random requests to a cluster, and compares them with their texts alone, from the client `plain`."""
 
     client: Client
     plain: Client
@@ -93,7 +93,7 @@ class Course:
     tell: Tell
 
     def block(self, first: int, count: int, widths: Sequence[int]) -> list[Judged]:
-        """`count` requests from number `first` on: alone, then a part of them at each of the widths."""
+        """Runs `count` requests from number `first` on: alone, then a part of them at each of the widths."""
         source = words()
         wanted = range(first, first + count)
         subjects = {n: subject(n, self.seed, source, self.sizes) for n in sorted({n // len(MODES) for n in wanted})}
@@ -114,10 +114,10 @@ class Course:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="how many, default 2000")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="the number of the first one, default 0")
-    parser.add_argument("--at-once", default="1,4,16", metavar="N,N,...", help="how many at a time, default 1,4,16")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests, default 0")
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="requests (default: 2000)")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first request (default: 0)")
+    parser.add_argument("--at-once", default="1,4,16", metavar="N,N,...", help="concurrency (default: 1,4,16)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the requests (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:

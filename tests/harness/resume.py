@@ -1,14 +1,13 @@
-"""Texts that are broken off go on with another server: are they the same, and how long do readers wait?
+"""Checks that interrupted texts continue unchanged on another server, and measures how long readers wait.
 
     python -m tests.harness.resume                          # 500 requests, then 20 kills: some minutes
     python -m tests.harness.resume --requests 40 --kills 2
 
-*Broken*: of each request the connection breaks at a token drawn by chance, up to twice, before the first one too, or
-behind the last one, so that only the word of the end is lost; the other of two servers goes on. All modes, T = 0 and
-0.8, penalties, filters, stop strings, end tokens. Each text is compared with what it says alone in `ar`; what differs
-is replayed through the target, and rounding's ties are listed.
-*Kills*: the server of a text, reached by TCP, dies by SIGKILL at a token by chance; from that moment until the next
-token. The exit code is 1 where a text is another one.
+*Requests*: each connection breaks at a random token, up to twice, also before the first token or after the last one, so
+that only DONE is lost; the other of two servers continues. The requests use all modes, T = 0 and 0.8, penalties,
+filters, stop strings, end tokens. Each text is compared with its text alone in `ar`; a differing one is replayed
+through the target, and ties by rounding are listed. *Kills*: the server of a text, connected by TCP, is killed by
+SIGKILL at a random token; measures the time until the next token. The exit code is 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ KILLED = SamplingParams(max_tokens=96, temp=0.8, ignore_eos=True)
 
 
 class Cuts:
-    """After how many tokens of a try its connection breaks, drawn once for each request; inf: before DONE."""
+    """The number of tokens after which each try's connection breaks, drawn per request; inf: before DONE."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -56,7 +55,7 @@ class Cuts:
         self.made = self.at_end = 0
 
     def next(self, dialogue: Dialogue) -> float | None:
-        """Of its next try; None: it may end."""
+        """Returns the number for the next try; None: the request may end."""
         if dialogue.request not in self._left:
             rng = random.Random(f"cuts {self._seed} {len(self._left)}")
             longest = dialogue.opening.sampling.max_tokens
@@ -68,7 +67,7 @@ class Cuts:
 
 
 class Cutting(Client):
-    """A client whose connection breaks as `cuts` has it."""
+    """A client with connections that break as planned by `cuts`."""
 
     def __init__(self, endpoint: str, cuts: Cuts) -> None:
         super().__init__(endpoint)
@@ -96,7 +95,7 @@ class Cutting(Client):
 
 
 def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts]:
-    """What came of so many requests, and where they were broken off."""
+    """Runs interrupted requests. Returns their verdicts, and where they were interrupted."""
     source, codec, cuts = words(), default_codec(), Cuts(seed)
     subjects = {n: subject(n, seed, source, SIZES) for n in range(-(-requests // len(MODES)))}
     asked = [question(n, seed, subjects[n // len(MODES)]) for n in range(requests)]
@@ -110,13 +109,13 @@ def broken(requests: int, seed: int, screen: Screen) -> tuple[list[Judged], Cuts
         both = Resumed([Cutting(cluster.client().endpoint, cuts) for cluster in (one, other)])
         found = []
         for number, reply in enumerate(send_all(both, asked, AT_ONCE)):
-            screen.show(f"broken off: {number} of {requests}")
+            screen.show(f"interrupted: {number} of {requests}")
             found.append(judged(number, AT_ONCE, asked[number], reply, alone[number // len(MODES)], codec))
     return found, cuts
 
 
 class Assassin:
-    """Kills the server `pid` once `tokens` of a text have come."""
+    """Kills the server `pid` when `tokens` of a text have arrived."""
 
     def __init__(self, pid: int, tokens: int) -> None:
         self._pid, self._left = pid, tokens
@@ -129,13 +128,13 @@ class Assassin:
             self.struck = time.perf_counter()
 
     def wait(self, reply: Reply) -> float:
-        """The longest that the reader had to wait afterwards, seconds; what had been sent before comes at once."""
+        """Returns the reader's longest wait after the kill in seconds; tokens sent before arrive at once."""
         times = [self.struck, *(arrival.at for arrival in reply.arrivals if arrival.at > self.struck)]
         return max(after - before for before, after in pairwise(times))
 
 
 def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
-    """The readers' waits in seconds, each after their server's death; how many texts were others."""
+    """Kills `count` servers. Returns the readers' waits in seconds, and how many texts differ."""
     rng, waits, others = random.Random(f"kills {seed}"), list[float](), 0
     prompt, sampling = tuple(words()[:64]), replace(KILLED, seed=seed)
     with LocalCluster(progress=screen.show) as steady:
@@ -152,9 +151,9 @@ def kills(count: int, seed: int, screen: Screen) -> tuple[list[float], int]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=500, metavar="N", help="broken off at random, default 500")
-    parser.add_argument("--kills", type=int, default=20, metavar="N", help="of servers, default 20")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other requests, default 0")
+    parser.add_argument("--requests", type=int, default=500, metavar="N", help="interrupted requests (default: 500)")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="servers to kill (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the requests (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -166,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
         screen.clear()
         sums = [f"{sum(one.verdict == verdict for one in found)} {verdict}" for verdict in (SAME, TIE, DIFFERENT)]
         print("\n".join([*(str(one) for one in found if one.verdict != SAME)]))
-        where = f"broken off {cuts.made} times, {cuts.at_end} of them between the last token and the end"
+        where = f"interrupted {cuts.made} times, {cuts.at_end} of them between the last token and the end"
         print(f"{requests} requests, {where}: {', '.join(sums)}", flush=True)
         wrong += sum(one.verdict == DIFFERENT for one in found)
     if count:

@@ -1,7 +1,7 @@
-"""A tiny chat model that says what is written here: each token has one that follows it, so its answers are known.
+"""A tiny chat model with scripted answers: each token has one successor.
 
-It has a template with tools and thoughts in the manner of Qwen's, and a tokenizer of bytes and whole pieces of text. So
-a program can be held to a whole task, tool calls and all, without a model that could do it.
+It has a template with tools and thinking like Qwen's, and a tokenizer of bytes and whole pieces of text. It lets tests
+run a whole task with a program, including tool calls, without a capable model.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Tools: {{ tools | tojson }}<|im_end|>
 
 
 Script = tuple[str, ...]
-"""What the template ends with, and the pieces that follow it, each a token of its own."""
+"""The last token of the prompt, and the pieces that follow it, each of which is a token."""
 
 
 def text_of(script: Script) -> str:
-    """What a model that follows `script` says after its first token."""
+    """Returns the text that a script generates after its first token."""
     return "".join(piece for piece in script[1:] if piece != END)
 
 
 def write_scripted(path: Path, scripts: tuple[Script, ...] = SCRIPTS, template: str = TEMPLATE) -> Path:
-    """Writes the model to `path` in Hugging Face layout. No piece may stand in two scripts, but for their ends."""
+    """Writes the model to `path` in Hugging Face layout. Only end tokens may occur in two scripts."""
     path.mkdir(parents=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = list(dict.fromkeys(["<|im_start|>", *(piece for script in scripts for piece in script)]))
@@ -74,14 +74,14 @@ def write_scripted(path: Path, scripts: tuple[Script, ...] = SCRIPTS, template: 
 
 
 def _is_mark(piece: str) -> bool:
-    """Others are text like any other, which a grammar may allow."""
+    """Whether a piece is a special token; others are ordinary text, which a grammar may allow."""
     return piece.startswith("<") and piece.endswith(">")
 
 
 def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
-    """Embeddings apart from one another, a layer that adds nothing, and a head with one token for each.
+    """Returns distinct embeddings, a layer that adds nothing, and an output layer with each token's successor.
 
-    Where a grammar forbids that one, JSON comes to its end.
+    Biases make JSON end where a grammar forbids the successor.
     """
     head = np.tile(_liking(), (SIZE, 1)).T.copy()
     for token, after in follows.items():
@@ -110,7 +110,7 @@ def _weights(follows: dict[int, int]) -> dict[str, mx.array]:
 
 
 def _liking() -> np.ndarray:
-    """How much each token is liked for itself, which is next to nothing."""
+    """Returns a small bias for each token."""
     liking = np.zeros(SIZE, np.float32)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     for place, letter in enumerate(('"', "]", "}")):

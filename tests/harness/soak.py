@@ -1,11 +1,11 @@
-"""Many requests of random sizes, some cancelled: none may be lost, and memory must stay what it was.
+"""Runs many requests of random sizes, some cancelled, and checks that none is lost and memory does not grow.
 
     python -m tests.harness.soak                               # 1,000 requests, 8 at once, one in eight cancelled
     python -m tests.harness.soak --requests 60 --kv-memory 20MB
 
-Prints the resident memory of target, drafter and server after a fifth of the requests and at the end, and what the
-prompt caches hold then, so that nobody takes a cache that fills for a process that grows. The exit code is 1 where a
-request is lost, a place or a byte is not given back, or a process has grown by more than 5 %.
+Prints the resident memory of target, drafter and server after a fifth of the requests and at the end, and the size of
+the prompt caches at both times, to tell a filling cache from a leak. The exit code is 1 if a request is lost, a slot or
+memory is not released, or a process has grown by more than 5 %.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PATIENCE_S = 30.0
 
 
 def resident(pids: dict[str, int]) -> dict[str, int]:
-    """KiB of each process."""
+    """Returns the resident memory of each process in KiB."""
     told = {name: subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
             for name, pid in pids.items()}  # fmt: skip
     return {name: int(said.stdout or 0) for name, said in told.items()}
 
 
 def end_of(client: Client, asked: TimedRequest) -> str:
-    """How one request ended: eos, stop, length, cancelled, or the error."""
+    """Returns how a request ended: eos, stop, length, cancelled, or the error."""
     try:
         return send(client, asked).reason
     except OutriderError as error:
@@ -48,7 +48,7 @@ def end_of(client: Client, asked: TimedRequest) -> str:
 
 
 def settled(cluster: LocalCluster) -> Stats:
-    """The statistics once nothing runs."""
+    """Returns the statistics when no request runs."""
     deadline, client = time.monotonic() + PATIENCE_S, cluster.client()
     while (stats := client.stats()).active + stats.queued and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -59,7 +59,7 @@ def settled(cluster: LocalCluster) -> Stats:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=8)
-    parser.add_argument("--kv-memory", default="60MB", help="little, so that the caches are full after a fifth")
+    parser.add_argument("--kv-memory", default="60MB", help="small, so that caches are full after a fifth")
     parser.add_argument("--seed", type=int, default=1)
 
 

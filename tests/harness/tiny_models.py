@@ -1,6 +1,6 @@
-"""Random models of any of mlx-lm's types, in Hugging Face layout: what tries a type needs no real weights.
+"""Writes random models of any of mlx-lm's types in Hugging Face layout, to test types without real weights.
 
-The weights are drawn so that the logits lean on the whole text: an error of one token or one position shows in them.
+The weights are drawn so that the logits depend on the whole text, and an error of one token or position is visible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GAIN, _HEAD_GAIN = 1.5, 4.0
 
 def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """Writes a model of this configuration to `path`, without a tokenizer. The same arguments give the same weights."""
-    from mlx_lm.utils import _get_classes  # a second, which those who only write a tokenizer would pay
+    from mlx_lm.utils import _get_classes  # takes a second, which writing a tokenizer does not need
 
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -34,7 +34,7 @@ def write_model(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A byte-level tokenizer without merges: any text round-trips, one token per UTF-8 byte."""
+    """Writes a byte-level tokenizer without merges: any text round-trips, one token per UTF-8 byte."""
     symbols = [_EOS, "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in symbols[:2]])
@@ -54,7 +54,7 @@ def _drawn(name: str, value: mx.array, draws: np.random.Generator) -> mx.array:
     normal = draws.standard_normal(value.shape).astype(np.float32)
     if not mx.issubdtype(value.dtype, mx.floating):
         return value
-    if value.ndim < 2 or min(value.shape) == 1:  # gains, biases, decays: near what the model starts from
+    if value.ndim < 2 or min(value.shape) == 1:  # gains, biases, decays: near their initial values
         return (value + 0.1 * mx.array(normal)).astype(value.dtype)
     fan_in = value.shape[1] if "conv" in name else value.shape[-1]
     gain = _HEAD_GAIN if "head" in name else _GAIN

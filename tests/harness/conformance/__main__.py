@@ -1,10 +1,10 @@
-"""Asks a server what other projects' tests ask of theirs, and writes down what came of it.
+"""Runs the cases of other projects' test suites against a server, and writes their outcomes.
 
     python -m tests.harness.conformance                              # what does not pass, and how many do
     python -m tests.harness.conformance --only tool                  # those with this word in name, source or family
     python -m tests.harness.conformance --write docs/conformance.md  # all of it, as a page; half a minute
 
-The exit code is 1 when a case does not pass that has no reason not to.
+The exit code is 1 if a case without a reason does not pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def ask_all(servers: Servers, word: str = "") -> Found:
-    """The outcomes of all cases that have the word, family by family."""
+    """Returns the outcomes of all cases with this word, by family."""
     found = [(family.title, [outcome(case, servers) for case in _chosen(family, word)]) for family in FAMILIES]
     return [(title, outcomes) for title, outcomes in found if outcomes]
 

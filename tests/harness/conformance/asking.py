@@ -1,4 +1,4 @@
-"""A server as a stranger asks it: plain HTTP, JSON and events, by the standard library alone."""
+"""Sends requests to a server by plain HTTP, JSON and events, with the standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JSON = {"content-type": "application/json"}
 
 
 class Refusal(Exception):
-    """The server answered with an error: its status and its sentence."""
+    """An error response: its status and its message."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(f"{status}: {words}")
@@ -23,7 +23,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole answer; `headers` by their names in small letters."""
+    """A complete response; `headers` have lower-case names."""
 
     status: int
     headers: Mapping[str, str]
@@ -31,7 +31,7 @@ class Reply:
 
     @property
     def json(self) -> Any:
-        """The body; {} where it is none."""
+        """The body as JSON; {} if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -39,28 +39,28 @@ class Reply:
 
     @property
     def words(self) -> str:
-        """The sentence of an error."""
+        """The message of an error."""
         error = self.json.get("error", {}) if isinstance(self.json, dict) else {}
         return str(error.get("message", "")) if isinstance(error, dict) else str(error)
 
     def ok(self) -> Reply:
-        """Itself. Raises Refusal for an error."""
+        """Returns the reply itself. Raises Refusal for an error."""
         if self.status >= 400:
             raise Refusal(self.status, self.words)
         return self
 
     def lines(self, field: str) -> list[str]:
-        """What stands behind each `field` of the events, in order."""
+        """Returns the values of this `field` of all events, in order."""
         text = self.body.decode(errors="replace").splitlines()
         return [line.removeprefix(f"{field}: ") for line in text if line.startswith(f"{field}: ")]
 
     def events(self) -> list[Any]:
-        """The data of all events, but for the [DONE] at the end."""
+        """Returns the data of all events, without the final [DONE]."""
         return [json.loads(line) for line in self.lines("data") if line != "[DONE]"]
 
 
 class Server:
-    """The one at `url`; `model` is its id."""
+    """The server at `url`; `model` is its model's id."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -68,7 +68,7 @@ class Server:
         self.model = str(self.send("GET", "/v1/models").ok().json["data"][0]["id"])
 
     def send(self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = JSON) -> Reply:
-        """What comes back, whatever it is."""
+        """Sends a request, and returns the response, errors too."""
         connection = HTTPConnection(self._host, self._port, timeout=SECONDS)
         try:
             connection.request(method, path, body, dict(headers))
@@ -85,15 +85,15 @@ class Server:
         return self.send("POST", path, json.dumps(body).encode())
 
     def whole(self, path: str, **body: Any) -> Any:
-        """The answer's JSON. Raises Refusal."""
+        """Returns the JSON of a response. Raises Refusal."""
         return self.post(path, **body).ok().json
 
     def stream(self, path: str, **body: Any) -> list[Any]:
-        """A stream's events. Raises Refusal."""
+        """Returns the events of a stream. Raises Refusal."""
         return self.post(path, stream=True, **body).ok().events()
 
 
 def choices(events: list[Any]) -> Iterator[Any]:
-    """Every choice of every event, in order."""
+    """Yields every choice of every event, in order."""
     for event in events:
         yield from event["choices"]

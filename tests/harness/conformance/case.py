@@ -1,6 +1,6 @@
-"""A case: what is asked, where it is from, and what is expected there. What came of it is one of three.
+"""A conformance case: a request, its source, and the expected response. Its outcome is one of three.
 
-*passes*: all is as expected. *refused*: the server says no, in its own words. *differs*: it answers, and otherwise.
+*passes*: as expected. *refused*: the server answers with an error. *differs*: it answers in another way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Try = Callable[[Servers], None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`name` says what is expected, `source` where. `why`: the reason when it does not pass, and is not meant to."""
+    """`name`: the expectation; `source`: where it is from; `why`: the reason why it is not meant to pass, if so."""
 
     name: str
     source: str
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`words`: the server's sentence, or what was otherwise; empty when it passes."""
+    """`words`: the server's message, or the difference; empty if the case passes."""
 
     case: Case
     verdict: str
@@ -45,18 +45,18 @@ class Outcome:
 
 
 class Unmet(Exception):
-    """What was expected does not hold; the message says what does."""
+    """An expectation is not met; the message says what was found."""
 
 
 class Cases(list[Case]):
-    """One family's, under its title, in the order in which they are written."""
+    """The cases of one family with its title, in the order of the source."""
 
     def __init__(self, title: str) -> None:
         super().__init__()
         self.title = title
 
     def add(self, source: str, why: str = "") -> Callable[[Try], Try]:
-        """Takes a function as a case; its docstring is the name."""
+        """Returns a decorator that adds a function as a case; its docstring is the case's name."""
 
         def keep(run: Try) -> Try:
             self.append(Case((run.__doc__ or "").strip().rstrip("."), source, run, why))
@@ -66,7 +66,7 @@ class Cases(list[Case]):
 
 
 def outcome(case: Case, servers: Servers) -> Outcome:
-    """Asks, and tells what came of it."""
+    """Runs a case, and returns its outcome."""
     try:
         case.run(servers)
     except Refusal as refusal:
@@ -79,18 +79,18 @@ def outcome(case: Case, servers: Servers) -> Outcome:
 
 
 def hold(it_holds: object, otherwise: str) -> None:
-    """Raises Unmet."""
+    """Raises Unmet with `otherwise` unless the condition holds."""
     if not it_holds:
         raise Unmet(otherwise)
 
 
 def equal(found: Any, expected: Any, what: str) -> None:
-    """Raises Unmet."""
+    """Raises Unmet unless both are equal."""
     hold(found == expected, f"{what} is {found!r}, and not {expected!r}")
 
 
 def refused(reply: Reply, *words: str, status: int = 400) -> None:
-    """An error of this status with all of the words in its sentence. Raises Unmet."""
+    """Checks for an error of this status with all of the words in its message. Raises Unmet."""
     equal(reply.status, status, "the status")
     for word in words:
         hold(word in reply.words, f"the error says {reply.words!r}, and not {word!r}")

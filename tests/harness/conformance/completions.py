@@ -1,4 +1,4 @@
-"""Text completions: prompts as text and as tokens, one and several, echoed, and those that can't be."""
+"""Text completions: prompts as text and as tokens, several prompts, echo, and invalid prompts."""
 
 from __future__ import annotations
 

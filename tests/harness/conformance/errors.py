@@ -1,4 +1,4 @@
-"""What can't be, and in which words it is refused."""
+"""Invalid requests, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All cases, family by family, as the table has them."""
+"""All cases by family, in the order of the table."""
 
 from tests.harness.conformance import (
     chat,

@@ -1,4 +1,4 @@
-"""Text in a form: schemas, grammars, regular expressions, and what can't be one."""
+"""Structured output: schemas, grammars, regular expressions, and invalid ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA, VLLM, TEXTS = "llama.cpp test_chat_completion", "vLLM test_chat", "vLLM t
 
 
 def form(text: str) -> Any:
-    """The text as JSON by FORM. Raises Unmet."""
+    """Parses the text as JSON that satisfies FORM. Raises Unmet."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The servers that are asked: each a cluster on this machine with HTTP before it, at a free port."""
+"""Starts the servers under test: clusters on this machine with HTTP at a free port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.scripted_model import write_scripted
 
 @contextmanager
 def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[str]:
-    """The URL of a pair that is served; everything ends with the block."""
+    """Serves a pair, and yields its URL."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="outrider-http-")))
         cluster = stack.enter_context(LocalCluster(model=target, draft_model=draft))
@@ -32,7 +32,7 @@ def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[
 
 @contextmanager
 def both() -> Iterator[Servers]:
-    """The scripted chat model's, and the embedded pair's; they start side by side."""
+    """Serves the scripted chat model and the embedded pair; both start concurrently."""
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         chatty = write_scripted(Path(stack.enter_context(TemporaryDirectory(prefix="outrider-chatty-"))) / "chatty")
         pairs = ((chatty, chatty, ("chatty",)), (EMBEDDED_TARGET, EMBEDDED_DRAFT, ()))

@@ -1,4 +1,4 @@
-"""Anthropic's messages: blocks in and out, events in their order, tools, thoughts, counted tokens."""
+"""Anthropic's messages: content blocks, events, tools, thinking, token counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stream(at: Servers, **asked: Any) -> list[Any]:
 
 
 def talk(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation in which the tool was called, and `blocks` are the user's next turn."""
+    """Returns a conversation in which the tool was called, with `blocks` as the user's next turn."""
     return [*HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": list(blocks)}]
 
 

@@ -1,4 +1,4 @@
-"""The small paths: models, tokens, health, numbers."""
+"""Models, tokenization, health and metrics."""
 
 from __future__ import annotations
 

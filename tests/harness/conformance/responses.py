@@ -1,4 +1,4 @@
-"""OpenAI's responses: items in and out, events in their order, and what a stateless server can't."""
+"""OpenAI's responses: items, events, and what a stateless server does not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_STORE = "nothing is stored here; send the whole input"
 
 
 def text(answer: Any) -> str:
-    """The text of all messages of a response."""
+    """Returns the text of all messages of a response."""
     return "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
 
 

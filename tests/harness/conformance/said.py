@@ -1,4 +1,4 @@
-"""What the cases ask, and what the scripted model says to it."""
+"""Requests of the cases, and the scripted model's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GREETING, SUNNY = text_of(PLAIN), text_of(ANSWER)
 PARIS = {"city": "Paris"}
 PROMPT = "def fibonacci(n):"
 ENDLESS = {"long": True}
-"""Keywords of the template with which the scripted model says tick, tock, tack, tick, and so on."""
+"""Keywords of the template that make the scripted model repeat tick, tock, tack without end."""
 THINKS = {"enable_thinking": True}
 FORM: dict[str, Any] = {
     "type": "object",
@@ -28,17 +28,17 @@ OTHER = {"type": "function", "function": {"name": "other", "parameters": {"type"
 
 
 def in_form(schema: Any, **more: Any) -> dict[str, Any]:
-    """OpenAI's `response_format` for a schema."""
+    """Returns OpenAI's `response_format` for a schema."""
     return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema, **more}}
 
 
 def said(answer: Any) -> str:
-    """The text of a whole chat answer with one choice."""
+    """Returns the text of a complete chat answer with one choice."""
     return str(answer["choices"][0]["message"]["content"])
 
 
 def called(city: str = "Paris", own_id: str = "call_1") -> dict[str, Any]:
-    """An assistant's turn that calls the tool."""
+    """Returns an assistant's turn that calls the tool."""
     function = {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'}
     return {
         "role": "assistant",
@@ -48,5 +48,5 @@ def called(city: str = "Paris", own_id: str = "call_1") -> dict[str, Any]:
 
 
 def result(content: Any = "22 C", own_id: str = "call_1") -> dict[str, Any]:
-    """What the tool answers."""
+    """Returns the tool's result."""
     return {"role": "tool", "tool_call_id": own_id, "content": content}

@@ -1,4 +1,4 @@
-"""How texts are drawn: seeds, several choices, stops, penalties, biases, filters."""
+"""Sampling: seeds, several choices, stops, penalties, biases, filters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LLAMA, VLLM, TEXTS = "llama.cpp test_completion", "vLLM test_chat", "vLLM test_c
 
 
 def texts(at: Servers, **asked: Any) -> list[str]:
-    """The embedded pair's choices."""
+    """Returns the embedded pair's choices."""
     answer = at.pair.whole(TEXT, **{"prompt": PROMPT, "max_tokens": 12, **asked})
     return [choice["text"] for choice in answer["choices"]]
 

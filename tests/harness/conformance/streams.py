@@ -1,4 +1,4 @@
-"""Streams: the same text in parts, how they begin and end, and what their last events tell."""
+"""Streams: chunks of the text, first and last events, usage and timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcomes as a page of Markdown: a table a family, in which each verdict is what the server answered."""
+"""Writes outcomes as a Markdown page, with a table per family."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ reason.
 """
 
 CLIENTS = "## Clients\n"
-"""The last part of the page, which `tests.harness.programs` writes."""
+"""The heading of the page's last part, which `tests.harness.programs` writes."""
 
 
 def clients_of(text: str) -> str:
-    """That part of a page; empty where it has none."""
+    """Returns the part about clients of a page, or an empty string."""
     return "".join(text.partition(CLIENTS)[1:])
 
 
 def page(families: Sequence[tuple[str, Sequence[Outcome]]], clients: str = "") -> str:
-    """The whole page; each family is its title and its outcomes. `clients`: its last part, as it is to be."""
+    """Returns the whole page. Each family has a title and outcomes; `clients` is the page's last part."""
     every = [one for _, outcomes in families for one in outcomes]
     counts = Counter(one.verdict for one in every)
     told = ", ".join(f"{counts[verdict]} {word}" for verdict, word in
@@ -52,12 +52,12 @@ def _told(one: Outcome) -> str:
 
 
 def cell(text: str) -> str:
-    """As it stands in a table."""
+    """Escapes a text for a table's cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def passing(text: str) -> dict[str, bool]:
-    """Whether each case passes, by its name, as a page that was made here says."""
+    """Returns whether each case passes, by name, from the text of a page."""
     lines = text.partition(CLIENTS)[0].splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| ") and line.count(" | ") >= 2]
     return {cells[0].removeprefix("| "): cells[-1].startswith(PASSES) for cells in rows if cells[0] != "| expected"}

@@ -1,4 +1,4 @@
-"""Tools: calls, their results, which may be called, and how a stream tells of them."""
+"""Tools: calls, results, tool_choice, and streamed calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LLAMA, VLLM = "llama.cpp test_tool_call", "vLLM tests/tool_use"
 
 
 def calls(at: Servers, **asked: Any) -> list[tuple[str, Any]]:
-    """Names and arguments of the calls of a whole answer."""
+    """Returns names and arguments of the calls of a complete answer."""
     message = at.chat.whole(CHAT, **{"messages": HELLO, "tools": [TOOL], **asked})["choices"][0]["message"]
     made = [call["function"] for call in message.get("tool_calls") or ()]
     return [(one["name"], json.loads(one["arguments"])) for one in made]

@@ -1,4 +1,4 @@
-"""Messages of any kind by chance, made from the types of their fields. Knows shapes, not what they mean."""
+"""Generates random messages of any kind from the types of their fields."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ LETTERS = 'ab \n"{}[]<|>\\é☃\U0001f600\0'
 
 
 def some(rng: random.Random, name: str) -> Any:
-    """A message by this name; every field is of its type, and nothing in it fits anything."""
+    """Returns a message by this name with random values of the right types."""
     while True:
         try:
             return _record(rng, MESSAGES[name])
-        except InvalidRequest:  # sampling holds itself to narrower ranges than its types say
+        except InvalidRequest:  # sampling parameters have narrower ranges than their types
             continue
 
 
 def whole(rng: random.Random, low: int, high: int) -> int:
-    """Small ones more often, and the ends."""
+    """Returns a random whole number; small ones and both ends are more frequent."""
     return rng.choice(
         (low, high, min(high, low + rng.randrange(8)), min(high, low + rng.randrange(300)), rng.randint(low, high))
     )

@@ -1,7 +1,7 @@
-"""The clients' endpoint of an orchestrator under fire: the real front and its socket, the embedded pair's text side.
+"""Fuzzes the clients' endpoint of an orchestrator: the real front and its socket, the embedded pair's text side.
 
-Behind it a core that says each text at once. Clients that lie and strangers throw what they like, while an honest one
-asks, again and again, and holds every text to what it should be.
+The core is a stand-in that completes each text at once. Malicious clients and unknown peers send broken frames, while
+an honest client repeats requests and checks every text.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ PATIENCE_S = 30.0
 
 
 def text(seed: int, count: int) -> tuple[int, ...]:
-    """What a request with this seed is told."""
+    """Returns the tokens of a request with this seed."""
     return tuple(1 + zlib.crc32(f"{seed} {place}".encode()) % (VOCABULARY - 1) for place in range(count))
 
 
 class ReadyCore:
-    """Says each text at once: the body of a thread, and what a front looks up in a core."""
+    """A core that completes each text at once: the body of its thread, and the attributes that a front reads."""
 
     def stats(self) -> CoreStats:
         return CoreStats(0, 0, 0, Durations(), Durations())
@@ -136,18 +136,18 @@ class ClientsHall:
             raise Broken("a thread of the orchestrator has ended")
 
     def ask(self) -> None:
-        """An honest client's question, and whether its answer is right."""
+        """Sends an honest client's request, and checks its answer."""
         seed = self.texts
         result = Client(self.clients.endpoint, PATIENCE_S).generate([1, 2, 3], SamplingParams(max_tokens=20, seed=seed))
         if result.token_ids != text(seed, 20):
-            raise Broken(f"seed {seed} is told {result.token_ids}")
+            raise Broken(f"seed {seed} received {result.token_ids}")
         self.texts += 1
 
     def told(self) -> str:
         stats = self._front.stats("")
         return (
-            f"{self.texts} honest texts, each right; {stats.finished} requests ended and {stats.failed} were refused in"
-            f" all, {stats.rejected_frames} frames were refused"
+            f"{self.texts} honest texts, all correct; {stats.finished} requests ended and {stats.failed} were refused"
+            f" in all, {stats.rejected_frames} frames were refused"
         )
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class ClientsHall:
         return socket
 
     def _hear(self) -> None:
-        """Answers are thrown away."""
+        """Discards answers."""
         for sender in self._senders:
             while sender.poll(0):
                 sender.recv_multipart()

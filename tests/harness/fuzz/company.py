@@ -1,6 +1,6 @@
-"""Honest workers that cost nothing, on the workers' socket: a target that knows each text, a drafter that knows most.
+"""Honest workers without models on the workers' socket: a target that knows each text, a drafter that knows most of it.
 
-The text of a request is a function of its name and the place, so that every token that is told can be held to it.
+A request's text is a function of its name and the position, so that every token can be checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCABULARY = 5000
 
 
 def token(request: str, place: int) -> int:
-    """What stands there in this request's text."""
+    """Returns the token at this position of the request's text."""
     return zlib.crc32(f"{request} {place}".encode()) % VOCABULARY
 
 
@@ -51,11 +51,11 @@ class Peer:
         self.hot.send_multipart(encode_all(messages))
 
     def throw(self, frames: Frames, beat: bool) -> None:
-        """Whatever that says."""
+        """Sends any frames."""
         (self.beat if beat else self.hot).send_multipart(frames or [b""])
 
     def heard(self) -> list[Message]:
-        """All that is there by now."""
+        """Returns all messages that have arrived."""
         found: list[Message] = []
         while self.hot.poll(0):
             found += decode_all(self.hot.recv_multipart())
@@ -72,7 +72,7 @@ class Peer:
 
 
 def target(message: Message) -> list[Message]:
-    """What an honest target answers."""
+    """Returns an honest target's answers."""
     match message:
         case Open():
             place = len(message.tokens)
@@ -89,7 +89,7 @@ def target(message: Message) -> list[Message]:
 
 
 def drafter(message: Message) -> list[Message]:
-    """What an honest drafter answers: the right branch, and a wrong one."""
+    """Returns an honest drafter's answers: the right branch, and a wrong one."""
     if not isinstance(message, Open | Commit):
         return []
     base_len = len(message.tokens) if isinstance(message, Open) else message.base_len

@@ -1,10 +1,9 @@
-"""The codec under a fuzzer that follows its branches (`pip install atheris`, Linux): bytes become frames, and messages.
+"""Fuzzes the codec with coverage guidance (`pip install atheris`, Linux): bytes become frames, and frames messages.
 
     python -m tests.harness.fuzz.guided -runs=1000000 -max_len=4096
 
-Options are libFuzzer's. What is decoded must be a message that can be said again and is then the same; what is refused
-must be refused by a ProtocolError of one line. The checks that are written out at run time (`protocol.codec`) are
-followed as well.
+Options are libFuzzer's. Decoded frames must give a message that encodes and decodes to itself; refused frames must
+raise a ProtocolError of one line. Checks that are generated at run time (`protocol.codec`) are instrumented as well.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LENGTH_BYTES, EACH = 2, 3
 
 
 def frames_of(data: bytes) -> Iterator[bytes]:
-    """Each begins with its length."""
+    """Yields frames, each of which begins with its length in the data."""
     while len(data) >= LENGTH_BYTES:
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
         yield data[LENGTH_BYTES:end]
@@ -41,15 +40,15 @@ def one(data: bytes) -> None:
         said = decode_all(frames)
     except ProtocolError as error:
         if not str(error) or "\n" in str(error):
-            raise ValueError(f"{error!r} is no sentence") from error
+            raise ValueError(f"{error!r} is not a one-line message") from error
         return
     again = [bytes(frame) for frame in encode_all(said)]
     if [bytes(frame) for frame in encode_all(decode_all(again))] != again:
-        raise ValueError(f"{said} is said in two ways")
+        raise ValueError(f"{said} has two encodings")
 
 
 def seeds(folder: Path) -> None:
-    """Every message a few times, for the fuzzer to begin with."""
+    """Writes a few examples of every message as the fuzzer's corpus."""
     for name in MESSAGES:
         for number in range(EACH):
             frames = [bytes(frame) for frame in encode_all([some(random.Random(f"{name} {number}"), name)])]

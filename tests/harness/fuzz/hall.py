@@ -1,4 +1,4 @@
-"""What every socket under fire is to its program: take this frame, come to rest, tell what was seen."""
+"""The interface of every fuzzed socket: send a frame, come to rest, report."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from outrider.orchestrator.limits import Rate
 from tests.harness.fuzz.mutation import Frames
 
 ENDLESS = Rate(1e12, 1e12)
-"""In place of what a peer may say: here everything is to be read."""
+"""Replaces the rate limit of a peer, so that everything is read."""
 
 
 class Broken(Exception):
-    """Something that frames may not do has been done by some."""
+    """Frames have caused a failure."""
 
 
 class Hall(Protocol):
-    """A socket with everything behind it, and honest company whose requests are under way."""
+    """A socket with its process, and honest peers with requests in progress."""
 
     def fire(self) -> None:
-        """One more broken frame arrives, or a few that belong together."""
+        """Sends a broken frame, or a few that belong together."""
         ...
 
     def rest(self) -> None:
-        """All that arrived is handled, and the honest get on. Raises Broken where they don't."""
+        """Handles all that arrived, and checks that honest requests progress. Raises Broken if they do not."""
         ...
 
     def told(self) -> str:
-        """How it went, in a line."""
+        """Returns a line about the run so far."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Frames made of messages and broken: bytes changed, cut, doubled, fields put in the place of others, or mere noise."""
+"""Mutates frames of messages: changes, cuts and duplicates bytes, swaps fields, or returns noise."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ODD: tuple[Any, ...] = (
 
 
 class Mutator:
-    """Breaks what it was shown lately, and messages of `names` made by chance."""
+    """Mutates recently shown messages, and random messages of `names`."""
 
     def __init__(self, rng: random.Random, names: Sequence[str]) -> None:
         self._rng, self._names = rng, names
         self._seen: deque[Frames] = deque(maxlen=KEPT)
 
     def show(self, *messages: Message) -> None:
-        """Somebody says this: it may be said again, nearly."""
+        """Adds messages to mutate."""
         self._seen.append([bytes(frame) for frame in encode_all(messages)])
 
     def frames(self) -> Frames:
@@ -54,7 +54,7 @@ class Mutator:
         return [bytes(frame) for frame in encode_all([some(rng, rng.choice(self._names))])]
 
     def _bytes(self, frames: Frames) -> Frames:
-        """Some bytes changed, a frame cut, left out, doubled or put in."""
+        """Changes some bytes, or cuts, drops, duplicates or inserts a frame."""
         rng, at = self._rng, self._rng.randrange(len(frames))
         match rng.randrange(8):
             case 0:
@@ -75,7 +75,7 @@ class Mutator:
         return frames
 
     def _fields(self, frames: Frames) -> Frames:
-        """A value somewhere in the header is another one: an odd one, or one from another message."""
+        """Replaces a value in the header by an odd one, or by one of another message."""
         rng = self._rng
         try:
             header = msgpack.unpackb(frames[0], use_list=True)

@@ -1,7 +1,7 @@
-"""A whole cluster under fire: both sockets of a real server with real workers, as any peer reaches them.
+"""Fuzzes a whole cluster: both sockets of a real server with real workers.
 
-Strangers, clients that lie and a drafter that has joined throw what they like; what is more than a peer may say the
-server does not read. An honest client asks meanwhile, and has to be told what it was told before the fire.
+Unknown peers, malicious clients and a drafter that has joined send broken frames; the server does not read more than
+its rate limits allow. An honest client sends requests meanwhile, and must receive the same texts as before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessesHall:
 
     @property
     def pid(self) -> int:
-        """Of the process that may not grow."""
+        """The pid of the process that may not grow."""
         return self._cluster.pid
 
     def fire(self) -> None:
@@ -54,7 +54,7 @@ class ProcessesHall:
                 self._lied.send_multipart(self._asked.frames() or [b""], zmq.NOBLOCK)
             else:
                 self._liar.throw(self._worked.frames(), self._rng.random() < 0.1)
-        except zmq.Again:  # the server does not read so fast
+        except zmq.Again:  # the server does not read this fast
             self._unsent += 1
 
     def rest(self) -> None:
@@ -71,14 +71,14 @@ class ProcessesHall:
             self._lied.close(linger=0)
             self._lied = self._sender()
             if self._ask() != self._expected:
-                raise Broken("an honest client is told another text")
+                raise Broken("an honest client received another text")
             self._texts += 1
 
     def told(self) -> str:
         stats = self._client.stats()
         return (
-            f"{self._texts} honest texts, each right; {self._liars} drafters came, {stats.rejected_frames} frames were"
-            f" refused, {self._unsent} found no room on their way"
+            f"{self._texts} honest texts, all correct; {self._liars} malicious drafters, {stats.rejected_frames} frames"
+            f" refused, {self._unsent} not sent because a queue was full"
         )
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The clients' endpoint on TCP under bytes that are not even ZeroMQ's: greetings, commands and frames that are broken.
+"""Fuzzes the clients' endpoint on TCP below ZeroMQ: broken greetings, commands and frames.
 
-Behind it is what `clients_hall` has, and an honest client that asks there.
+The server is that of `clients_hall`, with an honest client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_FRAMES = 24
 
 
 class WireHall(ClientsHall):
-    """Each `fire` is one frame, of a connection that carries some."""
+    """Each `fire` sends a frame on a connection that carries several."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng, "tcp://127.0.0.1:0")
@@ -42,7 +42,7 @@ class WireHall(ClientsHall):
         try:
             if self._line is not None:
                 self._line.sendall(self._frame())
-        except OSError:  # the server has hung up, as it may
+        except OSError:  # the server may close the connection
             self._left = 0
 
     def told(self) -> str:

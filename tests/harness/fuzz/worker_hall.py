@@ -1,7 +1,7 @@
-"""A worker's socket as an orchestrator that lies has it: the real workers' loops, in this thread, with a tiny model.
+"""Fuzzes a worker with a malicious orchestrator: the real workers' loops in this thread, with a tiny model.
 
-What arrives is decoded as a worker's link does that. After each batch everything is closed again, and an honest request
-has to get the answer that it should.
+Frames are decoded as by a worker's link. After each batch all requests are closed, and an honest request must get the
+right answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.harness.fuzz.hall import Broken
 from tests.harness.fuzz.mutation import Mutator
 
 VOCABULARY, CONTEXT, KV_LIMIT = 64, 96, 1 << 20
-MOST_TURNS = 2  # after each frame: an orchestrator may want work without end
+MOST_TURNS = 2  # after each frame, because an orchestrator may request endless work
 WORDS = ("Open", "Verify", "Prepare", "Halt", "Commit", "Close", "KvMemory")
 
 
@@ -35,7 +35,7 @@ class Idle(Exception):
 
 
 class Link:
-    """What arrived, and what the worker said."""
+    """The received messages, and the worker's answers."""
 
     name = "worker"
 
@@ -59,7 +59,7 @@ class Link:
 
 
 class Table(nn.Module):  # type: ignore[misc]
-    """A model that looks at the last token alone."""
+    """A model that depends on the last token only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class WorkerHall:
             raise Broken(f"{list(held)} are held although they were closed")
         said = self._honest()
         if said != self._expected:
-            raise Broken(f"an honest request is told {said}, not {self._expected}")
+            raise Broken(f"an honest request received {said}, not {self._expected}")
 
     def told(self) -> str:
         return f"{self._answered} answers, {self._refused} frames refused, told to end {self._ended} times"
@@ -121,7 +121,7 @@ class WorkerHall:
     def close(self) -> None: ...
 
     def _honest(self) -> list[object]:
-        """What the worker says of a request that is as it should be."""
+        """Returns the worker's answers to an honest request."""
         self._serial += 1
         name = f"honest {self._serial}"
         self._turn(Open(name, 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(), (), 3, 2, ()))
@@ -132,11 +132,11 @@ class WorkerHall:
             return [message.bonus for message in said if isinstance(message, Outcome)]
         deepest = [message for message in said if isinstance(message, Branches) and message.final]
         if not deepest:
-            raise Broken(f"an honest request is told {said}")
+            raise Broken(f"an honest request received {said}")
         return list(deepest[-1].entries)
 
     def _turn(self, *messages: Message) -> None:
-        """Says these, and lets the worker work until it waits."""
+        """Sends these messages, and runs the worker until it waits."""
         self._link.inbox += messages
         for _ in range(1000):
             if not self._turns():
@@ -144,7 +144,7 @@ class WorkerHall:
         raise Broken("the worker does not come to rest")
 
     def _turns(self) -> bool:
-        """A few; whether there is more to do."""
+        """Runs a few turns. Returns whether there is more to do."""
         for _ in range(MOST_TURNS):
             try:
                 if not self._worker.turn():
@@ -156,7 +156,7 @@ class WorkerHall:
 
 
 def _examples() -> list[Message]:
-    """What an honest orchestrator says."""
+    """Returns messages of an honest orchestrator."""
     return [
         Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,), 3, 4, ()),
         Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), (), 2, 4, None),

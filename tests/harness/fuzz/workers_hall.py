@@ -1,7 +1,7 @@
-"""The workers' endpoint of an orchestrator under fire: the real pool and rounds, in this thread, over a real socket.
+"""Fuzzes the workers' endpoint of an orchestrator: the real pool and rounds in this thread, over a real socket.
 
-A drafter that has joined throws what it likes, and so do strangers, while requests are under way with honest workers.
-Once it is sent away another one comes.
+A drafter that has joined and unknown peers send broken frames during requests with honest workers. When the drafter is
+dismissed, another one joins.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tests.harness.fuzz.mutation import Mutator
 POOL = "outrider.orchestrator.core.worker_pool"
 SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
 AT_ONCE, MAX_TOKENS, EXCHANGES = 3, 60, 3
-PATIENCE = 1000  # rests in which some request must get on
+PATIENCE = 1000  # rests within which some request must progress
 WAIT_MS = 5
 MODES = ("ssd", "ssd", "sd", "auto")
 
 
 class Process:
-    """What the pool thinks that it has started."""
+    """Stands for a process that the pool has started."""
 
     pid = 1
 
@@ -85,7 +85,7 @@ class WorkersHall:
         for _ in range(200):
             self._exchange(WAIT_MS)
         if not self._pool.ready:
-            raise Broken("the stand-in workers were not let in")
+            raise Broken("the stand-in workers were not accepted")
 
     def fire(self) -> None:
         frames = self._mutator.frames()
@@ -111,12 +111,12 @@ class WorkersHall:
             self._rounds.begin(Admit(name, (1, 2, 3), sampling, MODES[self._begun % 4], frozenset()), now())
         self._idle = self._idle + 1 if self._tokens == before else 0
         if self._idle > PATIENCE:
-            raise Broken(f"no request has got on for {PATIENCE} rests")
+            raise Broken(f"no request has progressed for {PATIENCE} rests")
 
     def told(self) -> str:
         return (
-            f"{self._ended} requests with {self._tokens} tokens, each right; {self._liars} drafters came,"
-            f" {self._pool.rejected} frames and strangers' words were refused, {self._rounds.stale} words dropped"
+            f"{self._ended} requests with {self._tokens} tokens, all correct; {self._liars} malicious drafters,"
+            f" {self._pool.rejected} frames and messages refused, {self._rounds.stale} stale messages dropped"
         )
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class WorkersHall:
         self._stack.close()
 
     def _exchange(self, wait_ms: int) -> None:
-        """What has come is handled, workers hear of it and answer."""
+        """Handles all messages; workers receive the answers and reply."""
         if self._pool.socket.poll(wait_ms):
             arrived = list(self._pool.receive())
             arrived.sort(key=lambda arrival: type(arrival[1]).__name__ == "Outcome")
@@ -148,13 +148,13 @@ class WorkersHall:
             answer = target if peer.role == "target" else drafter
             for message in peer.heard():
                 if isinstance(message, Shutdown):
-                    raise Broken(f"an honest {peer.role} was sent away: {message.reason}")
+                    raise Broken(f"an honest {peer.role} was dismissed: {message.reason}")
                 if answers := answer(message):
                     peer.say(*answers)
         self._liar_hears()
 
     def _liar_hears(self) -> None:
-        """It knows what it should say."""
+        """Lets the malicious drafter see its messages, and the honest answers to them."""
         for message in self._liar.heard():
             if isinstance(message, Shutdown):
                 self._liar.close()
@@ -177,7 +177,7 @@ class WorkersHall:
                     raise Broken(f"{request} ended too soon")
                 self._ended += 1
             case RequestFailed():
-                raise Broken(f"a request broke: {event}")
+                raise Broken(f"a request failed: {event}")
 
     def _peer(self, role: str, incarnation: int) -> Peer:
         return Peer(self._context, self._pool.endpoint, role, incarnation)

@@ -1,12 +1,12 @@
-"""Holds programs that speak these APIs to a whole task each: a stream, a tool and its result, JSON, or a file written.
+"""Runs a task with each program that uses these APIs: a stream, a tool call with its result, JSON, or writing a file.
 
-    python -m tests.harness.programs --set-up ~/programs            # prints the lines that install them
-    python -m tests.harness.programs ~/programs                     # runs those that are there: some two minutes
+    python -m tests.harness.programs --set-up ~/programs            # prints the commands that install them
+    python -m tests.harness.programs ~/programs                     # runs the installed ones: some two minutes
     python -m tests.harness.programs ~/programs --only codex,llm
     python -m tests.harness.programs ~/programs --write docs/conformance.md  # the table of that page
 
-They ask a scripted model, whose words are known, so that what is tried is the programs' way of asking and of reading.
-Nothing is installed, and no program sees any of your settings. The exit code is 1 when one of them fails.
+A scripted model with known answers serves them, so that only the programs' requests and parsing are tested. Nothing is
+installed, and no program reads your settings. The exit code is 1 if a program fails.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ has one; a *form* by a schema, whole and in *parts*; a *file* that an agent writ
     python -m tests.harness.programs FOLDER --write docs/conformance.md
 """
 LAST = 500
-"""So much of what a program said before it failed is told."""
+"""Characters of a failed program's output to print."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="where the programs are, each in a folder of its name")
-    parser.add_argument("--set-up", action="store_true", help="print the lines that install them there")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table at the end of this page")
-    parser.add_argument("--only", default="", help="some of them, with commas between")
+    parser.add_argument("folder", type=Path, help="folder with a subfolder for each program")
+    parser.add_argument("--set-up", action="store_true", help="print the commands that install them there")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table at the end of this page")
+    parser.add_argument("--only", default="", help="comma-separated programs to run")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(program: Program, tried: Run) -> Iterator[tuple[str, bool]]:
-    """A row an API, and whether all went right."""
+    """Yields a row per API, and whether it succeeded."""
     version = program.version(tried)
     try:
         found = program.task(tried)

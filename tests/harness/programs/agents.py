@@ -1,4 +1,4 @@
-"""Programs of the command line: `llm`, and coding agents that write a file, each pointed here as its users do it."""
+"""Command-line programs: `llm`, and coding agents that write a file, each configured as its users would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _wrote(run: Run) -> bool:
 
 
 def llm(run: Run) -> Told:
-    """Simon Willison's: its models are named in a file."""
+    """Simon Willison's llm, with its models in a file."""
     known = {"model_id": "here", "model_name": run.model, "api_base": f"{run.url}/v1", "supports_tools": True,
              "supports_schema": True}  # fmt: skip
     (run.work / "extra-openai-models.yaml").write_text(json.dumps([known]), encoding="utf-8")
@@ -36,7 +36,7 @@ def llm(run: Run) -> Told:
 
 
 def aider(run: Run) -> Told:
-    """Edits by text alone: no tools."""
+    """aider, which edits by text and uses no tools."""
     settings = {"OPENAI_API_BASE": f"{run.url}/v1", "OPENAI_API_KEY": "none"}
     flags = "--yes-always --no-git --no-check-update --no-analytics --no-show-model-warnings --edit-format whole"
     line = [run.command("aider"), *flags.split(), "--model", f"openai/{run.model}", "--message", ASK, FILE]

@@ -1,4 +1,4 @@
-"""Libraries: each runs one of the scripts in `drivers/` by its own Python or node."""
+"""Libraries, each of which runs a script of `drivers/` with its own Python or node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program: how it is set up, how it is run, and what has to have come of it."""
+"""A program under test: how it is installed and run, and the expected results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.harness.conformance.said import GREETING, SUNNY
 
 SECONDS = 100
 Told = Mapping[str, Mapping[str, object]]
-"""By API, what each part of the task gave: stream, city, answer, form, parts or file."""
+"""The results of a task by API and part: stream, city, answer, form, parts or file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where a program lies, and what it talks to. `work`: an empty folder of its own, its home, too."""
+    """A program's folder and the server to use. `work`: an empty folder, which is also its home."""
 
     place: Path
     work: Path
@@ -26,7 +26,7 @@ class Run:
     model: str
 
     def output(self, line: list[str], **more: str) -> str:
-        """What a command prints; it sees no settings but these. Raises CalledProcessError, TimeoutExpired."""
+        """Returns the output of a command with these settings only. Raises CalledProcessError, TimeoutExpired."""
         bare = {"PATH": os.environ["PATH"], "HOME": str(self.work), "LANG": "C.UTF-8", "NO_COLOR": "1"}
         return subprocess.run(
             line, cwd=self.work, env={**bare, **more}, capture_output=True, text=True, timeout=SECONDS, check=True,
@@ -34,14 +34,14 @@ class Run:
         ).stdout  # fmt: skip
 
     def command(self, name: str) -> str:
-        """One of the program's own commands."""
+        """Returns the path of one of the program's commands."""
         found = [self.place / "bin" / name, self.place / "node_modules" / ".bin" / name]
         return str(next((path for path in found if path.exists()), found[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`packages` as pip or npm take them, the first being its own. `task` runs it; `version` says which it is."""
+    """`packages`: for pip or npm, the program's own first. `task` runs it; `version` returns its version."""
 
     name: str
     packages: tuple[str, ...]
@@ -53,7 +53,7 @@ class Program:
         return self.name.lower().replace(" ", "-")
 
     def set_up(self, home: str) -> str:
-        """The line that installs it below `home`."""
+        """Returns the command that installs it below `home`."""
         place = f"{home}/{self.folder}"
         if self.is_npm:
             return f"npm install --prefix {place} {' '.join(self.packages)}"
@@ -63,7 +63,7 @@ class Program:
         return (place / ("node_modules" if self.is_npm else "bin/python")).exists()
 
     def version(self, run: Run) -> str:
-        """That of its own package."""
+        """Returns the version of its own package."""
         package = self.packages[0].partition("[")[0]
         if self.is_npm:
             described = run.place / "node_modules" / package / "package.json"
@@ -73,7 +73,7 @@ class Program:
 
 
 def wrong(told: Mapping[str, object]) -> list[str]:
-    """The parts of a task that gave something else than they had to."""
+    """Returns the parts of a task with unexpected results."""
     expected: dict[str, Callable[[object], bool]] = {
         "stream": lambda text: text == GREETING,
         "city": lambda city: city == "Paris",

@@ -1,4 +1,4 @@
-"""What the scripted model says to coding agents: by whichever of their tools it writes the file that they ask for."""
+"""The scripted model's answers to coding agents: it writes the requested file with the tool that the agent offers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.harness.scripted_model import END, SCRIPTS, TEMPLATE, Script, write_s
 
 WHOLE = "<|whole|>"
 AIDERS = "file listing"
-"""What aider's instructions have in them, and nobody else's."""
+"""Words that occur only in aider's instructions."""
 
 
 def write_model(path: Path, works: dict[str, Path]) -> Path:
-    """Writes the model that knows each agent's tool, and by its name in `works` the folder it is to write to."""
+    """Writes a model that knows each agent's tool. `works`: the folder to write to, by the tool's name."""
     scripts = [_call(tool, _arguments(tool, works[agent] / FILE)) for agent, tool in _TOOLS.items()]
     whole: Script = (WHOLE, f"{FILE}\n```\n{CONTENT}```\n", END)
     return write_scripted(path, (*SCRIPTS, *scripts, whole), _template(list(_TOOLS.values())))
@@ -38,7 +38,7 @@ def _call(tool: str, arguments: dict[str, Any]) -> Script:
 
 
 def _template(tools: list[str]) -> str:
-    """The scripted model's own, in which the agents' tools come first."""
+    """Returns the scripted model's template with the agents' tools before others."""
     known = f"{{%- set known = (tools or []) | map(attribute='function.name') | select('in', {tools}) | list %}}"
     begin = "{% if messages[-1].role == 'tool' %}<|answer|>{% elif both %}"
     agents = (

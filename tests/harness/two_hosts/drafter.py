@@ -1,6 +1,6 @@
-"""A drafter started as a person would, `outrider worker draft --connect ENDPOINT`, and a cluster whose only one is far.
+"""Runs a drafter by `outrider worker draft --connect ENDPOINT`, and a cluster with its only drafter on another host.
 
-Server and drafter have keys and know each other's, for the link between the hosts is beyond loopback.
+Server and drafter have keys and know each other's, because the link between the hosts is not loopback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_S = 0.05
 
 @contextmanager
 def far_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unpack[Settings]) -> Iterator[Client]:
-    """A client of a cluster on one host whose only drafter, called `NAME`, is on the other; `options` are its own."""
+    """Runs a cluster on one host with its only drafter `NAME` on the other. `options`: the drafter's flags."""
     endpoint = f"tcp://{_PLACE}"
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
@@ -47,7 +47,7 @@ def far_cluster(hosts: TwoHosts, options: Sequence[str] = (), **settings: Unpack
 
 @contextmanager
 def drafter(client: Client, host: Namespace, endpoint: str, name: str, *options: str) -> Iterator[None]:
-    """Runs until the end of the block, ready from its beginning."""
+    """Runs a drafter, which is ready when the block begins, until the block ends."""
     command = python("-m", "outrider", "worker", "draft", "--connect", endpoint, "--name", name, *options)
     with host.entered():
         process = subprocess.Popen(command, env=child_environment())
@@ -60,15 +60,15 @@ def drafter(client: Client, host: Namespace, endpoint: str, name: str, *options:
 
 
 def state(client: Client, name: str) -> str:
-    """What the cluster says of the worker of this name; empty: nothing."""
+    """Returns the state of the worker with this name; empty if the cluster does not know it."""
     return next((worker.state for worker in client.stats().workers if worker.name == name), "")
 
 
 def wait_for(client: Client, name: str, wanted: str) -> float:
-    """Until the worker is in this state; how long that took, in seconds. Raises WorkerError when it never is."""
+    """Waits until the worker has this state, and returns the seconds. Raises WorkerError after `PATIENCE_S`."""
     began = time.monotonic()
     while (found := state(client, name)) != wanted:
         if time.monotonic() > began + PATIENCE_S:
-            raise WorkerError(f"{name} is {found or 'nowhere'} after {PATIENCE_S:.0f} s; expected {wanted}")
+            raise WorkerError(f"{name} is {found or 'unknown'} after {PATIENCE_S:.0f} s; expected {wanted}")
         time.sleep(LOOK_S)
     return time.monotonic() - began

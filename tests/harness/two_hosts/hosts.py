@@ -1,6 +1,6 @@
-"""Two hosts with a link between them: what is started in one reaches the other by `ADDRESS` alone.
+"""Two simulated hosts with a link: a process on one reaches the other by `ADDRESS` only.
 
-Needs root and iproute2. The link is netem's where the kernel has it, else a process of ours carries the packets.
+Needs root and iproute2. The kernel's netem shapes the link if available, else a process that forwards packets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = ("near0", "far0")
 
 
 class Link(Protocol):
-    """What joins the two."""
+    """A link between two hosts."""
 
     def shape(self, delay_ms: float, loss: float) -> None: ...
 
@@ -28,7 +28,7 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What has gone over the link, headers of IP and TCP included, before any of it was lost."""
+    """Traffic on the link, with IP and TCP headers, before losses."""
 
     bytes_there: int
     bytes_back: int
@@ -43,10 +43,10 @@ class Carried:
 
 
 class TwoHosts:
-    """`here` is reached at `ADDRESS` from `there`. A context manager; see `namespace.why_not` for who can't.
+    """A context manager; `there` reaches `here` at `ADDRESS`. `namespace.why_not` says whether this machine can.
 
     Raises:
-        WorkerError: the system does not let us make it.
+        WorkerError: the system refuses.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -62,12 +62,12 @@ class TwoHosts:
         return Wire(self.here, self.there, _NAMES, seed)
 
     def shape(self, rtt_ms: float = 0.0, loss: float = 0.0) -> None:
-        """From now on packets take half of `rtt_ms` each way, and the share `loss` of them is lost, each way."""
+        """Sets the delay, half of `rtt_ms` each way, and the share of packets that is lost each way."""
         self._shape = rtt_ms / 2, loss
         self._link.shape(*self._shape)
 
     def carried(self) -> Carried:
-        """So far."""
+        """Returns the traffic so far."""
         there, back = (
             json.loads(host.run("ip", "-j", "-s", "link", "show", "dev", name))[0]["stats64"]["tx"]
             for host, name in ((self.here, _NAMES[0]), (self.there, _NAMES[1]))
@@ -75,15 +75,15 @@ class TwoHosts:
         return Carried(there["bytes"], back["bytes"], there["packets"] + back["packets"])
 
     def cut(self, pulled: bool = False) -> None:
-        """Nothing gets through from now on. `pulled`: the cable is out of the far host, whose system knows; else the
-        cut is somewhere on the way, and nobody does."""
+        """Cuts the link. `pulled`: the cable is unplugged from the far host, which notices; else the cut is in the
+        middle, and no host notices."""
         if pulled:
             self.there.ip("link", "set", _NAMES[1], "down")
         else:
             self._link.shape(self._shape[0], 1.0)
 
     def heal(self) -> None:
-        """After either cut."""
+        """Restores the link after either cut."""
         self.there.ip("link", "set", _NAMES[1], "up")
         self._link.shape(*self._shape)
 

@@ -1,6 +1,6 @@
-"""A host's network on its own: processes started inside see its devices and no others.
+"""A network namespace: processes inside see only its devices.
 
-It has no name and no file: nothing of it is left once this process and those inside have ended, however they end.
+It has no name and no file, so nothing remains after this process and those inside have ended.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ OWN = "/proc/thread-self/ns/net"
 
 
 def why_not() -> str | None:
-    """Why this machine makes none, or None."""
+    """Returns why this machine can't create namespaces, or None."""
     if sys.platform != "linux":
-        return "network namespaces are Linux's"
+        return "network namespaces exist on Linux only"
     if os.geteuid() != 0:
-        return "network namespaces are root's to make"
+        return "creating network namespaces needs root"
     if shutil.which("ip") is None:
         return "ip is missing (iproute2)"
     try:
@@ -35,10 +35,10 @@ def why_not() -> str | None:
 
 
 class Namespace:
-    """Made empty but for `lo`.
+    """A new namespace with only `lo`.
 
     Raises:
-        WorkerError: the system does not let us.
+        WorkerError: the system refuses.
     """
 
     def __init__(self) -> None:
@@ -49,25 +49,25 @@ class Namespace:
 
     @property
     def path(self) -> str:
-        """How another process of this machine names it."""
+        """The path by which other processes of this machine refer to it."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What this thread opens and starts meanwhile belongs to this namespace, for as long as it lives."""
+        """Within the block, sockets and processes of this thread are created in this namespace."""
         with _back_again():
             _call("setns", self._fd, CLONE_NEWNET)
             yield
 
     def ip(self, *arguments: str) -> None:
-        """`ip` of iproute2, inside."""
+        """Runs iproute2's `ip` inside."""
         self.run("ip", *arguments)
 
     def run(self, *command: str) -> str:
-        """What the command says, inside.
+        """Runs a command inside, and returns its output.
 
         Raises:
-            WorkerError: the command failed; the message has what it said.
+            WorkerError: the command failed; the message has its stderr.
         """
         with self.entered():
             done = subprocess.run(command, capture_output=True, text=True)
@@ -92,4 +92,4 @@ def _back_again() -> Iterator[None]:
 def _call(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments):
-        raise WorkerError(f"this system makes no network namespaces here: {os.strerror(ctypes.get_errno())}")
+        raise WorkerError(f"a network namespace can't be created: {os.strerror(ctypes.get_errno())}")

@@ -1,4 +1,4 @@
-"""A link that the kernel shapes: two ends of a virtual cable, each with netem for what it sends."""
+"""A link that the kernel shapes: a virtual cable, with netem at each end for outgoing packets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.harness.two_hosts.namespace import Namespace
 
 
 def has_netem() -> bool:
-    """Whether this kernel can: many are built without it."""
+    """Whether this kernel has netem; many are built without it."""
     if shutil.which("tc") is None:
         return False
     host = Namespace()
@@ -23,12 +23,12 @@ def has_netem() -> bool:
 
 
 class Cable:
-    """Between devices of these names in two namespaces."""
+    """A virtual cable between devices with these names in two namespaces."""
 
     def __init__(self, here: Namespace, there: Namespace, names: tuple[str, str]) -> None:
         self._ends = ((here, names[0]), (there, names[1]))
         here.ip("link", "add", names[0], "type", "veth", "peer", "name", names[1], "netns", there.path)
-        for host, name in self._ends:  # a packet is lost by itself, not with all that was sent together
+        for host, name in self._ends:  # without segmentation offload, so that packets are lost one by one
             host.ip("link", "set", name, "gso_max_segs", "1")
 
     def shape(self, delay_ms: float, loss: float) -> None:
@@ -37,4 +37,4 @@ class Cable:
             host.run("tc", "qdisc", "replace", "dev", name, "root", "netem", *shape)
 
     def close(self) -> None:
-        """The kernel takes it away with its namespaces."""
+        """Does nothing: the kernel removes the cable with its namespaces."""

@@ -1,9 +1,9 @@
-"""A link in a process of its own, for kernels without netem: takes packets from one TUN device to another.
+"""A link as a process, for kernels without netem: forwards packets between two TUN devices.
 
     python -m tests.harness.two_hosts.wire FD FD SEED
 
-The file descriptors are the devices'. Each packet is lost by chance or comes out later, in order, as in netem. A line
-of stdin shapes both ways from then on: the delay of each in seconds, and the share that is lost. Ends with stdin.
+The file descriptors are the devices'. Each packet is randomly lost or delayed, in order, as with netem. A line of stdin
+sets the delay in seconds and the loss of both directions. The process ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_BYTES = 65_535
 
 
 def device(host: Namespace, name: str) -> int:
-    """A TUN device in this namespace; it is gone when the file is closed."""
+    """Creates a TUN device in this namespace, which exists until the file is closed. Returns the descriptor."""
     with host.entered():
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
@@ -35,7 +35,7 @@ def device(host: Namespace, name: str) -> int:
 
 
 class Wire:
-    """The process, and how it is told. Between devices of these names in two namespaces."""
+    """Runs and controls the process, between devices with these names in two namespaces."""
 
     def __init__(self, here: Namespace, there: Namespace, names: tuple[str, str], seed: int) -> None:
         fds = [device(here, names[0]), device(there, names[1])]
@@ -61,7 +61,7 @@ class Wire:
 
 
 class Relay:
-    """Packets on their way between the devices `fds`; what `orders` says shapes them, and its end ends them."""
+    """Forwards packets between the devices `fds`, as set by lines of `orders`, until `orders` ends."""
 
     def __init__(self, fds: tuple[int, int], orders: int, seed: int) -> None:
         self._ways = {fds[0]: fds[1], fds[1]: fds[0]}
@@ -82,7 +82,7 @@ class Relay:
             self._give()
 
     def _told(self) -> bool:
-        """Obeys the orders that are whole by now; False: there will be no more."""
+        """Applies all complete orders. Returns False at the end of the orders."""
         data = os.read(self._orders, MOST_BYTES)
         *lines, self._said = (self._said + data).split(b"\n")
         for line in lines:
@@ -98,7 +98,7 @@ class Relay:
         while True:
             try:
                 packet = os.read(fd, MOST_BYTES)
-            except OSError:  # nothing more, or the device is down
+            except OSError:  # no more packets, or the device is down
                 return
             if self._chance.random() >= self._loss:
                 self._going[self._ways[fd]].append((due, packet))
@@ -110,7 +110,7 @@ class Relay:
                 _, packet = going.popleft()
                 try:
                     os.write(fd, packet)
-                except OSError:  # the device is down: lost like on any cut cable
+                except OSError:  # the device is down: the packet is lost, as on a cut cable
                     continue
 
 

@@ -1,4 +1,4 @@
-"""A real draft worker in virtual time, which drafts known texts with a profile's odds."""
+"""A real draft worker in virtual time, which drafts known texts with a profile's acceptance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Deliver = Callable[[str, Message], None]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a drafter runs. Drafters with one `seed` are one model: they err in the same places. `hop`: seconds."""
+    """The machine of a drafter. Drafters with the same `seed` err at the same positions. `hop`: seconds one way."""
 
     profile: Profile
     hop: float = 0.0
@@ -35,10 +35,10 @@ class Idle(Exception):
 
 
 class VirtualDrafter:
-    """A draft worker, `way` seconds from the orchestrator, held to its own latency.
+    """A draft worker `way` seconds from the orchestrator, with its own latency.
 
-    What a forward takes passes for it alone: it looks for news only between two, and what it says leaves when it ends.
-    One that is `gone` hears and says nothing any more.
+    It reads messages only between two forwards, and its messages leave when a forward ends. A worker that is `gone`
+    receives and sends nothing.
     """
 
     def __init__(self, name: str, world: World, machine: Machine, texts: Texts, deliver: Deliver) -> None:
@@ -54,7 +54,7 @@ class VirtualDrafter:
         self._worker = DraftWorker(self, drafter, POLICIES[machine.fan_out])
 
     def hear(self, message: Message) -> None:
-        """Sent now, it arrives after its way."""
+        """Delivers a message that is sent now after its latency."""
         self._world.after(self.way, lambda: self._arrived(message))
 
     def send(self, message: Message) -> None:
@@ -66,7 +66,7 @@ class VirtualDrafter:
         return self.inbox.popleft() if self.inbox else None
 
     def expect(self, milliseconds: float) -> None:
-        """Nobody watches."""
+        """Does nothing: no supervisor watches."""
 
     def _said(self, message: Message) -> None:
         if not self.gone:

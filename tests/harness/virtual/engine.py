@@ -1,8 +1,8 @@
 """An engine in virtual time: the real rounds, controller and speculation cache, a paced target, real draft workers.
 
-Nothing sleeps: forwards and messages take a latency profile's time on a clock of their own, so a minute of a simulated
-machine takes seconds and repeats exactly. What real processes add (sockets, scheduling, Python) is left out, but for
-`hop_ms`, the one-way time of any message. Knows no line of waiting requests and no text.
+Nothing sleeps: forwards and messages take a latency profile's time on a virtual clock, so a minute of a simulated
+machine takes seconds and repeats exactly. The overhead of real processes (sockets, scheduling, Python) is omitted,
+except for `hop_ms`, the one-way time of any message. There is no queue and no text.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TARGET = "target-0"
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What an engine runs on. `others`: its further drafters. `prompt_ms`: reading a token of a prompt, 0: no time.
-    `remembers`: so many tokens of texts that have ended."""
+    """The hardware of an engine. `others`: additional drafters. `prompt_ms`: the time to read a prompt token.
+    `remembers`: tokens of ended texts in the prompt cache."""
 
     profile: Profile
     hop_ms: float = 0.0
@@ -44,7 +44,7 @@ class Hardware:
 
 
 class VirtualEngine:
-    """The workers that `rounds` see, in `world`; `tell` hears what the front would."""
+    """The real `rounds` with virtual workers in `world`; `tell` receives the events for the front."""
 
     target_context = 1 << 20
     target_abilities = Abilities()
@@ -59,7 +59,7 @@ class VirtualEngine:
         tunings: Sequence[Tuning] = (),
         memory: Sequence[Tuning] = (),
     ) -> None:
-        """`texts`: those that drafters know beside the ones that run."""
+        """`texts`: texts that drafters know in addition to the running ones."""
         self.world = world
         self.gone = False
         self._hardware = hardware
@@ -76,7 +76,7 @@ class VirtualEngine:
         self._drafters = {name: self._started(name) for name in self._names()}
         self.rounds = Scheduler(self, settings, tell, Trace(None), tunings, memory)
 
-    # --- what the rounds see --------------------------------------------------------------------------------------
+    # --- the pool's interface for the rounds ----------------------------------------------------------------------
 
     def notes(self) -> list[str]:
         return []
@@ -94,15 +94,15 @@ class VirtualEngine:
         return 1 << 20
 
     def prefill_workers(self) -> set[str]:
-        """There are none."""
+        """Returns no prefill workers."""
         return set()
 
     def features(self, name: str) -> str:
-        """Nobody reads the target's rows."""
+        """Returns an empty string, because no drafter reads the target's rows."""
         return ""
 
     def record_invalid(self, name: str, kind: str) -> None:
-        raise WorkerError(f"{name} is honest, and was taken for a liar: {kind}")
+        raise WorkerError(f"an invalid message of the honest worker {name} was reported: {kind}")
 
     def send_target(self, message: Message) -> None:
         text = self._texts.get(getattr(message, "request", ""), ())
@@ -113,38 +113,38 @@ class VirtualEngine:
             self._drafters[name].hear(message)
 
     def flush_and_yield(self) -> None:
-        """Messages leave by the virtual clock."""
+        """Does nothing: messages leave by the virtual clock."""
 
-    # --- what a front does ----------------------------------------------------------------------------------------
+    # --- the front's part -----------------------------------------------------------------------------------------
 
     def begin(self, admit: Admit, text: tuple[int, ...]) -> None:
-        """A request whose prompt, and what it will say, is `text`."""
+        """Begins a request; `text` is its prompt and its answer."""
         self._texts[admit.request] = text
         self.rounds.begin(admit, self.world.now_ns())
         self._watch_deadline()
 
     def forget(self, request: str) -> None:
-        """The request has ended."""
+        """Removes a request that has ended."""
         del self._texts[request]
 
-    # --- what may happen ------------------------------------------------------------------------------------------
+    # --- losses ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """All of it is gone at once."""
+        """Stops all workers at once."""
         self.gone = True
         self.target.end()
         for drafter in self._drafters.values():
             drafter.gone = True
 
     def lose_drafters(self, count: int, noticed: float) -> None:
-        """The last `count` drafters are gone, which is noticed after so many seconds."""
+        """Stops the last `count` drafters; the loss is noticed after `noticed` seconds."""
         lost = [self._drafters[name] for name in self._names()[-count:] if name in self._drafters] if count else []
         for drafter in lost:
             drafter.gone = True
         self.world.after(noticed, lambda: self._do_without(lost))
 
     def regain_drafters(self) -> None:
-        """New ones are there in the place of those that were lost."""
+        """Starts new drafters in place of the lost ones."""
         for name in self._names():
             if name not in self._drafters and not self.gone:
                 self._drafters[name] = self._started(name)

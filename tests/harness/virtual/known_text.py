@@ -1,4 +1,4 @@
-"""What a target says that has a known text, of a chain or a tree."""
+"""Verifies a chain or a tree against a known text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from outrider.protocol.trees import depths, line, walk
 
 
 def held(text: Sequence[int], verify: Verify) -> tuple[int, ...]:
-    """The nodes of what is verified that hold."""
+    """Returns the accepted nodes of a verified chain or tree."""
     parents, rest = verify.parents or line(len(verify.chain)), text[verify.base_len :]
     choices = [rest[place] if place < len(rest) else 0 for place in (0, *(depth + 1 for depth in depths(parents)))]
     return walk(verify.chain, parents, choices)
 
 
 def path_of(nodes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """As an outcome tells it."""
+    """Returns the path of an outcome with these accepted nodes; None for a chain."""
     return None if nodes == tuple(range(len(nodes))) else nodes

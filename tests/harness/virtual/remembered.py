@@ -1,6 +1,6 @@
-"""What a virtual target remembers of texts: their first tokens, the least recently used forgotten first.
+"""The prompt cache of a virtual target, with the least recently used text dropped first.
 
-Texts with the same beginning are taken for one text that grew, as a session's are.
+Texts with the same beginning count as one text that grew, like those of a session.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ BEGINNING = 16
 
 
 class Remembered:
-    """Room for `limit` tokens altogether."""
+    """A cache for `limit` tokens."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -19,12 +19,12 @@ class Remembered:
         self._tokens = 0
 
     def find(self, tokens: tuple[int, ...]) -> int:
-        """How many of the first tokens need not be read; the last one always is."""
+        """Returns how many of the first tokens need not be read; the last token is always read."""
         known = self._known.get(tokens[:BEGINNING], 0)
         return max(min(known, len(tokens) - 1), 0)
 
     def keep(self, tokens: tuple[int, ...]) -> None:
-        """So many of a text have been read or made."""
+        """Adds the tokens of a text."""
         if len(tokens) < BEGINNING:
             return
         self._tokens += len(tokens) - self._known.pop(tokens[:BEGINNING], 0)

@@ -1,4 +1,4 @@
-"""A target in virtual time: it verifies against known texts, all that can go on in one forward."""
+"""A target in virtual time: verifies against known texts, all requests that can continue in one forward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.harness.virtual.known_text import held, path_of
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
 
-# How long the target waits for a word about those who can't go on by themselves, seconds.
+# Seconds that the target waits for messages about requests that can't continue by themselves.
 GRACE = 0.001
 
 
 @dataclass
 class Playing:
-    """A request on the target: `next` is what it verifies next, None while it waits for word. `unread`: of its prompt.
-    `length`: of its text so far."""
+    """A request on the target. `next`: the next VERIFY, None while it waits for one. `unread`: prompt tokens to read.
+    `length`: tokens of the text so far."""
 
     text: tuple[int, ...]
     opened: Open
@@ -36,7 +36,7 @@ class Playing:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A forward: what is verified in `rows`, and how much of whose prompts is read beside that."""
+    """A forward: the requests verified in `rows`, and the pieces of prompts that are read."""
 
     asked: Sequence[tuple[Playing, Verify]]
     read: Sequence[tuple[Playing, int]]
@@ -45,14 +45,14 @@ class Flight:
 
     @property
     def all_rows(self) -> int:
-        """With those that are read."""
+        """All rows, including those of prompts."""
         return self.rows + sum(count for _, count in self.read)
 
 
 class PacedTarget:
-    """A forward takes as long as the profile says for all its rows, and `prompt_ms` for each token of prompts that is
-    read in it (0: prompts take no time); pieces are shared out as the target worker does. Messages arrive by `hear`,
-    answers go to `answer`. `busy` seconds, `forwards` and their `rows` are counted."""
+    """A target with a profile's times. A forward takes the profile's time for its rows, and `prompt_ms` for each prompt
+    token that it reads; pieces of prompts are distributed as in the target worker. Messages arrive by `hear`, answers
+    go to `answer`. Counts `busy` seconds, `forwards` and their `rows`."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PacedTarget:
                 self._begin()
 
     def end(self) -> None:
-        """It is gone, and says nothing any more."""
+        """Stops the target."""
         for playing in self._playing.values():
             playing.over = True
         self._playing.clear()
@@ -105,13 +105,13 @@ class PacedTarget:
         self._begin()
 
     def _opened(self, playing: Playing, work: Span) -> None:
-        """Its prompt has been read."""
+        """Handles a request with a completely read prompt."""
         message, at = playing.opened, len(playing.opened.tokens)
         playing.length = at
         self._say(playing, Outcome(message.request, message.epoch, message.round, at, 0, playing.text[at], work))
 
     def _begin(self) -> None:
-        """A forward over all that can go on, once nobody's word is awaited any more."""
+        """Begins a forward over all requests that can continue, unless messages are awaited."""
         members = [playing for playing in self._playing.values() if playing.next]
         readers = [playing for playing in self._playing.values() if playing.unread]
         if self._flying or not (members or readers):
@@ -133,8 +133,7 @@ class PacedTarget:
         self._world.after(seconds, lambda: self._end(flight))
 
     def _pieces(self, readers: Sequence[Playing], rows: int, decoding: int) -> list[tuple[Playing, int]]:
-        """The next pieces of prompts, first come first served, as `target_worker.model_runner` has it for usual
-        rows."""
+        """Returns the next pieces of prompts in order of arrival, by the rule of `target_worker.model_runner`."""
         room, found = PREFILL, []
         if len(readers) <= decoding:
             share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE
@@ -155,7 +154,7 @@ class PacedTarget:
         return self._profile.target.milliseconds(flight.rows) + read_ms
 
     def _end(self, flight: Flight) -> None:
-        """The outcomes, and what goes on by itself, plainly or by a prepared branch."""
+        """Sends the outcomes, and continues requests that need no message: plain ones, and prepared branches."""
         self._flying = False
         work = Span(flight.started_ns, self._world.now_ns())
         for playing, verify in flight.asked:

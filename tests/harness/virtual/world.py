@@ -1,4 +1,4 @@
-"""Virtual time: seconds that pass by jumps, and what happens when."""
+"""Virtual time: a clock that jumps from event to event."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.protocol import clock
 
 
 class World:
-    """Of two things at once those that are not `last` come first, as the core takes BRANCHES before OUTCOMEs."""
+    """An event queue. Of simultaneous events those not marked `last` come first, like BRANCHES before OUTCOMEs."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,13 +35,13 @@ class World:
         self.after(second - self.now, happen)
 
     def step(self) -> None:
-        """Goes on to the next thing that happens."""
+        """Runs the next event."""
         self.now, _, _, happen = heapq.heappop(self._events)
         happen()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Meanwhile the processes' clock is this one."""
+        """Replaces the processes' clock by this one within the block."""
         real, clock.now = clock.now, self.now_ns
         try:
             yield

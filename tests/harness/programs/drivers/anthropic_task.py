@@ -1,4 +1,4 @@
-"""Anthropic's own client: a stream, its runner of tools whole and streamed, JSON by a schema."""
+"""Anthropic's client: a stream, its tool runner with and without streaming, JSON by a schema."""
 
 import json
 import sys

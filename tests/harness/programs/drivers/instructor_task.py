@@ -1,4 +1,4 @@
-"""instructor: JSON by a schema, and by a tool that has to be called; streamed in parts, too."""
+"""instructor: JSON by a schema and by a required tool, also streamed in parts."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""litellm: chat completions, and messages by its Anthropic side."""
+"""litellm: chat completions, and messages by its Anthropic interface."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""OpenAI's own client: chat completions and responses; a stream, a tool and its result, JSON by a schema."""
+"""OpenAI's client: chat completions and responses; a stream, a tool and its result, JSON by a schema."""
 
 import json
 import sys

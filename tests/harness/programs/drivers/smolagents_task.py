@@ -1,4 +1,4 @@
-"""smolagents: its model class asks for a call of a tool, which it requires, streams, and reads a result."""
+"""smolagents: its model class requires a tool call, streams, and reads a result."""
 
 import json
 import sys
