@@ -147,7 +147,7 @@ def connected(address: str) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, RuntimeError) as error:
-        raise EndpointError(f"the head at {address} can't be asked ({first_line(str(error))})") from None
+        raise EndpointError(f"the head at {address} does not answer ({first_line(str(error))})") from None
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -162,7 +162,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     Raises:
         OutriderError: it can't run, or is not complete after `wait` seconds.
     """
-    show("asking the head")
+    show("connecting to the head")
     if plan.model is not None:
         find_model(plan.model, weights=False)  # the gate tokenizes with it, and starts on this host
     head = FleetHead(address)
@@ -172,7 +172,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     with connected(address):
         if NAME not in serve.status().applications:
             _check_ingress(plan.gate.http)
-        show("telling Ray what is to run")
+        show("deploying the fleet on Ray")
         run(plan, NAME)
         _wait_until_running(show, wait)
         return gate_urls()
@@ -203,7 +203,7 @@ def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
         if time.monotonic() > until:
             how_far = progress(found) if found is not None else "nothing is"
             raise WorkerError(
-                f"not all of the fleet is there after {wait:g} s ({how_far}); it keeps starting, and"
+                f"the fleet is not complete after {wait:g} s ({how_far}); it continues to start, and"
                 " `outrider fleet status` shows its progress"
             )
         time.sleep(LOOK_SECONDS)
@@ -239,7 +239,7 @@ def sentence_in(message: str) -> OutriderError | None:
 
 def first_line(message: str) -> str:
     """Returns the first line of a message."""
-    return next((line.strip() for line in message.splitlines() if line.strip()), "it says nothing")[:300]
+    return next((line.strip() for line in message.splitlines() if line.strip()), "no message")[:300]
 
 
 def _check_ingress(http: HttpSettings) -> None:
@@ -248,8 +248,8 @@ def _check_ingress(http: HttpSettings) -> None:
         HttpListener(http).close()
     except EndpointError:
         raise EndpointError(
-            f"the gate can't be served at {http.host}:{http.port}: something else is there, or the address is none of"
-            " this host's; expected another gate.port or gate.host in the file"
+            f"the gate can't listen at {http.host}:{http.port}: the port is in use, or this host does not have the"
+            " address; expected another gate.port or gate.host in the file"
         ) from None
 
 

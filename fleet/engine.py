@@ -159,9 +159,9 @@ class DrafterKeeper(threading.Thread):
                 key = ray.get(drafter.key.remote())
                 self._keyring.open(DRAFTER, key)
                 code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._keyring.key))
-                log.warning("the drafter ended with code %s; another is placed", code)
+                log.warning("the drafter ended with code %s; it is replaced", code)
             except RayError as error:
-                log.warning("the drafter is lost (%s); another is placed", type(error).__name__)
+                log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
             if key:
                 self._keyring.shut(key)
             ray.kill(drafter)
@@ -325,7 +325,7 @@ class PlacedEngine(EngineActor):
 
     def _end_with_it(self) -> None:
         code = self._cluster.wait()
-        log.error("the engine's server ended with code %s; another is placed", code)
+        log.error("the engine's server ended with code %s; it is replaced", code)
         os._exit(GONE)
 
 
@@ -343,7 +343,7 @@ class AttachedEngine(EngineActor):
 
     def _end_with_it(self, watch: ServerWatch, endpoint: str) -> None:
         watch.wait_until_gone()
-        log.error("the engine at %s is gone; it is waited for", endpoint)
+        log.error("the engine at %s is lost; waiting for its return", endpoint)
         os._exit(GONE)
 
 

@@ -60,7 +60,7 @@ class Resources:
         if self.cuda > 1 and self.cuda != int(self.cuda):
             raise InvalidRequest(f"cuda is {self.cuda:g}; expected a whole number of GPUs, or a part of one below 1")
         if self.cuda and (self.metal or self.ane):
-            raise InvalidRequest("no host has cuda beside metal or ane, which are a Mac's; expected one or the other")
+            raise InvalidRequest("no host has both cuda and metal or ane, which only Macs have; expected one of them")
 
     def as_ray(self) -> dict[str, float]:
         """Returns the non-zero resources by Ray's names, as in a bundle."""
@@ -261,20 +261,20 @@ def require_free(ip: str, port: int) -> None:
         with socket.create_server((ip, port)):
             return
     except socket.gaierror:
-        why = f"there is no host {ip}; expected an address of this one"
+        why = f"{ip} is not a known host; expected an address of this one"
     except OSError as error:
         why = {
-            "EADDRINUSE": f"port {port} is in use there, by another head maybe; end it, or choose another with --port",
-            "EADDRNOTAVAIL": "this host has no such address; expected one of its own",
+            "EADDRINUSE": f"port {port} is in use, perhaps by another head; stop it, or choose another with --port",
+            "EADDRNOTAVAIL": "this host does not have this address; expected one of its own",
             "EACCES": "no permission; expected a port from 1024 on",
         }.get(_code(error), error.strerror or "")
-    raise EndpointError(f"{ip}:{port} can't be served: {why}")
+    raise EndpointError(f"can't listen at {ip}:{port}: {why}")
 
 
 def check_port(port: int) -> None:
     """Raises InvalidRequest for a port that Ray uses itself."""
     if not 1 <= port <= 65535 or port in RAYS_OWN_PORTS or port == RAYS_OWN_PORTS.start - 1:
-        raise InvalidRequest(f"port is {port}; expected one from 1 to 65535 but those of Ray's workers, 10001 to 19999")
+        raise InvalidRequest(f"port is {port}; expected 1 to 65535 except 10001 to 19999, which Ray's workers use")
 
 
 def is_loopback(address: str) -> bool:
@@ -329,14 +329,14 @@ def read_token(folder: Path) -> Path:
         mode = file.stat().st_mode
         empty = not file.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        raise KeyFault(f"there is no token at {file}; expected a copy of the head's file of that name") from None
+        raise KeyFault(f"{file} does not exist; expected a copy of the head's token") from None
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFault(f"{file} can't be read ({error}); expected a copy of the head's token") from None
     if mode & _OTHERS:
         raise KeyFault(
             f"{file} can be read by other users (mode {stat.S_IMODE(mode):o}); close it with `chmod"
             f" 600 {file}`, and make a new"
-            " token if somebody may have read this one"
+            " token if someone else may have read this one"
         )
     if empty:
         raise KeyFault(f"{file} is empty; expected a copy of the head's token")

@@ -68,7 +68,7 @@ class FleetHead:
                 f"the head at {address} refuses this host's token; expected a copy of the head's own token file"
             ) from None
         except RpcError:
-            raise EndpointError(f"no head of a fleet answers at {address}; {EXPECTED}") from None
+            raise EndpointError(f"no fleet's head answers at {address}; {EXPECTED}") from None
 
     def versions(self) -> Versions:
         """Returns the head's versions."""
@@ -136,4 +136,4 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
     except OSError as error:
         why = error.strerror or str(error) or "it does not answer"
-        raise EndpointError(f"no head of a fleet is at {address} ({why}); {EXPECTED}") from None
+        raise EndpointError(f"no fleet's head is at {address} ({why}); {EXPECTED}") from None

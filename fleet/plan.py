@@ -46,7 +46,7 @@ class DrafterPlan:
     def __post_init__(self) -> None:
         values.word("on", self.on, PLACES)
         if self.on == "none" and self.needs != Resources():
-            raise InvalidRequest(f"on is none, and needs asks for {self.needs}; expected no needs, or a drafter")
+            raise InvalidRequest(f"on is none, but needs is {self.needs}; expected no needs, or a drafter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Placed:
         try:
             self.bundle()
         except InvalidRequest as error:
-            raise InvalidRequest(f"needs and drafter.needs, on one host: {error}; or drafter on other-host") from None
+            raise InvalidRequest(f"needs and drafter.needs on one host: {error}; or use on: other-host") from None
 
     def bundle(self) -> Resources:
         """Returns what an engine needs of its host."""
@@ -149,11 +149,11 @@ class FleetPlan:
     def __post_init__(self) -> None:
         if self.placed is None and not self.attached:
             raise InvalidRequest(
-                "the fleet has no engine; expected placed (Ray starts them), or attached with the endpoints of"
-                " servers that run"
+                "the fleet has no engine; expected placed (started by Ray), or attached with the endpoints of"
+                " running servers"
             )
         if self.scale is not None and self.placed is None:
-            raise InvalidRequest("scale adds placed engines, and there is no placed; expected placed beside it")
+            raise InvalidRequest("scale adds placed engines, but there is no placed; expected both, or no scale")
         self._check_attached()
         self._check_drafter()
 
@@ -208,7 +208,7 @@ def without_drafter(engine: ServeSettings) -> ServeSettings:
 
 Offers = Mapping[str, float]
 """A host's resources by Ray's names."""
-BETTER = "expected `outrider fleet join` on a host that does, or to ask for less"
+BETTER = "run `outrider fleet join` on a host that does, or lower the needs"
 
 
 def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
@@ -217,13 +217,13 @@ def check_fits(placed: Placed, hosts: Sequence[Offers]) -> None:
     engine, drafter = placed.bundle(), placed.drafter
     engines = _with(engine, hosts)
     if not engines:
-        raise InvalidRequest(f"placed needs {engine}, and no host of the fleet offers that; {BETTER}")
+        raise InvalidRequest(f"placed needs {engine}, but no host of the fleet offers that; {BETTER}")
     if drafter.on != "other-host":
         return
     drafters = _with(drafter.needs, hosts)
     if not drafters or engines == drafters == engines[:1]:
         raise InvalidRequest(
-            f"placed.drafter on other-host needs {drafter.needs}, and no host beside the engine's offers that; {BETTER}"
+            f"placed.drafter on other-host needs {drafter.needs}, but no host except the engine's offers that; {BETTER}"
         )
 
 
@@ -308,7 +308,7 @@ def _drafter(found: object) -> DrafterPlan:
 
 def _scale(found: object, placed: object) -> Scale:
     if isinstance(placed, Mapping) and "replicas" in placed:
-        raise InvalidRequest("scale is in place of placed.replicas, and both are there; expected one of them")
+        raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
     return _record("scale", Scale, _section("scale", found, tuple(Scale.__dataclass_fields__)))
 
 
@@ -346,7 +346,7 @@ def _gate(found: object) -> IngressPlan:
 
 def _words(name: str, found: object) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise InvalidRequest(f"{name} is {found!r}; expected a list of texts, in quotes where they are numbers")
+        raise InvalidRequest(f"{name} is {found!r}; expected a list of strings, with quotes around numbers")
     return tuple(found)
 
 
@@ -364,7 +364,7 @@ def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]
 
 def _meant(word: str, known: tuple[str, ...]) -> str:
     if word in RESERVED:
-        return "that is the fleet's own choice, or stands beside it; leave it out"
+        return "the fleet sets it itself, or another part of the file does; omit it"
     close = get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
 
@@ -376,7 +376,7 @@ def _record(name: str, made: Callable[..., Record], given: Mapping[str, Any]) ->
     except InvalidRequest as error:
         raise InvalidRequest(f"{name}: {error}") from None
     except (TypeError, AttributeError):
-        raise InvalidRequest(f"{name} has a value of a wrong kind among {dict(given)}; see docs/fleet.md") from None
+        raise InvalidRequest(f"{name} has a value of a wrong type in {dict(given)}; see docs/fleet.md") from None
 
 
 class Loader(yaml.SafeLoader):
@@ -386,7 +386,7 @@ class Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for at, key in enumerate(keys):
             if key in keys[:at]:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} comes twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is duplicated", node.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -23,11 +23,11 @@ COMMANDS = {
     "run": "start the engines and the gate of a fleet.yaml, or change them",
     "status": "show the fleet's hosts and engines",
     "unit": "print a launchd or systemd unit for an attached engine",
-    "down": "stop what was started on this host",
+    "down": "stop the fleet's processes on this host",
 }
 ORDER = """
 Linux hosts, with Ray (pip install '.[fleet]' in a checkout):
-  outrider fleet head --ip IP      on one, which says what to do on the others
+  outrider fleet head --ip IP      on one; it prints the steps for the others
   outrider fleet join IP:6379      on each of the others
   outrider fleet run fleet.yaml    on the head
 
@@ -68,7 +68,7 @@ def _module(command: str) -> ModuleType:
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
-    note = "where this host keeps the fleet's token and what it runs; default: ~/.config/outrider/fleet"
+    note = "folder for the fleet's token and this host's state (default: ~/.config/outrider/fleet)"
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help=note)
 
 

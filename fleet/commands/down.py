@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     here = host.running()
     if here is not None:
         if here.head:
-            screen.show("ending the engines and the gate")
+            screen.show("shutting down the engines and the gate")
             _end_engines(host)
         end(here, screen.show)
         screen.clear()
@@ -42,4 +42,4 @@ def _end_engines(host: FleetHost) -> None:
 
         shut_down(address)
     except OutriderError as error:
-        say(f"Note: the engines end with the head, and not before it: {error}")
+        say(f"Note: the engines could not be shut down before the head ({error}); they end with it")

@@ -15,11 +15,11 @@ from outrider.orchestrator.cli.terminal import Screen, say
 
 RISK = "Note: Ray supports several hosts on Linux only; Macs are better attached (`outrider fleet unit`)."
 
-AGAIN = "What ran comes back by itself: `outrider fleet status` (`outrider fleet down` instead forgets it)."
+AGAIN = "The previous fleet restarts by itself: see `outrider fleet status` (`outrider fleet down` discards it)."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    where = "this host's address for the others, in a network that you trust; default 127.0.0.1: none joins"
+    where = "this host's address for other hosts, in a network that you trust (default: 127.0.0.1, no other can join)"
     parser.add_argument("--ip", default="127.0.0.1", help=where)
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default {PORT}")
     add_folder(parser)
@@ -38,9 +38,9 @@ def run(options: argparse.Namespace) -> int:
     screen.clear()
     say(f"The head runs (process {running.pid}, log {host.log}) and offers {offers}.")
     if is_loopback(running.address):
-        say("Other hosts can't join: that takes --ip with an address of this host.")
+        say("Other hosts can't join; for that, start the head with --ip and an address of this host.")
     else:
-        say(f"On each other host, after a copy of {token} to the same place there:")
+        say(f"Copy {token} to the same path on each other host, and run there:")
         print(f"outrider fleet join {running.address}", flush=True)
         if sys.platform == "darwin":
             say(RISK)

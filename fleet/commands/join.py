@@ -18,8 +18,8 @@ from outrider.protocol.errors import InvalidRequest
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="ADDRESS", help="IP:PORT, as `outrider fleet head` printed it")
-    parser.add_argument("--ip", help="this host's address for the others; default: as Ray finds it")
-    look = "look for this model's files before joining, maybe several; default: for those of the fleet that runs"
+    parser.add_argument("--ip", help="this host's address for other hosts (default: detected by Ray)")
+    look = "check for this model's files before joining; repeatable (default: the models of the running fleet)"
     parser.add_argument("--model", action="append", metavar="ID|PATH", help=look)
     add_folder(parser)
 
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     host, screen, offers = host_of(options), Screen(), host_resources()
     if is_loopback(options.address):
         raise InvalidRequest(
-            f"a head at {options.address} is for its own host alone; expected one started by `outrider fleet head --ip`"
+            f"a head at {options.address} accepts no other host; expected one started by `outrider fleet head --ip`"
         )
     host.require_none()
     token = read_token(host.folder)
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     running = host.start_member(options.address, options.ip, offers, token)
     screen.clear()
     say(f"This host has joined (process {running.pid}, log {host.log}) and offers {offers}.")
-    say(f"It has {', '.join(models)}." if models else "No model was looked for: none is known yet (--model names one).")
+    say(f"It has {', '.join(models)}." if models else "No model was checked, because none is known yet (see --model).")
     if sys.platform == "darwin":
         say(RISK)
     return 0

@@ -20,7 +20,7 @@ WAIT_SECONDS = 600
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="fleet.yaml, as docs/fleet.md has it")
     parser.add_argument("--check", action="store_true", help="check the file and describe it, but start nothing")
-    late = f"how long to wait until all run, default {WAIT_SECONDS}; they keep starting after that"
+    late = f"seconds to wait until all engines run, which may start later, too (default: {WAIT_SECONDS})"
     parser.add_argument("--wait", type=int, default=WAIT_SECONDS, metavar="SECONDS", help=late)
     add_folder(parser)
 

@@ -97,10 +97,10 @@ COMMON = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("endpoint", metavar="ENDPOINT", help="tcp://HOST:PORT, an address of this host")
-    keeper = f"what is to keep it up (default: {SYSTEM})"
+    keeper = f"service manager (default: {SYSTEM})"
     parser.add_argument("--for", dest="kind", choices=KINDS, default=SYSTEM, help=keeper)
-    parser.add_argument("--user", default=getpass.getuser(), help="whose keys and models it uses (default: yours)")
-    home = "that user's home (default: yours)"
+    parser.add_argument("--user", default=getpass.getuser(), help="user with the keys and models (default: you)")
+    home = "home directory of that user (default: yours)"
     parser.add_argument("--home", type=Path, default=Path.home(), metavar="FOLDER", help=home)
     flags.add_request_flags(parser, ("drafter",))
     flags.add_cluster_flags(parser)
@@ -119,13 +119,13 @@ def run(options: argparse.Namespace) -> int:
     if options.kind == "launchd":
         print(unit.launchd(), end="")
         file = f"/Library/LaunchDaemons/{NAME}.plist"
-        say(f"Put it at {file}, as root's own, then: sudo launchctl bootstrap system {file}")
+        say(f"Put it at {file}, owned by root, then: sudo launchctl bootstrap system {file}")
     else:
         print(unit.systemd(), end="")
         say("Put it at /etc/systemd/system/outrider-engine.service, then: sudo systemctl enable --now outrider-engine")
     if not is_local(where):
-        say("It asks for keys: here `outrider keys make`, and `outrider keys allow KEY head` with the key of the head;")
-        say(f"there `outrider keys trust {where.host}:{where.port} KEY` with what `outrider keys show` says here.")
+        say("It requires keys: here run `outrider keys make` and `outrider keys allow KEY head` with the head's key;")
+        say(f"on the head `outrider keys trust {where.host}:{where.port} KEY` with the key of this host.")
     return 0
 
 

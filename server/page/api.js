@@ -1,9 +1,9 @@
-/** The server's API as the page uses it. Knows HTTP and keys; knows nothing of what is shown. */
+/** Sends the page's requests to the server's API, with its key. */
 
 const KEY = "outrider-api-key";
 const GONE = "The server does not answer. Is `outrider serve` still running?";
 
-/** What the server refused, or why it could not be asked; `message` is a sentence. */
+/** A request that the server refused, or that could not be sent; `message` is a sentence. */
 export class Refused extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -11,19 +11,19 @@ export class Refused extends Error {
   }
 }
 
-/** Keeps the key until the tab is closed; an empty one is forgotten. */
+/** Keeps the key until the tab is closed; an empty key removes it. */
 export function keep(key) {
   if (key) sessionStorage.setItem(KEY, key);
   else sessionStorage.removeItem(KEY);
 }
 
-/** What is at `path`, as JSON, whatever its status. Raises Refused where nobody answers. */
+/** Returns the status and JSON at `path`. Raises Refused if the server does not answer. */
 export async function look(path) {
   const response = await asked(path, {});
   return { status: response.status, body: await response.json() };
 }
 
-/** The events of a streamed answer to `body`: its chunks, and before them `{progress}` in the prompt. Raises Refused. */
+/** Yields the events of a streamed answer to `body`: `{progress}` of the prompt, then chunks. Raises Refused. */
 export async function* chat(body, signal) {
   const response = await asked("v1/chat/completions", {
     method: "POST",
@@ -40,7 +40,7 @@ export async function* chat(body, signal) {
     if (event.error) throw new Refused(event.error.message);
     yield event;
   }
-  throw new Refused("The answer broke off; the server's log may tell why.");
+  throw new Refused("The answer is incomplete; the server's log may say why.");
 }
 
 async function asked(path, options) {

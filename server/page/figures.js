@@ -1,6 +1,6 @@
-/** A request in numbers: from its rounds while it runs, from the server's own timings once they are there. */
+/** The figures of a request: from its rounds while it runs, from the server's timings at its end. */
 
-/** What the rounds so far tell; milliseconds count from the first token, as the server's do. */
+/** Returns the figures of the rounds so far; milliseconds count from the first token, as in the server's timings. */
 export function ofRounds(rounds) {
   const ends = rounds.map((round) => round.verify.start_ms + round.verify.ms);
   const sum = (of) => rounds.reduce((total, round) => total + of(round), 0);
@@ -33,7 +33,7 @@ export function seconds(ms) {
   return `${(ms / 1000).toFixed(2)} s`;
 }
 
-/** Writes them into the places that `list` has for them. */
+/** Writes the figures into the elements of `list`. */
 export function show(list, found) {
   const put = (name, words) => (list.querySelector(`[data-figure=${name}]`).textContent = words);
   put("rate", found.rate ? found.rate.toFixed(1) : "–");

@@ -1,4 +1,4 @@
-/** One answer as it comes: its numbers, its rounds and its text. Knows the events of the API and where each is shown. */
+/** Shows one answer as it arrives: its figures, its rounds and its text. */
 
 import { chat } from "./api.js";
 import { ofRounds, ofTimings, show } from "./figures.js";
@@ -6,7 +6,7 @@ import { Painter } from "./painter.js";
 import { Timeline } from "./timeline.js";
 
 export class Lane {
-  /** A new one, with `title`, at the end of `place`. */
+  /** Adds a lane with `title` at the end of `place`. */
   constructor(place, title) {
     const made = document.querySelector("#lane").content.cloneNode(true);
     this.node = made.querySelector(".lane");
@@ -20,7 +20,7 @@ export class Lane {
     place.append(made);
   }
 
-  /** Asks for `body` and shows what comes, until it is all there or `signal` stops it; `grown` hears when more has. */
+  /** Sends `body` and shows the answer until it is complete or `signal` stops it; calls `grown` after each change. */
   async run(body, signal, grown = () => {}) {
     for await (const event of chat(body, signal)) {
       if (event.progress) this.#reading(event.progress);
@@ -36,7 +36,7 @@ export class Lane {
     return this.painter.tokens;
   }
 
-  /** The latest token's place. */
+  /** The element of the latest token. */
   get end() {
     return this.painter.place.lastElementChild;
   }

@@ -1,4 +1,4 @@
-/** The page: what its form asks for, one run at a time, and what it says meanwhile. */
+/** The page: reads the form, runs one request at a time, and shows the status. */
 
 import { Refused, keep, look } from "./api.js";
 import { Lane } from "./lane.js";
@@ -45,7 +45,7 @@ find("#legend .hint").before(find("#lane").content.querySelector(".timeline .key
 find(".settings").open = !PHONE.matches;
 greet();
 
-/** Asks what is served here, again until it is ready; and for a key where one is wanted. */
+/** Polls the server until it is ready, and shows the key field if the server requires a key. */
 async function greet() {
   try {
     const { status, body } = await look("v1/models");
@@ -65,7 +65,7 @@ async function greet() {
   }
 }
 
-/** Fits the page to the model: one with a chat template has conversations. Once. */
+/** Adapts the page to the model, once: a model with a chat template has conversations. */
 function dress(found) {
   if (model) return;
   model = found;
@@ -78,7 +78,7 @@ function dress(found) {
   form.max_tokens.value = CHAT_TOKENS;
 }
 
-/** One run; a second one waits for nobody, it is not begun. */
+/** Starts a run, unless another one is active. */
 async function begin(run) {
   if (running) return;
   running = new AbortController();
@@ -109,7 +109,7 @@ async function generate(body, signal) {
   return `Done: mode ${lane.mode}, seed ${lane.seed}.${cut}`;
 }
 
-/** The next turn of the conversation. One that brings no text is taken back into the form. */
+/** Runs the next turn of the conversation. The message of a turn without an answer returns to the form. */
 async function converse(lane, body, signal) {
   const asked = body.messages.at(-1);
   const turn = find("#talk").appendChild(document.createElement("p"));
@@ -137,7 +137,7 @@ function talking(is) {
   find("#anew").hidden = !is;
 }
 
-/** Keeps the end of a growing text in sight, until the reader scrolls. */
+/** Keeps the end of a growing text visible until the reader scrolls. */
 function following(lane) {
   let follows = true;
   const leave = () => (follows = false);
@@ -151,7 +151,7 @@ async function together(body, signal) {
   return race(body, find("#lanes"), find("#times"), signal, say);
 }
 
-/** What the form asks for; what is left empty is left out, and is the server's own. */
+/** Returns the form's fields; empty ones are omitted, so that the server's defaults apply. */
 function body() {
   const number = (name) => (form[name].value === "" ? {} : { [name]: Number(form[name].value) });
   return {

@@ -1,4 +1,4 @@
-/** AR, then SSD, with one seed: whether both said the same, and how long each took. Knows two lanes. */
+/** Runs AR, then SSD, with one seed, and compares their texts and speeds. */
 
 import { seconds } from "./figures.js";
 import { Lane } from "./lane.js";
@@ -8,7 +8,7 @@ const WAYS = [
   { mode: "ssd", title: "SSD: drafts meanwhile" },
 ];
 
-/** Runs both in `place`, one after the other; `bars` grow with them. Returns what to say of it. */
+/** Runs both in `place`, one after the other, with `bars` of their times. Returns a sentence with the result. */
 export async function race(body, place, bars, signal, say) {
   const lanes = WAYS.map((way) => new Lane(place, way.title));
   const draw = rows(bars, lanes);
@@ -33,7 +33,7 @@ function verdict([ar, ssd], seed) {
   return `${texts} SSD had ${(ssd.found.rate / ar.found.rate).toFixed(2)} times the speed of AR: ${fast} tokens per second to ${slow}.`;
 }
 
-/** A bar for each lane's time, both on one scale; returns what draws them. */
+/** Adds a bar for each lane's time, on one scale. Returns a function that draws them. */
 function rows(place, lanes) {
   const made = WAYS.map((way) => {
     const row = place.appendChild(document.createElement("p"));

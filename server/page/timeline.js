@@ -1,4 +1,4 @@
-/** A request's rounds on one clock: a row each for the target, its drafters and the orchestrator. Knows rounds alone. */
+/** Draws a request's rounds on one clock, with a row for the target, each drafter and the orchestrator. */
 
 const SVG = "http://www.w3.org/2000/svg";
 const FROM = { cache: "prepared", drafter: "drafted", head: "head", ngram: "copied", none: "target" };
@@ -62,7 +62,7 @@ export class Timeline {
     return [...new Set(this.drafting.map((work) => work.drafter))].sort();
   }
 
-  /** From when until when to show: the chosen round in the middle, the latest at the end. */
+  /** Returns the time span to show: the chosen round in the middle, or the latest at the end. */
   #window(at) {
     const first = this.rounds[0].verify;
     const last = this.rounds.at(-1).verify;
@@ -74,7 +74,7 @@ export class Timeline {
   }
 }
 
-/** One picture of a stretch of time. */
+/** Draws one time span. */
 class Drawing {
   constructor(svg, { from, length }, drafters) {
     this.svg = svg;
@@ -164,7 +164,7 @@ class Drawing {
   }
 }
 
-/** A round in words. */
+/** Returns a sentence about a round. */
 export function told(round, of) {
   const name = `Round ${round.round}${of ? ` of ${of - 1}` : ""}`;
   const chain = WORDS[round.source] ? `${WORDS[round.source]}, ${round.accepted} of ${round.drafted} accepted` : "no chain";

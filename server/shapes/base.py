@@ -140,7 +140,7 @@ class StructuredOutputs(StrictShape):
 
 
 class Generation(ApiRequest):
-    """Common fields of OpenAI's APIs, and fields that llama.cpp, vLLM and mlx-lm added."""
+    """Common fields of OpenAI's APIs, and additional fields of llama.cpp, vLLM and mlx-lm."""
 
     model: str | None = None
     temperature: Temperature | None = None
@@ -208,7 +208,7 @@ class Usage(ApiResponse):
 
 
 class Outrider(ApiResponse):
-    """What reproduces this text: `seed` and the `mode` that ran. `notes` explain what did not."""
+    """What reproduces this text: `seed` and the `mode` that ran. `notes` say what was ignored or unavailable."""
 
     seed: int
     mode: str
@@ -245,7 +245,7 @@ class Drafting(Work):
 
 
 class Round(ApiResponse):
-    """A verify: a chain of `drafted` tokens, of which `accepted` held, and `tokens` that became final."""
+    """A verify of a chain of `drafted` tokens, of which `accepted` were accepted; `tokens` became final."""
 
     round: int
     lookup: str = Field(description="lookup of the outcome before: hit, grown, late, miss; none: no lookup")

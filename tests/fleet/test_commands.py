@@ -103,10 +103,10 @@ def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], code: int, se
 @pytest.mark.parametrize(
     ("arguments", "code", "sentence"),
     [
-        (["head", "--port", "15000"], 2, "but those of Ray's workers"),
-        (["head", "--ip", "192.0.2.77"], 4, "this host has no such address"),
-        (["join", "127.0.0.1:6379"], 2, "is for its own host alone"),
-        (["join", "192.0.2.1:6379"], 8, "there is no token at"),
+        (["head", "--port", "15000"], 2, "which Ray's workers use"),
+        (["head", "--ip", "192.0.2.77"], 4, "this host does not have this address"),
+        (["join", "127.0.0.1:6379"], 2, "accepts no other host"),
+        (["join", "192.0.2.1:6379"], 8, "does not exist; expected a copy of the head's token"),
         (["status"], 2, "this host is not the head of a fleet"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_head_that_died_keeps_what_it_knew_and_one_that_was_ended_or_moved_doe
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EndpointError, match=f"port {port} is in use there"):
+        with pytest.raises(EndpointError, match=f"port {port} is in use"):
             require_free("127.0.0.1", port)
     require_free("127.0.0.1", port)
 

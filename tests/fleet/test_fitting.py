@@ -29,12 +29,12 @@ def test_what_hosts_have_is_passed_over(placed: Placed) -> None:
 @pytest.mark.parametrize(
     ("placed", "sentence"),
     [
-        (Placed(needs=Resources(cuda=1)), "placed needs cuda 1, and no host of the fleet offers that; expected"),
+        (Placed(needs=Resources(cuda=1)), "placed needs cuda 1, but no host of the fleet offers that; run"),
         (Placed(needs=Resources(cpu=65)), "placed needs cpu 65"),
         (Placed(needs=METAL, drafter=DrafterPlan("same-host", Resources(cpu=9))), "placed needs metal 1, cpu 9"),
         (
             Placed(needs=METAL, drafter=DrafterPlan("other-host", ANE)),
-            "needs ane 1, and no host beside the engine's offers",
+            "needs ane 1, but no host except the engine's offers",
         ),
         (Placed(drafter=DrafterPlan("other-host", Resources(cuda=1))), "placed.drafter on other-host needs cuda 1"),
     ],

@@ -86,7 +86,7 @@ def test_who_has_another_token_does_not_join(folder: Path, address: str) -> None
 
 def test_where_nobody_is_is_told(call: Callable[..., Said]) -> None:
     code, err = call("join", "localhost:1")
-    assert code == 4 and "no head of a fleet is at localhost:1" in err and "expected the address that" in err
+    assert code == 4 and "no fleet's head is at localhost:1" in err and "expected the address that" in err
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def at_head(hosts: Any, folder: Path) -> Path:
 def test_what_no_host_offers_is_told_at_once(call: Callable[..., Said], at_head: Path) -> None:
     (at_head / "fleet.yaml").write_text("placed: {needs: {cuda: 1}}\n")
     code, err = call("run", str(at_head / "fleet.yaml"))
-    assert code == 2 and "placed needs cuda 1, and no host of the fleet offers that; expected" in err
+    assert code == 2 and "placed needs cuda 1, but no host of the fleet offers that; run" in err
 
 
 def test_a_gate_s_port_that_is_in_use_is_told(at_head: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_gate_s_port_that_is_in_use_is_told(at_head: Path) -> None:
         (at_head / "fleet.yaml").write_text(f"placed:\ngate: {{port: {port}}}\n")
         refused = command("run", str(at_head / "fleet.yaml"), "--folder", str(at_head))
     said = last_line(refused.stderr)
-    assert refused.returncode == 4 and f"the gate can't be served at 127.0.0.1:{port}" in said
+    assert refused.returncode == 4 and f"the gate can't listen at 127.0.0.1:{port}" in said
     assert "expected another gate.port or gate.host" in said
 
 
