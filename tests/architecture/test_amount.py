@@ -1,4 +1,4 @@
-"""The amount stays in hand: a ceiling for the product's size, and no small module that only one other needs."""
+"""The size stays bounded: a ceiling for the product, and no small module with a single importer."""
 
 from __future__ import annotations
 

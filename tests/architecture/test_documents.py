@@ -1,4 +1,4 @@
-"""Whoever follows a link in the documents arrives, and the log's index knows each of its entries."""
+"""Links in the documents lead somewhere, and the log's index lists each of its entries."""
 
 from __future__ import annotations
 

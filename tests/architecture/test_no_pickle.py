@@ -1,4 +1,4 @@
-"""Nothing that arrives is ever run: no module reads or writes pickles, or what contains them."""
+"""Incoming data is never executed: no module reads or writes pickles, or formats that contain them."""
 
 from __future__ import annotations
 

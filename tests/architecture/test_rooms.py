@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: imports point one way, only the engine side knows MLX."""
+"""The structural rules that readers rely on: imports point one way, and only the engine side imports MLX."""
 
 from __future__ import annotations
 

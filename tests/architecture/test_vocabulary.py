@@ -1,4 +1,4 @@
-"""Names are made of known words: the field's, in words.txt, or ours, in the glossary of docs/architecture.md.
+"""Names consist of known words: the field's, in words.txt, or ours, in the glossary of docs/architecture.md.
 
 A word that is new in the name of a public class is looked up in vLLM, SGLang, mlx-lm or the papers first. If it is
 theirs or plain English it goes into words.txt; if it is ours, into the glossary, with what it means.

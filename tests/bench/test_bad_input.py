@@ -1,4 +1,4 @@
-"""Bench and tune: one clear sentence for each mistake, before anything starts, and no half profile."""
+"""Bench and tune refuse invalid input with one sentence before anything starts, and leave no partial profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every millisecond between two outcomes is told, and under its own name."""
+"""A breakdown assigns every millisecond between two outcomes to one named part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto` on simulated machines, with one request and with many: it brings what the best mode brings, and remembers."""
+"""`auto` on simulated machines with one and with many requests: it is as fast as the best mode, and remembers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps the target's device busy runs as long as the bench, and never longer."""
+"""The process that keeps the target's device busy runs exactly as long as the bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests at once in numbers: what a client waited for, what all made together, and what a bench refuses."""
+"""Concurrent requests: latencies of clients, total rates, and the input that a bench refuses."""
 
 from __future__ import annotations
 

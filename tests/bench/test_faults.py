@@ -1,4 +1,4 @@
-"""Faults hit only processes that this cluster has started and that run."""
+"""Faults hit only running processes that this cluster has started."""
 
 from __future__ import annotations
 

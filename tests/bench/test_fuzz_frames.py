@@ -1,4 +1,4 @@
-"""A short form of the fuzzing of sockets, and that it finds what falls, hangs or disturbs."""
+"""A short form of the socket fuzzing, and a test that it detects crashes, hangs and disturbances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tune finds out of drafters in the target's process, from the rounds of a server that is played."""
+"""What tune measures of drafters in the target's process, from the rounds of a scripted server."""
 
 from __future__ import annotations
 

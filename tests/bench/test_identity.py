@@ -1,4 +1,4 @@
-"""The judge of identity tells the same text, a tie and a difference apart."""
+"""The judge of identity distinguishes equal texts, ties and differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No figure is made of a simulated run that could not keep to its profile."""
+"""A simulated run that could not keep its profile gives no figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A probe says in its minute what pays, on a slow machine too, and with a draft that knows nothing that none does."""
+"""A probe finds within its minute what pays, also on a slow machine and with a useless draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs are held to what the scripted model says; what differs, or ends badly, is told. No program and no server."""
+"""Programs are compared with the scripted model's answers; differences and failures are reported. Needs no program."""
 
 from __future__ import annotations
 

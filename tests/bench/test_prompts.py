@@ -1,4 +1,4 @@
-"""The prompts: enough of each class, short, and none twice."""
+"""The prompts: enough of each class, short, and all different."""
 
 from __future__ import annotations
 

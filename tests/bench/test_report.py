@@ -1,4 +1,4 @@
-"""Tables say what ran where, and the picture holds as many contestants as there are."""
+"""Tables name what ran where, and the picture has room for all runners."""
 
 from __future__ import annotations
 

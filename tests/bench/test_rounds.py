@@ -1,4 +1,4 @@
-"""The rounds read back from a trace are those that ran."""
+"""The rounds that are reconstructed from a trace are those that ran."""
 
 from __future__ import annotations
 

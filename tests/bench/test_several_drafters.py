@@ -1,4 +1,4 @@
-"""What a second drafter brings on machines of round numbers, in virtual time: more hits, no loss by one that lags."""
+"""A second drafter in virtual time, on machines with round numbers: more hits, and no loss if it lags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic agrees with the formula where that is exact, and with the real rounds in virtual time everywhere."""
+"""The arithmetic agrees with the formula where that is exact, and with the real rounds in virtual time."""
 
 from __future__ import annotations
 

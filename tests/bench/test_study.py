@@ -1,4 +1,4 @@
-"""Predictions follow the formula, statistics mean what they say, and a picture needs a trace."""
+"""Predictions follow the formula, statistics match their definitions, and a picture needs a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A suite in numbers: what is held against what, by class; what llama.cpp is asked and what its answers become."""
+"""A suite's ratios by class, and the requests to and answers of llama.cpp."""
 
 from __future__ import annotations
 

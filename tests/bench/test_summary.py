@@ -1,4 +1,4 @@
-"""A run against the formula: its own odds, times measured alone, and what explains the rest."""
+"""A run is compared with the formula, from times in isolation and the run's own mix of rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link that a process carries: packets are whole and in order, and as many are lost as is asked for."""
+"""The link that a process carries: packets arrive whole and in order, with the requested loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bench waits for its workers, and no longer than they live."""
+"""A workbench waits for its workers, and stops when one is lost."""
 
 from __future__ import annotations
 

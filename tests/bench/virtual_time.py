@@ -1,4 +1,4 @@
-"""A whole cluster in one thread and in virtual time, for texts that nobody has to wait for."""
+"""A whole cluster in one thread and in virtual time, for long texts without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CoreML drafter's figures that need no Mac: `python -m tests.coreml.figures [--convert fp16 int8 int4]`.
+"""Prints the Core ML drafter's figures that need no Mac: `python -m tests.coreml.figures [--convert fp16 int8 int4]`.
 
 Runs the tests that hold them and prints what they found; with --convert also makes a package of Qwen2.5-0.5B's shapes
 (random bfloat16 weights) in a process of its own, and prints its time and peak memory.

@@ -1,4 +1,4 @@
-"""The embedded pair drafting by Core ML's package, or by MLX after the package read the prompt: nothing is lost.
+"""The embedded pair with a Core ML package as drafter, or as reader of prompts for MLX: acceptance is unchanged.
 
 In one process on a virtual clock, so that no drafter is ever late and the same is drafted each time.
 """

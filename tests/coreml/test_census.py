@@ -1,4 +1,4 @@
-"""What is in the graphs: only operations the Neural Engine knows, small ranks, static shapes, narrow axes."""
+"""The graphs contain only operations of the Neural Engine, small ranks, static shapes and narrow axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m outrider.drafters.coreml.convert`, what `outrider convert` runs: output, exit codes, no torch."""
+"""`python -m outrider.drafters.coreml.convert`, which `outrider convert` runs: output, exit codes, no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime for Core ML itself, over a stand-in for its compiled models: the interpreter behind their interface."""
+"""The runtime for Core ML, with a stand-in for compiled models: the interpreter behind their interface."""
 
 from __future__ import annotations
 

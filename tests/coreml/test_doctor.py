@@ -1,4 +1,4 @@
-"""What `outrider doctor` renders: one JSON object about the machine and the places a drafter could run in."""
+"""What `outrider doctor` renders: one JSON object about the machine and the devices for a drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded pair through three processes, the draft on the reference interpreter: the same text."""
+"""The embedded pair in three processes, with the draft on the reference interpreter: the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that fails in the middle of a request: the drafter steps aside, the request goes on to the same text."""
+"""A device fails in the middle of a request: drafting stops, and the request continues to the same text."""
 
 from __future__ import annotations
 

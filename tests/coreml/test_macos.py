@@ -1,4 +1,4 @@
-"""What only a Mac can show. launch/mac_check.sh runs these there; elsewhere they are skipped."""
+"""Tests that need a Mac, run by launch/mac_check.sh; skipped elsewhere."""
 
 from __future__ import annotations
 

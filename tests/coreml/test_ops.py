@@ -1,4 +1,4 @@
-"""The interpreter's operations: against coremltools' own value inference, and by hand where that has none."""
+"""The interpreter's operations, compared with coremltools' value inference, or with manual results."""
 
 from __future__ import annotations
 

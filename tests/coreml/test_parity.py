@@ -1,4 +1,4 @@
-"""A package says what the model it was made from says, for each family and each mode."""
+"""A package equals the model it was converted from, for each family and each mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt read by the package and handed to MLX goes on as if MLX had read it."""
+"""A prompt that the package reads and hands to MLX continues as if MLX had read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A package of the target's weights reads prompts for it: what it hands over is what the target makes of its own."""
+"""A package with the target's weights reads prompts for it, with the same keys and values."""
 
 from __future__ import annotations
 

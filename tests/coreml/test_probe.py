@@ -1,4 +1,4 @@
-"""A trial: what it gates, what it survives. Others play Core ML's units here."""
+"""A trial of a package: its criteria, and failures that it survives. Core ML's units are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights are the same numbers, bit for bit, in the package, in MLX and by coremltools' own account."""
+"""Quantised weights are bit for bit equal in the package, in MLX and by coremltools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the converter and the loader can't use is refused in one clear sentence, and nothing is left behind."""
+"""Unsupported input of converter and loader is refused in one sentence, and leaves no files."""
 
 from __future__ import annotations
 

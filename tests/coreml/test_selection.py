@@ -1,4 +1,4 @@
-"""Which package runs on which unit: what is tried in which order, remembered and said. Trials are scripted."""
+"""Which package runs on which unit: the order of trials, the cached verdicts, and the messages. Trials are scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token tree over a package: every node knows what an independent full run of its path knows."""
+"""The token tree of a package: every node equals an independent full run of its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter that was left behind, or reads a long prompt, does so in pieces, and hears what is said between them."""
+"""A drafter that is behind, or reads a long prompt, reads in pieces and handles messages between them."""
 
 from __future__ import annotations
 

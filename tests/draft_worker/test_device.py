@@ -1,4 +1,4 @@
-"""A drafter's device is chosen before it is made."""
+"""A drafter's device is chosen before it is created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter says how long what it does should take, so that one that hangs is told from one that works."""
+"""A drafter reports how long its work should take, so that a hang can be told from work."""
 
 from __future__ import annotations
 

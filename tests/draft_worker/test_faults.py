@@ -1,4 +1,4 @@
-"""Whatever goes wrong inside a drafter for one request ends its drafting, never another's and never the worker."""
+"""A failure inside a drafter for one request ends only its drafting, never another request or the worker."""
 
 from __future__ import annotations
 

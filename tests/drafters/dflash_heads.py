@@ -1,4 +1,4 @@
-"""Random block heads in each published layout, and their forward and walk in numpy, which know nothing of ours."""
+"""Random block heads in each published layout, with an independent forward in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How block heads are published: the settings of each layout, and what its tensors are called."""
+"""The published layouts of block heads: their settings and tensor names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random EAGLE-3 heads in each published layout, and their forward in numpy, which knows nothing of ours."""
+"""Random EAGLE-3 heads in each published layout, with an independent forward in numpy."""
 
 from __future__ import annotations
 

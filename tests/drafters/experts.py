@@ -1,4 +1,4 @@
-"""Layers of experts and their attention in numpy, by the papers' formulas, for heads of such models."""
+"""Layers of experts and their attention in numpy, by the papers' formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random heads that come with a target, by the names of their original repositories, and their forward in numpy."""
+"""Random MTP heads with the tensor names of their original repositories, and their forward in numpy."""
 
 from __future__ import annotations
 

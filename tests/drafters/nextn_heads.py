@@ -1,4 +1,4 @@
-"""Random heads of DeepSeek's and GLM's models: one layer more, by its number; and their forward in numpy."""
+"""Random heads of DeepSeek's and GLM's models, stored as an additional layer, and their forward in numpy."""
 
 from __future__ import annotations
 

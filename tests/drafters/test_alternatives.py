@@ -1,4 +1,4 @@
-"""What a drafter thought next best stands beside its chain where that is likely enough, by what was learned."""
+"""A drafter's next best tokens are added to its chain if they are likely enough by the learned odds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of block heads: blocks with known beginnings say what an independent forward says, and go on by themselves."""
+"""Trees of block heads: blocks with known prefixes equal an independent forward, and extend themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block heads compute and choose what an independent forward does, in every published layout; others are refused."""
+"""Block heads equal an independent forward in every published layout; others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that share forwards prepare what each prepares alone; what there is time for goes where it is likely."""
+"""Requests that share forwards prepare the same as alone; limited time goes to likely outcomes."""
 
 from __future__ import annotations
 

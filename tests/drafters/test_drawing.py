@@ -1,4 +1,4 @@
-"""For residual sampling every chain comes with the q it was drawn from, and both are a fresh drafter's."""
+"""For residual sampling every chain has the q it was drawn from, and both equal a fresh drafter's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads compute what an independent forward does, in every published layout; others are refused in a word."""
+"""EAGLE-3 heads equal an independent forward in every published layout; others are refused with a reason."""
 
 from __future__ import annotations
 

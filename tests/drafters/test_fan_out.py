@@ -1,4 +1,4 @@
-"""The fan-out spends its budget exactly, and spends it where outcomes are likely."""
+"""The fan-out spends its budget exactly, and on likely outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target's own head computes what an independent forward computes, by each family's names; others are refused."""
+"""A target's MTP head equals an independent forward, with each family's tensor names; others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head in the draft worker prepares by numpy what it prepares by MLX, for many texts in one forward."""
+"""A head in the draft worker prepares the same by numpy as by MLX, for many texts in one forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads by numpy say what they say by MLX; what numpy can't serve, or not rightly, is left to MLX."""
+"""Heads by numpy equal heads by MLX; what numpy does not support, or not correctly, is left to MLX."""
 
 from __future__ import annotations
 

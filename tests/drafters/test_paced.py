@@ -1,4 +1,4 @@
-"""A paced drafter proposes what the drafter inside proposes, when the profile's machine would."""
+"""A paced drafter proposes the same as the drafter inside, at the times of the profile's machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ReDrafters compute what an independent forward does, recurrent or not; others are refused in a word."""
+"""ReDrafter heads equal an independent forward, recurrent or not; others are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replay drafter errs as prescribed."""
+"""The replay drafter errs as its script prescribes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work ahead prepares distinct, likely outcomes; what it pushes is what a fresh drafter would say at that place."""
+"""Work ahead prepares distinct, likely outcomes; its branches equal a fresh drafter's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model can do as a target is found by trying it; the page of model types says what came out."""
+"""A model's abilities as a target are found by trials; the page of model types lists the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing by numpy where logits are there at once: the token that the contract's scores choose, or nothing."""
+"""Choosing by numpy where logits are in memory: the token with the best score of the contract, or none."""
 
 from __future__ import annotations
 

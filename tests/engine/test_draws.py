@@ -1,4 +1,4 @@
-"""A drawing tree draws from the q it tells of: the draft's warped, truncated distribution, with Saguaro's factor."""
+"""A drawing tree draws from the q that it reports: the draft's warped, truncated distribution with Saguaro's factor."""
 
 from __future__ import annotations
 

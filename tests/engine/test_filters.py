@@ -1,4 +1,4 @@
-"""The numpy filters keep what mlx-lm's keep."""
+"""The numpy filters keep the same tokens as mlx-lm's."""
 
 from __future__ import annotations
 

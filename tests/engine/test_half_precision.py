@@ -1,4 +1,4 @@
-"""A target in half precision is sampled from softmax(logits / T), made in float32 from its rounded logits on.
+"""A target in half precision is sampled from softmax(logits / T), computed in float32 from its rounded logits.
 
 `OUTRIDER_SEEDS=40000 pytest -s tests/engine/test_half_precision.py` prints the long form, beside mlx-lm's sampler.
 """

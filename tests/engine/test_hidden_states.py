@@ -1,4 +1,4 @@
-"""Hidden rows equal a layer loop run by hand, however the tokens were fed; nobody who reads none has any."""
+"""Hidden rows equal a manual loop over the layers, however tokens were fed, and are kept only if they are read."""
 
 from __future__ import annotations
 

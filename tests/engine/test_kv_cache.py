@@ -1,4 +1,4 @@
-"""Texts that share a forward get the logits each gets alone, whoever joins, leaves, reads or takes something back."""
+"""Texts that share a forward get the same logits as alone, whoever joins, leaves, reads or rolls back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models load ready to compute, and what is no model is refused in one sentence."""
+"""Models load ready to compute, and anything else is refused in one sentence."""
 
 from __future__ import annotations
 

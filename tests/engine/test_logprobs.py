@@ -1,4 +1,4 @@
-"""Log-probabilities told with tokens are those of single forwards by hand, whichever way the tokens came."""
+"""Reported log-probabilities equal those of single forwards, however tokens were generated."""
 
 from __future__ import annotations
 

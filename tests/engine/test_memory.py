@@ -1,4 +1,4 @@
-"""What texts leave free goes back to the system, now and then and best where nothing runs."""
+"""Memory that texts released returns to the system, periodically and preferably when idle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's process has mlx-lm's models, and neither its tokenizers nor what it downloads with."""
+"""A worker's process imports mlx-lm's models, but not its tokenizers and downloads."""
 
 from __future__ import annotations
 

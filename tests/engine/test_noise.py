@@ -1,4 +1,4 @@
-"""The noise is what it says: a pure function of three integers, the same in both libraries, standard Gumbel."""
+"""The noise is a pure function of three integers, equal in both libraries, and standard Gumbel."""
 
 from __future__ import annotations
 

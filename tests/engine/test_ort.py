@@ -1,5 +1,4 @@
-"""ONNX Runtime's forwards on a CPU: the model's own logits and, where activations are rounded to 8 bits, equal bits
-however a text is fed."""
+"""ONNX Runtime on a CPU: the model's own logits and, with 8-bit activations, equal bits however a text is fed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A paced worker's forwards end when the profile's machine's would; work that is later is told of."""
+"""A paced worker's forwards end at the times of the profile's machine; late work is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrapped rope gives each token of one row its own position, and is the wrapped rope everywhere else."""
+"""A wrapped rope gives each token of one row its own position, and equals the plain rope otherwise."""
 
 from __future__ import annotations
 

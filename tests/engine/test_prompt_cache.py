@@ -1,4 +1,4 @@
-"""What is remembered of texts: the longest beginning is found, the room is kept, a copy is as good as reading."""
+"""The prompt cache finds the longest prefix, respects its limit, and a copied entry equals reading the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 does with its texts every other rank does with its own, so that all remember the same."""
+"""All ranks repeat rank 0's operations on texts, so that their caches are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts read by something else than the model: what it reads, the model does not."""
+"""Prompts that something else has read are not read by the model."""
 
 from __future__ import annotations
 

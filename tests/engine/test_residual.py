@@ -1,4 +1,4 @@
-"""Residual sampling gives the target's own distribution; every known way to lose it shows in the same check.
+"""Residual sampling gives the target's own distribution; every known mistake fails the same check.
 
 A toy text of five tokens, each drawn from a table row of the one before it, drafted from another table. The draws and
 the rulings are the engine's own; chi-square on what follows each token, and on the next two tokens together.

@@ -1,4 +1,4 @@
-"""What is read from one forward's scores."""
+"""Reading tokens from one forward's scores."""
 
 import numpy as np
 import pytest

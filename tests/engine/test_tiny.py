@@ -1,4 +1,4 @@
-"""The random models the other tests stand on: they load, they differ where they should, and they don't loop."""
+"""The random models of the other tests load, differ where they should, and do not loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree grown in company is the very tree grown alone, in every form; a forward that fails leaves all as they were."""
+"""A tree that grows with others equals the tree grown alone, in every form; a failed forward changes nothing."""
 
 from __future__ import annotations
 

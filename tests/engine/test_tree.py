@@ -1,4 +1,4 @@
-"""A tree's nodes say what the model says of their texts, through forks, commits, more forks and gathers."""
+"""A tree's nodes have the model's logits for their texts, through forks, commits and gathers."""
 
 from __future__ import annotations
 

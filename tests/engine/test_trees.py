@@ -1,4 +1,4 @@
-"""Whatever tree is verified, the target's text is what it would have decoded alone."""
+"""Whatever tree is verified, the target's text is the one it would have decoded alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is proposed, the target's text is what it would have decoded alone."""
+"""Whatever is proposed, the target's text is the one it would have decoded alone."""
 
 from __future__ import annotations
 

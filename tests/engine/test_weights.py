@@ -1,4 +1,4 @@
-"""Another layout of the weights in memory changes no value and, with the reference BLAS, no bit."""
+"""Another memory layout of the weights changes no value and, with the reference BLAS, no bit."""
 
 from __future__ import annotations
 

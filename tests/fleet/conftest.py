@@ -1,4 +1,4 @@
-"""A fake cluster of hosts, made once; only tests of the mark `fleet` ask for it."""
+"""A simulated cluster of hosts, created once and only for tests with the mark `fleet`."""
 
 from __future__ import annotations
 

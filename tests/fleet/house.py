@@ -1,6 +1,6 @@
-"""A fleet that runs, for tests: fake hosts of Ray on this machine, who asks at a gate, and what may be killed.
+"""A running fleet for tests: simulated hosts of Ray on this machine, clients of a gate, and parts to kill.
 
-Ray is imported only where it is used: the plain tests collect this folder, and have none.
+Ray is imported only where it is used: the plain tests collect this folder without Ray installed.
 """
 
 from __future__ import annotations

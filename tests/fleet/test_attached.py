@@ -1,4 +1,4 @@
-"""Engines that somebody else keeps up, one of several ranks among them: the gate goes on with the next at once."""
+"""Attached engines, one with several ranks: when one is lost, the gate continues with the next at once."""
 
 from __future__ import annotations
 

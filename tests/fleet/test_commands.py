@@ -1,4 +1,4 @@
-"""`outrider fleet` without any Ray: its help, its mistakes in a sentence, and what it does with processes and files."""
+"""`outrider fleet` without Ray: help, errors of one sentence, and its handling of processes and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no host can offer is told before anything is started."""
+"""Resources that no host offers are reported before anything is started."""
 
 from __future__ import annotations
 

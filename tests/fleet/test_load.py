@@ -1,4 +1,4 @@
-"""Engines come and go with the load, and an engine may be a target of several ranks: texts are as ever."""
+"""Engines are added and removed with the load, also targets of several ranks; texts do not change."""
 
 from __future__ import annotations
 

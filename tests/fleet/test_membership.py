@@ -1,4 +1,4 @@
-"""Who doesn't fit into a fleet is told so by a head that runs, in a sentence, and nothing is started."""
+"""A running head refuses hosts that do not fit in one sentence, and nothing is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that Ray places, each with a drafter elsewhere: whatever is killed, the text is what one target says."""
+"""Placed engines with drafters on other hosts: whatever is killed, the text is the target's own."""
 
 from __future__ import annotations
 

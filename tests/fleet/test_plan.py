@@ -1,4 +1,4 @@
-"""fleet.yaml becomes records, or one sentence that names the key and what was expected."""
+"""fleet.yaml is parsed to records, or refused in a sentence with the key and the expected value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of those who manage Ray themselves: `serve run outrider.fleet:app plan=fleet.yaml`, until Ctrl-C."""
+"""Deployment with one's own Ray: `serve run outrider.fleet:app plan=fleet.yaml`, until Ctrl-C."""
 
 from __future__ import annotations
 

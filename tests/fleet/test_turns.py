@@ -1,4 +1,4 @@
-"""A text is asked of a kind of engine that has some: the least busy one, or its session's own."""
+"""The gate chooses a kind of engine: the least busy one, or that of the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a grammar allows: against a list of all its texts, in any order of asking, from where the grammar begins."""
+"""The tokens that a grammar allows, compared with a list of all its texts, in any order of queries."""
 
 from __future__ import annotations
 

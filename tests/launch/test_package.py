@@ -1,4 +1,4 @@
-"""What is installed: one name, and with it all that a command needs; the same from the checkout and from the sdist.
+"""What is installed: one name with everything that a command needs; the same from the checkout and the sdist.
 
 Weights are left empty here, so that nothing is compressed; `launch/check_wheel.sh` installs the real wheel and runs it.
 """

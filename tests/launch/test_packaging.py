@@ -1,4 +1,4 @@
-"""What is packaged beyond the wheel: the container file, the formula, the workflows and the page that tells of them."""
+"""Packaging beyond the wheel: the container file, the formula, the workflows and the page about them."""
 
 from __future__ import annotations
 

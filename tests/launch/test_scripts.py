@@ -1,4 +1,4 @@
-"""The launch scripts, without installing anything: what they call, and what they say when something is missing."""
+"""The launch scripts, without installing anything: what they call, and their messages if something is missing."""
 
 from __future__ import annotations
 

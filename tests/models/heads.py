@@ -1,4 +1,4 @@
-"""A tiny target, and how a head is made for it: quickly, and the same way each time."""
+"""A tiny target, and quick, deterministic training of heads for it."""
 
 from __future__ import annotations
 

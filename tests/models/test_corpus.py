@@ -1,4 +1,4 @@
-"""The training text: its limits, its order, and held-out files that never come back by another door."""
+"""The training text: its limits and order, and held-out files that occur nowhere else in it."""
 
 from __future__ import annotations
 

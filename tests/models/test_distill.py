@@ -1,4 +1,4 @@
-"""The distillation loss is the divergence it claims to be, and its smallest value is the teacher itself."""
+"""The distillation loss equals its definition, and is smallest for the teacher itself."""
 
 from __future__ import annotations
 

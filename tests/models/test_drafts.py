@@ -1,4 +1,4 @@
-"""Training a tiny draft end to end: the target's text, going on after a stop, and the draft that is served."""
+"""Training a tiny draft end to end: the target's text, continuing after an interruption, and serving the draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing two models on a text: the figures are those of the definitions, and bad input is one sentence."""
+"""Comparing two models on a text: the figures match their definitions, and bad input is refused in one sentence."""
 
 from __future__ import annotations
 

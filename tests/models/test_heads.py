@@ -1,4 +1,4 @@
-"""Training tiny heads end to end: what they learn, going on after a stop, what our loader makes of them."""
+"""Training tiny heads end to end: learning, continuing after an interruption, and loading the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half a pair never appears, a stopped run goes on, and nobody's files are touched."""
+"""A partial pair never appears, an interrupted run continues, and other files are not touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer: any text comes back, its size is what was asked for, and learning it twice gives the same."""
+"""The tokenizer: any text round-trips, it has the requested size, and training is deterministic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The heads that ship with the embedded target: how much of what they draft is accepted.
+"""The acceptance of the heads that ship with the embedded target.
 
-A floor of acceptance is what tells of a bug: whatever else a head is fed or says wrongly, no text shows it.
+Only a minimum of acceptance reveals a bug here: wrong input or output of a head never changes a text.
 """
 
 from __future__ import annotations

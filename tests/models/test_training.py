@@ -1,4 +1,4 @@
-"""Training a tiny pair end to end: the command, what it writes, and going on after a stop."""
+"""Training a tiny pair end to end: the command, its files, and continuing after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of training windows: every window once an epoch, and the same from wherever a run goes on."""
+"""The order of training windows: each window once per epoch, and the same order after an interruption."""
 
 from __future__ import annotations
 

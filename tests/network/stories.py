@@ -1,8 +1,8 @@
-"""Stories of a cluster on a bad network, told a step at a time by hypothesis: a failure shrinks to the fewest steps.
+"""Random stories of a cluster on a bad network, as a hypothesis state machine: a failure shrinks to the fewest steps.
 
-In a step a request begins or is stopped, a link gets other weather, is cut or heals, a worker stalls or dies,
-the orchestrator sleeps, or only time passes. After the last one the faults end, and every request has to come to its
-end. `TALLY` counts over all stories.
+In a step a request begins or is stopped, a link changes its faults, is cut or heals, a worker stalls or dies,
+the orchestrator sleeps, or only time passes. After the last step the faults end, and every request must finish.
+`TALLY` counts over all stories.
 """
 
 from __future__ import annotations

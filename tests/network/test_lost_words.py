@@ -1,6 +1,6 @@
-"""No lost word stalls a request, and none that comes twice or late changes one: each on its own, without chance.
+"""No lost message stalls a request, and no repeated or late one changes it: each kind by itself, without randomness.
 
-One request at a time on a network that loses, repeats or keeps back exactly one kind of word.
+One request at a time on a network that loses, repeats or delays exactly one kind of message.
 """
 
 from __future__ import annotations

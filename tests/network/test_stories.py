@@ -1,9 +1,9 @@
-"""Whatever the network and the workers do, what always holds holds: stories at random, `OUTRIDER_STEPS` in all.
+"""The invariants hold whatever the network and the workers do: random stories, `OUTRIDER_STEPS` steps in all.
 
     OUTRIDER_STEPS=100000 nice python -m pytest tests/network/test_stories.py -s
 
-Unsaid, a short form by seeds: the next one where a thing that always holds did not come up yet. What a seed makes
-depends on the modules that are loaded, so on which other tests run.
+Without the variable, a short run by seeds: the next seed follows while a check was not yet exercised. The story of a
+seed depends on the loaded modules, so on which other tests run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bad network does what it is told to, by its seed alone; in good weather it is a good one."""
+"""The simulated network misbehaves as configured, by its seed only; without faults it is reliable."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A network in one thread that is as bad as it is told to be: bundles of real frames are delayed, lost, said twice,
-overtaken and altered, links are cut and heal, all by one seed.
+"""A network in one thread with seeded faults: frames are delayed, lost, repeated, reordered and altered, links cut.
 
-Worse than ZeroMQ, which keeps a link's order, says nothing twice and loses messages only with their connection. Knows
-frames and ticks; nothing of requests.
+Worse than ZeroMQ, which keeps a link's order, repeats nothing and loses messages only with their connection. It
+handles frames and ticks, not requests.
 """
 
 from __future__ import annotations

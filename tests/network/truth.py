@@ -1,4 +1,4 @@
-"""What is true whatever the network does: the text that a target says alone, and what a fresh drafter says after it."""
+"""The correct results whatever the network does: the target's text alone, and a fresh drafter's proposals."""
 
 from __future__ import annotations
 

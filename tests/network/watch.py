@@ -1,4 +1,4 @@
-"""Holds a cluster to what always holds (docs/architecture.md, "Invariants"), while it runs: every word said and told.
+"""Checks a cluster's invariants (docs/architecture.md, "Invariants") while it runs, by every message and event.
 
 `HOLDS` names the checks. Each counts how often it had something to judge, so that a test can see that none is idle.
 """

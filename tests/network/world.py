@@ -1,8 +1,8 @@
 """A whole cluster in one thread on a bad network: the real rounds, target worker and draft workers, in virtual time.
 
 What the orchestrator's pool does with sockets is done here by name: a worker's loss is noticed after a while, its
-successor has a link of its own, and nobody hears what a predecessor said. Everything follows from one seed. Judges
-nothing; `watch` hears of all that is said and told.
+successor has its own link, and messages of the predecessor are dropped. Everything follows from one seed. Checks
+nothing: `watch` receives every message and event.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cluster in one thread whose target and drafter die and come back, for several requests at once."""
+"""A cluster in one thread with a target and a drafter that die and return, for several requests."""
 
 from __future__ import annotations
 

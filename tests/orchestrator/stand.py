@@ -1,4 +1,4 @@
-"""A running front whose core plays a script, so that clients over real sockets can be tested without models."""
+"""A running front with a scripted core, to test clients over real sockets without models."""
 
 from __future__ import annotations
 

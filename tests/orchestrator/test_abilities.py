@@ -1,4 +1,4 @@
-"""A target is asked only for what it can do, and a note says why."""
+"""A target is only asked for what it can do, and a note gives the reason."""
 
 from __future__ import annotations
 

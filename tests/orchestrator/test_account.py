@@ -1,4 +1,4 @@
-"""An account counts what brought a request's tokens, and nothing that came behind the last of them."""
+"""The account of a request counts the source of its tokens, and nothing after the last one."""
 
 from __future__ import annotations
 

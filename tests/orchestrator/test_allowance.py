@@ -1,4 +1,4 @@
-"""What a peer may say: a reserve, a rate, bytes that count, and nothing that others could notice."""
+"""A peer's rate limit: a reserve, a rate, and bytes that count; other peers notice nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two halves of SD's requests take turns where that is quicker, and nobody waits for a half that has gone."""
+"""Two halves of SD's requests alternate if that is faster, and none waits for a half that has ended."""
 
 from __future__ import annotations
 

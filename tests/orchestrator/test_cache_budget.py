@@ -1,4 +1,4 @@
-"""Branches take no more memory than they may, of a request and of all: what is over is dropped and counted."""
+"""Branches keep the memory limits per request and in total: excess ones are dropped and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt becomes what the model's own chat template makes of it."""
+"""The model's own chat template formats a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text is certified whole: cut short, gone on, changed or ended by something else, it is found out."""
+"""A text is certified as a whole: a truncated, continued or changed text or another end is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line without a cluster: exit codes, one sentence an error, and a clean stdout."""
+"""The command line without a cluster: exit codes, one sentence per error, and a clean stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider chat` before a scripted server: what is asked, what is shown, and what is kept of it."""
+"""`outrider chat` with a scripted server: its requests, its output, and the saved conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider keys`, and what the other commands say where keys are missing or wrong: a sentence with the remedy."""
+"""`outrider keys`, and other commands with missing or wrong keys: a sentence with the remedy."""
 
 from __future__ import annotations
 

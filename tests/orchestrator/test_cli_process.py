@@ -1,4 +1,4 @@
-"""The command line as a process: what its streams may be, and an interrupt while it is still coming up."""
+"""The command line as a process: its streams, and an interrupt during its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both clients over real sockets, before a front with a scripted core: what they give and raise, how they leave."""
+"""Both clients over real sockets, with a front and a scripted core: results, errors and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With a target that drafts for itself: what it is told, and what its rounds teach and count."""
+"""A target that drafts by itself: its messages, and what its rounds teach and count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The completion scripts in the shells that they are for; a shell that is not installed is passed over."""
+"""The completion scripts in their shells; shells that are not installed are skipped."""
 
 from __future__ import annotations
 

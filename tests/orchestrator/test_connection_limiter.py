@@ -1,4 +1,4 @@
-"""A door for so many: when all places are taken the others wait outside, and come in as places become free."""
+"""A limit on connections: when all slots are taken, further ones wait until a slot is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the text says comes next fills chains where that pays, by what copies and rows were seen to be worth."""
+"""N-grams of the text fill chains if that pays, by the measured acceptance and cost of rows."""
 
 from __future__ import annotations
 

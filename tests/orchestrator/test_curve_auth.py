@@ -1,4 +1,4 @@
-"""Who has no key, another's, or words of an old session is not heard: real sockets, by what the server receives."""
+"""Peers with no key, a wrong key or a replayed session are not served: real sockets, by what the server receives."""
 
 from __future__ import annotations
 

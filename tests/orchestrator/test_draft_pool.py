@@ -1,4 +1,4 @@
-"""Several drafters fill one cache by rank, each with books of its own; none of them can change a text or hold it up."""
+"""Several drafters share one cache by rank, each with its own state; none can change or delay a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A round's outcomes are dealt by how soon each drafter's work comes, and who is too slow costs the others nothing."""
+"""A round's outcomes are divided by the drafters' latencies, and a slow drafter does not affect the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a request waits for its drafter: in company no longer than the others' next forward takes."""
+"""How long a request waits for its drafter: with other requests, at most their next forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several drafters at once, in the target's process and beside it: who is asked, learned from and left out."""
+"""Several drafters, in the target's process and outside: which are used, learned from and left out."""
 
 from __future__ import annotations
 

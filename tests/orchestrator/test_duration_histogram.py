@@ -1,4 +1,4 @@
-"""Rounds and forwards are timed, each once, and their durations fall into the right buckets."""
+"""Rounds and forwards are timed once each, and counted in the right buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another machine's times come out on this machine's clock, as well as the quickest heartbeat knows it."""
+"""Times of another machine are converted to this machine's clock, as exactly as the fastest heartbeat allows."""
 
 from __future__ import annotations
 

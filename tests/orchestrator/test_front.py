@@ -1,4 +1,4 @@
-"""What a client gets from the front, and what the front asks of the core; the core plays a script."""
+"""What a client receives from the front, and what the front requests of a scripted core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: what they hold is what is loaded, and one that can't be read ends in a sentence and leaves nothing."""
+"""GGUF files load with their contents; an unreadable one gives one sentence and leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An outcome whose branches are still on their way may wait for them: when it pays, and never for long."""
+"""An outcome may wait for branches on their way: only if that pays, and never for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters of other machines at the door: who joins, who is sent away, and what they are told; over real sockets."""
+"""Drafters of other machines join: which are accepted and dismissed, and with which messages; over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft workers and a drafter of the target's process for one request: whose turn it is follows from the costs."""
+"""Draft workers and an in-process drafter for one request: the costs decide which one drafts."""
 
 from __future__ import annotations
 

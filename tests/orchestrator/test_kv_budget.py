@@ -1,4 +1,4 @@
-"""Memory for texts is shared out by what they take, requests wait until theirs fits, and what never can is refused."""
+"""KV memory is divided by need, requests wait until theirs fits, and impossible ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers found on a network of this machine alone: by a key that is trusted, and by no other."""
+"""Servers are found on a simulated network only by a trusted key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `auto` learned goes from server to server by a file that never stands in anybody's way."""
+"""What `auto` learned passes from server to server by a file that never blocks a start."""
 
 from __future__ import annotations
 

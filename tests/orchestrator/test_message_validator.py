@@ -1,8 +1,6 @@
-"""Who may say what about a request: a word from the wrong worker, or about another round, is dropped and counted.
+"""Which worker may send what about a request: other messages are dropped and counted.
 
-pytestmark = pytest.mark.usefixtures("counted_clock")
-
-What is late is only that. What answers nothing that a drafter was ever told is a lie, of some kind.
+A late message is only dropped. A message that answers nothing its drafter was sent is invalid.
 """
 
 from __future__ import annotations
@@ -38,6 +36,8 @@ TEXT = tuple(range(1000, 1200))
 PROMPT = TEXT[:10]
 NONE = Span(0, 1)
 VOCABULARY = 5000
+
+pytestmark = pytest.mark.usefixtures("counted_clock")
 
 
 class Judging(Cluster):

@@ -1,4 +1,4 @@
-"""Where a model is, and one sentence when it is not there."""
+"""Finding a model's files, and one sentence if they are missing."""
 
 from __future__ import annotations
 

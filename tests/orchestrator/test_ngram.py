@@ -1,4 +1,4 @@
-"""The n-gram source copies what followed before, longest match first, and goes on with a text that repeats itself."""
+"""The n-gram source copies what followed before, longest match first, and continues repetitive texts."""
 
 from __future__ import annotations
 

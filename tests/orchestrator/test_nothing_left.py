@@ -1,4 +1,4 @@
-"""A request that has ended leaves nothing behind: what there is after many is no more than after few."""
+"""An ended request leaves nothing behind: state after many requests equals that after few."""
 
 from __future__ import annotations
 

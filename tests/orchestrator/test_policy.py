@@ -1,4 +1,4 @@
-"""The controller goes where the tokens per second are, comes back when they move, and never needs a clock."""
+"""The policy chooses the fastest arm, returns when rates change, and needs no clock."""
 
 from __future__ import annotations
 

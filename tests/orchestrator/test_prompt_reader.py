@@ -1,4 +1,4 @@
-"""What tune says about prompts on a Mac: the measuring process's own sentence, or why there is none."""
+"""What tune prints about prompts on a Mac: the measuring process's sentence, or why there is none."""
 
 from __future__ import annotations
 

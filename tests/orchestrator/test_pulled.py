@@ -1,4 +1,4 @@
-"""Models with names: fetched once by pip from where its settings say, checked, and done without where they can't be."""
+"""Named models: downloaded once by pip with its settings, checked, and optional if pip fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text whose server goes away goes on with the next one at its endpoint, where it was; the cores play a script."""
+"""A text continues at the same token on the next server at its endpoint; cores are scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text that its server can't finish goes on with the next of several, as the same text; the cores play a script."""
+"""A text that its server can't finish continues unchanged on the next of several; cores are scripted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request is told of its rounds: where each chain came from, who worked when, who was waited for."""
+"""The rounds that a request reports: each chain's source, the work, and the waits."""
 
 from __future__ import annotations
 

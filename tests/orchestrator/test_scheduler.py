@@ -1,4 +1,4 @@
-"""The rounds hold on every path: the text is the target's own, nothing hangs, and the counts say what happened."""
+"""The rounds hold on every path: the text is the target's own, nothing hangs, and the counts are right."""
 
 from __future__ import annotations
 

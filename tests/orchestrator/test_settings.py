@@ -1,4 +1,4 @@
-"""Settings are checked once, in a sentence, and survive the way through a command line."""
+"""Settings are checked once, with one sentence per error, and survive the command line."""
 
 from __future__ import annotations
 

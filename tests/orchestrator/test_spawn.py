@@ -1,4 +1,4 @@
-"""Worker processes: they start as told, and none survives its orchestrator."""
+"""Worker processes start as configured, and none survives its orchestrator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of requests when their drafter or their target dies and comes back: the real rounds and draft worker."""
+"""Requests whose drafter or target dies and returns: the real rounds and draft worker."""
 
 from __future__ import annotations
 

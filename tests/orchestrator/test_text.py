@@ -1,4 +1,4 @@
-"""Text for a reader: never half a character, never a stop string, the same however tokens were grouped."""
+"""Text for clients: no partial characters, no stop strings, the same for any grouping of tokens."""
 
 from __future__ import annotations
 

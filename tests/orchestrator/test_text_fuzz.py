@@ -1,6 +1,6 @@
-"""Streams of chance through every layout of tokenizer: the very text, and nothing taken back.
+"""Random streams through every layout of tokenizer: the exact text, and nothing is retracted.
 
-OUTRIDER_FUZZ=20000 makes that many streams of each kind; the usual number is for every day.
+OUTRIDER_FUZZ=20000 makes that many streams of each kind; the default is small enough for every run.
 """
 
 from __future__ import annotations

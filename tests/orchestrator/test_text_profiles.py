@@ -1,4 +1,4 @@
-"""A text's rounds say which kind it is of, whatever its prompt looked like; what is known of that kind is believed."""
+"""A text's rounds determine its kind, whatever its prompt looked like; estimates of that kind are used."""
 
 from __future__ import annotations
 

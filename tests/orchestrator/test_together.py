@@ -1,4 +1,4 @@
-"""What comes together is answered together: words to workers first, then what the front hears."""
+"""Messages that arrive together are answered together: first to workers, then to the front."""
 
 from __future__ import annotations
 

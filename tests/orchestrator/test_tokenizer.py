@@ -1,4 +1,4 @@
-"""Tokens of a text are those that transformers gives, and all ends of a text are known."""
+"""Tokens of a text equal those of transformers, and all end tokens are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace is bounded: what does not fit is left out, with a sentence, once."""
+"""A trace is bounded: later events are dropped, with one warning."""
 
 from __future__ import annotations
 

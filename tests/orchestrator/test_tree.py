@@ -1,4 +1,4 @@
-"""The best tree of what all have said: the heaviest nodes, as many as pay, in the order of the likeliest branch."""
+"""The best tree of all proposals: the likeliest nodes, as many as pay, in the order of the likeliest branch."""
 
 from __future__ import annotations
 

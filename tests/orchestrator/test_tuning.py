@@ -1,4 +1,4 @@
-"""A tuning record comes back as it was written, or not at all."""
+"""A tuning record is read back as it was written, or not at all."""
 
 from __future__ import annotations
 

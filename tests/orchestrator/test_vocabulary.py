@@ -1,4 +1,4 @@
-"""A draft must mean by each token what its target means; padding makes no difference."""
+"""Draft and target must have the same meaning for each token; padding makes no difference."""
 
 from __future__ import annotations
 

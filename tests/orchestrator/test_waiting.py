@@ -1,4 +1,4 @@
-"""Who is next."""
+"""The fair queue: which client is next."""
 
 from __future__ import annotations
 

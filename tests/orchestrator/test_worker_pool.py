@@ -1,4 +1,4 @@
-"""Who has a place in the cluster, who is turned away, and who counts as frozen or gone; over real sockets."""
+"""Workers that are accepted, refused, frozen or lost; over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of every layout that spells text in bytes, made here: a few words, all bytes, each family's decoder."""
+"""Tokenizers of every layout that spells text in bytes: a few words, all bytes, each family's decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random messages of every type, made from the field types themselves."""
+"""Random messages of every type, generated from the field types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is said arrives as it was said, and the sender hears of what can't be said."""
+"""Every message arrives as it was sent, and invalid ones raise at the sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster's sockets lie in a directory of its own, which nobody else may enter and which does not stay."""
+"""A cluster's sockets are in a directory of its own, which only its user may enter and which is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the dataclasses say."""
+"""docs/protocol.md matches the dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An endpoint is checked before ZeroMQ sees it, served by one process at a time, and leaves nothing behind."""
+"""An endpoint is checked before ZeroMQ uses it, served by one process at a time, and removed."""
 
 from __future__ import annotations
 

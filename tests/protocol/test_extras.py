@@ -1,4 +1,4 @@
-"""What is not installed is told in one sentence with what brings it, and every extra is one of the package's."""
+"""A missing package is reported in one sentence with the extra that installs it; every extra exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link to another machine that breaks without a word: both ends notice, and the one that connects tries again."""
+"""A silently broken link to another machine: both ends notice, and the connecting end retries."""
 
 from __future__ import annotations
 

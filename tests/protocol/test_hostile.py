@@ -1,4 +1,4 @@
-"""Nothing that arrives can raise anything but ProtocolError: one sentence with what was expected."""
+"""Invalid input raises only ProtocolError: one sentence with what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of keys is its owner's alone: what others could have read or written is refused in a sentence."""
+"""A folder of keys belongs to its owner only: one that others could read or write is refused."""
 
 from __future__ import annotations
 

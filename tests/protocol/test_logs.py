@@ -1,4 +1,4 @@
-"""A line of the log is one line, whatever is in it; a process that a server started writes where the server does."""
+"""A log record is one line, whatever it contains; a server's processes log where the server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A latency profile is read whole or refused in a sentence, and says what a forward of any size takes."""
+"""A latency profile is read completely or refused in a sentence, and gives the time of a forward of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person may write for a parameter, and what is kept of it; the presets are what their names say."""
+"""The accepted values of sampling parameters, their normalised form, and presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sparse q travels with its chain; what can't be one is told apart. Settings of residual sampling are checked."""
+"""A sparse q travels with its chain; invalid ones and invalid residual settings are refused."""
 
 from __future__ import annotations
 

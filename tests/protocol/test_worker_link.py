@@ -1,4 +1,4 @@
-"""A drafter that a person started outlives its orchestrator: it notices, and enters again with whoever comes."""
+"""A drafter started by hand outlives its orchestrator: it notices, and joins the next one."""
 
 from __future__ import annotations
 

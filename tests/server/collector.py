@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry's spans, as small as it can be: it takes OTLP over HTTP and keeps what it was sent."""
+"""A minimal collector of OpenTelemetry spans: receives OTLP over HTTP and stores it."""
 
 from __future__ import annotations
 

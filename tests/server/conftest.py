@@ -1,4 +1,4 @@
-"""The servers that these tests ask, started once."""
+"""The servers of these tests, started once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running HTTP server before a cluster, for tests: where it is, and the Python client beside it."""
+"""A running HTTP server for a cluster, for tests: its URL, and a Python client."""
 
 from __future__ import annotations
 

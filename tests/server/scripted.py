@@ -1,4 +1,4 @@
-"""The scripted chat model, by the names that these tests use."""
+"""The scripted chat model, under the names of these tests."""
 
 from tests.harness.scripted_model import ANSWER, PLAIN, text_of, write_scripted
 

@@ -1,4 +1,4 @@
-"""The APIs as their own clients speak them, before real clusters: a scripted chat model and the embedded pair."""
+"""The APIs with their own clients and real clusters: a scripted chat model and the embedded pair."""
 
 from __future__ import annotations
 

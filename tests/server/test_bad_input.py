@@ -1,4 +1,4 @@
-"""What can't be is refused with the right status, in the API's own words, and never with a traceback. No cluster."""
+"""Invalid requests get the right status in the API's format, and never a traceback. Needs no cluster."""
 
 from __future__ import annotations
 

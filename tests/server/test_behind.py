@@ -1,4 +1,4 @@
-"""HTTP asks whoever stands behind it, and says for whom."""
+"""HTTP uses any backend, and passes on the caller's identity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of a stream go straight to the connection, framed as HTTP/1.1 has it; in HTTP/1.0 as any answer does."""
+"""Chunks of a stream are written straight to the connection, framed by HTTP/1.1, or plainly in HTTP/1.0."""
 
 from __future__ import annotations
 

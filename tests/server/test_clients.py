@@ -1,4 +1,4 @@
-"""Clients that are no Python: curl, and OpenAI's and Anthropic's for JavaScript; and Anthropic's runner of tools.
+"""Clients not written in Python: curl, OpenAI's and Anthropic's for JavaScript, and Anthropic's tool runner.
 
 Those of npm are there after `npm ci --prefix tests/server/npm`, with node 20 or newer.
 """

@@ -1,4 +1,4 @@
-"""Whatever docs/conformance.md says of other projects' cases holds: those that pass there pass."""
+"""All cases of docs/conformance.md that pass there still pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes over a connection and is no request, or never becomes one: answered or closed, and nobody else notices."""
+"""Connections without a valid or complete request are answered or closed, without effect on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/grafana.json asks for nothing that `/metrics` does not have; each panel says what it shows, in which unit."""
+"""docs/grafana.json uses only metrics of `/metrics`; each panel has a description and a unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/grafana.json is a dashboard by Grafana's own schema, as its foundation SDK has it in Python."""
+"""docs/grafana.json satisfies Grafana's schema, as in its foundation SDK for Python."""
 
 from __future__ import annotations
 

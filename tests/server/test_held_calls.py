@@ -1,4 +1,4 @@
-"""Calls by a grammar: whatever it allows is, read by mlx-lm's parser, a call whose arguments satisfy the schema."""
+"""Calls by a grammar: mlx-lm's parser reads everything that it allows as a call that satisfies the schema."""
 
 from __future__ import annotations
 

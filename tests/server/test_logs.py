@@ -1,4 +1,4 @@
-"""With `--log-format json` all processes of a server say what happens on its stderr, an object a line, no secret."""
+"""With `--log-format json` all processes of a server log one object per line on stderr, without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/metrics` says what was answered: names, kinds and labels as Prometheus wants them, counts as in the timings."""
+"""`/metrics` counts the answers: names, types and labels for Prometheus, and counts equal to the timings."""
 
 from __future__ import annotations
 

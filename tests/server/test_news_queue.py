@@ -1,4 +1,4 @@
-"""Things that arrive for one reader come in their order, and silence is told."""
+"""Items for one reader arrive in order, and a timeout reports silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows is what the API says, and everybody can use it."""
+"""The live page in a real browser shows what the API returns, and is accessible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is made of: open to everybody, held to asking nobody else, and nothing beside it is given out."""
+"""The page's files are public, contact no other host, and no other file is served."""
 
 from __future__ import annotations
 

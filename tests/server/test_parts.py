@@ -1,4 +1,4 @@
-"""A text is split into thoughts, words and calls by the model's marks, however it is cut on its way."""
+"""A text is split into thinking, words and calls by the model's tags, however it is chunked."""
 
 from __future__ import annotations
 

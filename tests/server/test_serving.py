@@ -1,4 +1,4 @@
-"""The server sleeps while nobody asks, and still ends when it is told to and knows what time it is; its memory."""
+"""An idle server sleeps, still shuts down on request and renews its date; its memory stays bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event that is filled in is the one that its shape would have written."""
+"""An event that is filled from a stencil equals the serialized one."""
 
 from __future__ import annotations
 

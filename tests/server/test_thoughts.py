@@ -1,4 +1,4 @@
-"""An answer's thoughts are counted in tokens, however their marks and words are cut into them."""
+"""Thinking tokens are counted, however tags and words are tokenized."""
 
 from __future__ import annotations
 

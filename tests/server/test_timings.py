@@ -1,4 +1,4 @@
-"""The numbers of an answer are JSON, whatever they hold, but for what there is one of a round."""
+"""The timings of an answer are JSON, except for those with a value per round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that have to come, and calls or thoughts beside a form, through every API: held by a grammar, and drafted."""
+"""Required calls, and calls or thinking together with a format, in every API: constrained by a grammar, and drafted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose template has no tools is told of them in words, and its calls are held to their schemas."""
+"""Tools in the system prompt, for models with a template without tools; calls satisfy their schemas."""
 
 from __future__ import annotations
 

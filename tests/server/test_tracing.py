@@ -1,4 +1,4 @@
-"""Who sends a traceparent finds in their trace what the server did; without one that holds nothing is made."""
+"""A request with a traceparent has spans in its trace; without a valid one there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong is told so, and a text that is made meanwhile goes on as if nothing had been."""
+"""Errors are reported, and concurrent texts continue undisturbed."""
 
 from __future__ import annotations
 

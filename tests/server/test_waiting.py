@@ -1,4 +1,4 @@
-"""While there is nothing to tell a stream says that it goes on: each API in what means nothing to its readers."""
+"""A stream without news sends keep-alives, in a form that each API's clients ignore."""
 
 from __future__ import annotations
 

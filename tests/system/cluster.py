@@ -1,7 +1,7 @@
 """A whole cluster in one thread, without sockets: the real rounds, the real draft worker, the real target worker.
 
 Messages pass through the real codec, time is virtual, and a seeded schedule decides how far the drafter comes before an
-outcome arrives, what arrives late and whose patience ends: a run repeats exactly.
+outcome arrives, which messages are late and which timeouts expire: a run repeats exactly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures of the system's tests: tiny models in memory, whole clusters in one thread, the engine's plain decoding."""
+"""Fixtures of the system's tests: tiny models in memory, whole clusters in one thread, plain decoding."""
 
 from __future__ import annotations
 

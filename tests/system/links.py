@@ -1,4 +1,4 @@
-"""What stands between workers and rounds in a cluster of one thread: virtual time, and links without sockets."""
+"""What replaces sockets in a cluster of one thread: virtual time and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toy models whose next token depends on the last one alone, by a table: what they say is known in law.
+"""Toy models whose next token depends only on the last one, by a table, so that the text's distribution is known.
 
 `p_values` holds a text to it: chi-square on what follows each token, and on the next two tokens together.
 """

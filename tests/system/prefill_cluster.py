@@ -1,4 +1,4 @@
-"""A cluster in one thread whose target has its prompts read by a prefill worker, and what may happen on the way."""
+"""A cluster in one thread with a prefill worker, and faults of its messages."""
 
 from __future__ import annotations
 

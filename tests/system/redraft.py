@@ -1,4 +1,4 @@
-"""What a fresh drafter would say at a place: one ordinary forward over the whole text, nothing remembered, no tree.
+"""A fresh drafter's proposal: one ordinary forward over the whole text, without cache and tree.
 
 A token that differs by less than rounding explains is a tie.
 """

@@ -1,4 +1,4 @@
-"""What "the same text" means: token for token; with OpenBLAS, whose sums depend on the shape, certified ties apart."""
+"""The meaning of "the same text": equal tokens, except certified ties with OpenBLAS, whose sums depend on the shape."""
 
 from __future__ import annotations
 

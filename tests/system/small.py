@@ -1,4 +1,4 @@
-"""The tiny models of the system's tests: small enough for hundreds of whole requests."""
+"""The tiny models of the system's tests, small enough for hundreds of complete requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drafter proposes is what a fresh drafter would: a draft cache gone wrong shows nowhere else.
+"""A drafter's proposals equal a fresh drafter's, which detects an invalid draft cache.
 
 The text can't tell: the target corrects everything.
 """

@@ -1,4 +1,4 @@
-"""A drafter in the target's process changes no token, proposes what a fresh drafter would, and is counted right."""
+"""A drafter in the target's process changes no token, equals a fresh drafter, and is counted correctly."""
 
 from __future__ import annotations
 

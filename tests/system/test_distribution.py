@@ -1,4 +1,4 @@
-"""Over seeds and positions the tokens have exactly the target's probabilities, whatever way each of them came.
+"""Over seeds and positions, tokens have exactly the target's probabilities on every path.
 
 The toy target of tests/system/markov.py; chi-square on what follows each token and on the next two together.
 """

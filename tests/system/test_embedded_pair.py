@@ -1,4 +1,4 @@
-"""The embedded pair through three real processes: each mode gives the target's own text, to several clients at once."""
+"""The embedded pair in three real processes: each mode gives the target's own text, for several clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that start processes of their own: however they are ended, nothing stays behind, and what failed is told."""
+"""Commands that start processes leave none behind, however they end, and report failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text by a grammar is the target's own constrained text, whatever proposes; drafts obey the grammar too."""
+"""A text by a grammar is the target's own constrained text, whatever drafts; drafts obey the grammar, too."""
 
 from __future__ import annotations
 

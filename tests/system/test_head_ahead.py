@@ -1,4 +1,4 @@
-"""A head in the draft worker: fed with the target's rows it works ahead, and the text is the target's own."""
+"""A head in the draft worker works ahead from the target's rows, and the text is the target's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever proposes and whenever it comes, the text is what the target says alone: a matrix, real workers."""
+"""Whatever drafts and whenever it arrives, the text is the target's own: a matrix with real workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes: they come up, they answer, and however one of them ends, nothing is left of it."""
+"""Real processes start, answer, and leave nothing behind, however one of them ends."""
 
 from __future__ import annotations
 

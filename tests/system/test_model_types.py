@@ -1,4 +1,4 @@
-"""Models that can't do all, in a real cluster: it comes up, says what it goes without, every mode gives one text."""
+"""Models with limited abilities in a real cluster: it starts, notes the limits, and every mode gives the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head is named on the command line, drafts in the target's process and is told apart from a model by itself."""
+"""A head of the command line drafts in the target's process, and is recognised by its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts read by a prefill worker: the text is the target's own, whatever happens on the way, and who read is told."""
+"""Prompts read by a prefill worker: the text is the target's own, whatever fails, and the reader is reported."""
 
 from __future__ import annotations
 

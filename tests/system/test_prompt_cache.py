@@ -1,4 +1,4 @@
-"""What was read before changes no text: with a warm prompt cache each is what it is with a cold one, on every path."""
+"""A warm prompt cache changes no text, on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run as they stand, and one cluster serves them all."""
+"""The examples of docs/python.md run unchanged, with one cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come and go at random say what they say alone: the short form of `tests.harness.random_identity`."""
+"""Random concurrent requests have the same texts as alone: the short form of `tests.harness.random_identity`."""
 
 from __future__ import annotations
 

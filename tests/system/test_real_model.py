@@ -1,4 +1,4 @@
-"""The default model as users have it: it is fetched, answers, keeps to a JSON schema, and speculation changes no token.
+"""The default model as users have it: downloads, answers, follows a JSON schema; speculation changes no token.
 
 One cluster serves all. Skipped only where the package index can't be reached and the model was never fetched.
 """

@@ -1,4 +1,4 @@
-"""A text is the same whichever processes made it: workers are replaced at random in its middle, real models."""
+"""A text does not change when workers are replaced in its middle: random replacements, real models."""
 
 from __future__ import annotations
 

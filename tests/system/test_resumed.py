@@ -1,4 +1,4 @@
-"""Real servers are left and killed in the middle of texts: the next one goes on with the same text."""
+"""Real servers are disconnected and killed in the middle of texts: the next server continues the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter and clients that come with keys, by TCP and in processes of their own, as from another machine."""
+"""A drafter and clients with keys, by TCP and in separate processes, as from another machine."""
 
 from __future__ import annotations
 

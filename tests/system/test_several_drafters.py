@@ -1,4 +1,4 @@
-"""A cluster with a draft worker, heads and the text to draft by: each can be asked for by name, and says it was it."""
+"""A cluster with a draft worker, heads and n-grams: each drafter can be selected by name, and is reported."""
 
 from __future__ import annotations
 

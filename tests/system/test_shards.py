@@ -1,4 +1,4 @@
-"""A target of two ranks says what the target of one process says, and a rank's death is a pause."""
+"""A target of two ranks has the same text as one process, and the death of a rank is only a pause."""
 
 from __future__ import annotations
 

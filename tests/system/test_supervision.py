@@ -1,4 +1,4 @@
-"""Real processes are killed and stopped in the middle of texts: nobody who reads them finds another token."""
+"""Real processes are killed and stopped in the middle of texts, and no token changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of drafts of every origin leave the text alone: real workers, whatever proposes and whenever it comes."""
+"""Trees of drafts of every origin change no text: real workers, whatever drafts and whenever it arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Target here, drafter on another host: the text is the same whatever the link does, and the drafter comes back.
+"""A drafter on another host: the text is the same whatever the link does, and the drafter returns.
 
 The hosts are network namespaces that the test makes; only the worker's own command joins them.
 """

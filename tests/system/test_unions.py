@@ -1,4 +1,4 @@
-"""One tree of what an own head says, the branches of a drafter elsewhere and copies: the text is the target's own."""
+"""One tree of a head's drafts, a remote drafter's branches and n-grams: the text is the target's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block heads for the target of `heads`: one made to know the next token by the target's row, and random ones."""
+"""Block heads for the target of `heads`: one that predicts the next token from the target's row, and random ones."""
 
 from __future__ import annotations
 

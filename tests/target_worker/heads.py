@@ -1,8 +1,8 @@
-"""A target whose next token follows from the last one, and EAGLE-3 heads that are made for it instead of trained.
+"""A target whose next token depends on the last one, and EAGLE-3 heads that are constructed for it.
 
-The target's layers add nothing, so its hidden rows are embeddings and its text is a chain of Markov's. `token_head`
-foretells it from the token alone, to any depth and in its very logits; `feature_head` from the target's row alone, one
-token deep; `random_head` says anything.
+The target's layers add nothing, so its hidden rows are embeddings and its text is a Markov chain. `token_head`
+predicts it from the token alone, to any depth and with the same logits; `feature_head` from the target's row alone,
+one token deep; `random_head` proposes random tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Beside its chains a head tells what it thought next best: trees that change no text, and whose odds are learned."""
+"""A head also proposes its next best tokens: trees that change no text, with learned odds."""
 
 from __future__ import annotations
 

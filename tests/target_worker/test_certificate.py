@@ -1,4 +1,4 @@
-"""The certificate: an output of the model's own passes, and whatever is changed in it is found."""
+"""The certificate is an output of the model's own passes, and every change of it is detected."""
 
 from __future__ import annotations
 

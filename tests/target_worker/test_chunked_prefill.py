@@ -1,4 +1,4 @@
-"""How much of a newcomer's prompt is read beside others: a share of a usual forward, a smaller one beside chains."""
+"""How much of a new prompt is read per forward: a share of a usual forward, less with chains."""
 
 from __future__ import annotations
 

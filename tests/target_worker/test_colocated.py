@@ -1,4 +1,4 @@
-"""The target's own drafter: rounds without a word between, and whatever comes in their middle leaves the slot right."""
+"""The target's in-process drafter: rounds without messages, and interruptions that leave the slot correct."""
 
 from __future__ import annotations
 

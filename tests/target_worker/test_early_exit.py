@@ -1,4 +1,4 @@
-"""A target's first layers draft in its own texts: chains are an independent forward's, and leave nothing behind."""
+"""A target's first layers draft in its own texts: chains equal an independent forward's, and leave nothing behind."""
 
 from __future__ import annotations
 

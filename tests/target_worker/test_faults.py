@@ -1,4 +1,4 @@
-"""Whatever goes wrong inside a model for one request ends that request, never another's and never the worker."""
+"""A failure inside a model for one request ends only that request, never another one or the worker."""
 
 from __future__ import annotations
 

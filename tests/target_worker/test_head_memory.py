@@ -1,4 +1,4 @@
-"""The second turn of a conversation reads only what is new, for the head as for the target, and knows as much."""
+"""The second turn of a conversation reads only the new part, for head and target, with the same state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several drafters in the target's process at once: each reads its own, any may draft any round, no text changes."""
+"""Several drafters in the target's process: each reads its own rows, any may draft any round, no text changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head beside the target: the text is the target's own, chains come of true rows, whatever it does ends nothing."""
+"""A head in the target's process: the text is the target's own, chains come from true rows, failures end no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chain is verified by the rule that its kind names; a kind that can't be kept is that request's fault alone."""
+"""A chain is verified by the rule of its kind; an unsupported kind fails only that request."""
 
 from __future__ import annotations
 

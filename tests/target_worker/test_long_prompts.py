@@ -1,6 +1,6 @@
-"""Long prompts beside those who decode are read in pieces, in tokens: a forward lasts half a step longer for each.
+"""Long prompts are read in pieces while others decode: each lengthens a forward by half a step.
 
-The clock is a machine's whose forwards take BASE_MS and EACH_MS a token.
+The clock simulates a machine whose forward takes BASE_MS plus EACH_MS per token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The target goes on by itself with a branch that was prepared for its outcome, and with nothing else."""
+"""The target continues by itself only with a branch that was prepared for its outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain rounds that the target makes by itself go on until it is told to stop, one step of them always under way."""
+"""Autonomous plain rounds continue until HALT, with one step always under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that begin alike are read once: after one another, together, and when the one that reads goes away."""
+"""Prompts with the same beginning are read once: in sequence, together, and when the reading request ends."""
 
 from __future__ import annotations
 

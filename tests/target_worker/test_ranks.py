@@ -1,4 +1,4 @@
-"""Ranks find each other, must be of one kind, and all end with any one of them."""
+"""Ranks find each other, must be of the same kind, and end together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rounding did is a tie, at every temperature and behind every filter; what it can't have done is a mismatch.
+"""A difference by rounding is a tie, at every temperature and with every filter; any other is a mismatch.
 
 OUTRIDER_FUZZ=20000 judges that many positions of each kind; the usual number is for every day.
 """

@@ -1,4 +1,4 @@
-"""The target worker is given trees, or its own drafter makes them: the text is its own, outcomes tell the branch."""
+"""The target worker receives trees, or its own drafter builds them: the text is its own, outcomes name the branch."""
 
 from __future__ import annotations
 
