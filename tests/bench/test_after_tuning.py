@@ -21,7 +21,7 @@ ERRORS = {"ar": 0.9, "sd": 1.1, "ssd": 0.95}
 
 
 def choices(profile: Profile) -> tuple[TunedArm, ...]:
-    """The best K and B of each mode, of a few really run."""
+    """The best K and B of each mode, of a few that were run."""
     ways = [("ar", 0, 0), ("sd", 3, 0), ("ssd", 4, 4), ("ssd", 6, 4)]
     found = [TunedArm(mode, k, b, rate(profile, mode, k or 1, b or 1, 1)) for mode, k, b in ways]
     found.sort(key=lambda choice: -choice.tokens_per_second)
@@ -35,7 +35,7 @@ def rate(profile: Profile, mode: str, depth: int, branches: int, texts: int, tun
 
 
 def tuning_of(profile: Profile, found: tuple[TunedArm, ...]) -> Tuning:
-    """As `tune` would write it, with rates that are wrong by a tenth."""
+    """As `tune` would write it, with rates 10 % off."""
     wrong = (replace(c, tokens_per_second=c.tokens_per_second * ERRORS[c.mode]) for c in found)
     rows = tuple((m, profile.target.milliseconds(m)) for m in range(1, 9))
     hit, step_ms = 0.8, profile.draft.milliseconds(1)
@@ -46,7 +46,7 @@ def tuning_of(profile: Profile, found: tuple[TunedArm, ...]) -> Tuning:
 
 
 @pytest.mark.parametrize("profile", [PAIR, SELF, NOTHING], ids=lambda profile: profile.name)
-def test_auto_brings_what_the_recommended_way_brings(profile: Profile) -> None:
+def test_auto_is_as_fast_as_the_recommended_mode(profile: Profile) -> None:
     found = choices(profile)
     best = max(found, key=lambda choice: choice.tokens_per_second)
     alone = rate(profile, best.mode, best.depth or 1, best.branches or 1, TEXTS)

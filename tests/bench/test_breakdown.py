@@ -36,7 +36,7 @@ BARS = [
 ]
 
 
-def test_the_parts_are_named_by_what_the_target_waited_for_and_make_up_the_whole() -> None:
+def test_the_parts_are_named_by_the_targets_wait_and_add_up_to_the_whole() -> None:
     found = breakdown(BARS, 1)
     assert (found.rounds, found.verify) == (4, 10.0)
     assert found.turnaround == pytest.approx(0.5 / 4)
@@ -51,7 +51,7 @@ def test_the_first_rounds_can_be_left_out() -> None:
     assert breakdown(BARS, 4).rounds == 1
 
 
-def test_a_trace_of_one_round_is_a_sentence() -> None:
+def test_a_trace_of_one_round_is_refused_in_a_sentence() -> None:
     with pytest.raises(InvalidRequest, match="generate more tokens"):
         breakdown(BARS, 5)
 

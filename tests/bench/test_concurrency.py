@@ -31,14 +31,14 @@ MODES = ("ar", "sd", "ssd")
 
 
 def milliseconds(timings: Sequence[Timings]) -> float:
-    """From the first request's beginning to the last one's end."""
+    """From the start of the first request to the end of the last."""
     return max(timing.prompt_ms + timing.predicted_ms for timing in timings)
 
 
 def times(
     profile: Profile, mode: str, at_once: int, batches: int, tokens: int, memory: Sequence[Tuning] = (), seed: int = 3
 ) -> tuple[list[float], VirtualCluster]:
-    """What each batch of so many texts took on a fresh server."""
+    """The milliseconds of each batch of texts, one batch after another on a fresh server."""
     texts = random_texts(at_once * batches, tokens + 40, seed)
     cluster = VirtualCluster(profile, texts, depth=4, branches=16, hop_ms=0.1, memory=memory)
     groups = [texts[first : first + at_once] for first in range(0, len(texts), at_once)]
@@ -47,14 +47,14 @@ def times(
 
 @pytest.mark.parametrize("at_once", [1, 4, 16])
 @pytest.mark.parametrize("profile", [PAIR, STEEP], ids=lambda profile: profile.name)
-def test_auto_brings_what_the_best_mode_brings_however_many_there_are(profile: Profile, at_once: int) -> None:
+def test_auto_is_as_fast_as_the_best_mode_at_any_number_of_requests(profile: Profile, at_once: int) -> None:
     last = {mode: times(profile, mode, at_once, 2, 80)[0][-1] for mode in (*MODES, "auto")}
     assert last["auto"] < min(last[mode] for mode in MODES) / 0.93
 
 
 @pytest.mark.parametrize("seed", [5, 6])
 def test_crowds_that_follow_each_other_cost_hardly_more_than_the_best_mode(seed: int) -> None:
-    """Tries are few, none is made of who is about to leave, and what brings the same while all run is not preferred."""
+    """Tries are few, none uses a request that is about to end, and a mode that is only as fast is not preferred."""
     best = min(sum(times(NARROW, mode, 8, 3, 96, seed=seed)[0]) for mode in ("ar", "ssd"))
     assert sum(times(NARROW, "auto", 8, 3, 96, seed=seed)[0]) < best / 0.98
 
@@ -68,7 +68,7 @@ def test_the_first_ten_requests_cost_little_and_less_where_something_is_remember
     assert sum(remembered) < best / 0.95
 
 
-def test_with_many_at_once_the_formula_wants_shorter_chains_and_fewer_branches() -> None:
+def test_with_many_at_once_the_formula_prefers_shorter_chains_and_fewer_branches() -> None:
     estimates = Estimates()
     for rows, verify_ms in PAIR.target.points:
         estimates.observe_verify(rows, verify_ms)
@@ -82,7 +82,7 @@ def test_with_many_at_once_the_formula_wants_shorter_chains_and_fewer_branches()
     assert breadths == sorted(breadths, reverse=True) and breadths[-1] < breadths[0]
 
 
-def test_what_was_found_to_be_no_use_is_not_tried_first_again() -> None:
+def test_a_mode_found_useless_is_not_tried_first_again() -> None:
     fresh, cluster = times(NOTHING, "auto", 1, 3, 64)
     remembered, _ = times(NOTHING, "auto", 1, 1, 64, cluster.rounds.learned())
     assert remembered[0] < 0.97 * fresh[0]

@@ -44,8 +44,8 @@ def test_it_ends_when_the_bench_fails() -> None:
     assert is_gone(busy.pid)
 
 
-def test_it_ends_when_whoever_started_it_is_killed() -> None:
-    """Its stdin is a pipe that ends then."""
+def test_it_ends_when_its_parent_is_killed() -> None:
+    """Its stdin is a pipe, which the parent's death closes."""
     process = subprocess.Popen(
         python("-m", "outrider.bench.comparison.contention", "cpu"),
         stdin=subprocess.PIPE,
@@ -61,8 +61,8 @@ def test_it_ends_when_whoever_started_it_is_killed() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux alone")
-def test_a_target_that_was_left_free_comes_to_the_core_of_the_others_with_all_its_threads() -> None:
-    """Else it would slip away from what contends, and win."""
+def test_an_unpinned_target_is_moved_to_the_contended_core_with_all_its_threads() -> None:
+    """Otherwise it would run on a core without contention, and win."""
     work = "import threading, sys; e = threading.Event(); threading.Thread(target=e.wait, daemon=True).start();"
     work += "print('up', flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

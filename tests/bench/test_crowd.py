@@ -56,7 +56,7 @@ def test_an_interval_of_latency_is_over_rounds_and_requests() -> None:
     assert (first.low, first.value, first.high) == pytest.approx((100, 400, 500))
 
 
-def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> None:
+def test_without_peer_and_auto_their_ratios_are_left_out(tmp_path: Path) -> None:
     found = [concurrent_section(width, 0.0, {"ar": crowd(10), "sd": crowd(12)}) for width in (1, 2)]
     assert found[0].best is None and found[0].rows[0].against_peer is None
     report.draw_concurrent(found, tmp_path / "picture.png", "two ways")
@@ -64,7 +64,7 @@ def test_without_peer_and_auto_nothing_is_held_against_them(tmp_path: Path) -> N
 
 
 class OneByOne:
-    """A client whose stream has a token a chunk, the last one without."""
+    """A client whose stream has one token per chunk, and a last chunk without any."""
 
     def stream(self, tokens: tuple[int, ...], sampling: SamplingParams, **_: Any) -> Any:
         class Result:
@@ -76,7 +76,7 @@ class OneByOne:
         return Chunks([Chunk("x", (7,)) for _ in range(sampling.max_tokens)] + [Chunk("", ())])
 
 
-def test_a_client_keeps_what_came_when_and_leaves_when_it_wants() -> None:
+def test_a_client_records_arrival_times_and_may_cancel() -> None:
     whole, left = send_all(
         OneByOne(), [TimedRequest((1,), SAMPLING, "ar"), TimedRequest((1,), SAMPLING, "ar", until=2)]
     )  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def outcome(real: bool, loss: Loss | None = None, fleet: Fleet = FLEET, traffic:
 
 
 class Silent:
-    """Takes requests, and never generates a token."""
+    """Accepts requests, and never generates a token."""
 
     busy = 0.0
 

@@ -56,12 +56,12 @@ def test_measurements_of_an_idle_machine_raise_no_doubts() -> None:
         (probe_of(FLAT, 2, 0.53), "a verify took 0.53 times as long while the drafter worked as alone"),
     ],
 )
-def test_measurements_that_contradict_each_other_are_doubted(probe: Probe, words: str) -> None:
+def test_contradicting_measurements_raise_doubts(probe: Probe, words: str) -> None:
     (doubt,) = doubts(probe, 0.05)
     assert words in doubt
 
 
-def test_a_target_that_waits_for_a_cpu_is_doubted() -> None:
+def test_a_target_that_waits_for_a_cpu_raises_doubts() -> None:
     assert doubts(probe_of(FLAT, 2), 0.61) == ["the target waited for a CPU for 61% of its time"]
 
 

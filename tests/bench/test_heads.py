@@ -22,7 +22,7 @@ MS = 1_000_000
 
 
 class Played:
-    """Ten rounds of K tokens, of which `held` hold; drafting takes 2 ms a token, a verify 10 ms."""
+    """Ten rounds of K tokens, of which `held` are accepted; drafting takes 2 ms per token, a verify 10 ms."""
 
     def __init__(self, held: dict[str, int]) -> None:
         self._held = held
@@ -68,13 +68,13 @@ def test_each_drafters_best_depth_and_costs_are_found(found: dict[HeadArm, Measu
     assert best[1].known.acceptance == (0.0,)
 
 
-def test_a_head_alone_is_tuned_beside_plain_decoding(
+def test_a_head_alone_is_compared_with_plain_decoding(
     found: dict[HeadArm, MeasuredHead],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """`auto` of the next server begins with what was found, for the drafter that it was found of."""
+    """`auto` of the next server begins with the result, for the drafter that was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[HeadArm] = []
     monkeypatch.setattr(tune_heads, "_measured", lambda options, ways, *others: asked.extend(ways) or found)

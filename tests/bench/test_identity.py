@@ -32,7 +32,7 @@ def test_the_first_text_is_the_reference_and_the_same_tokens_are_the_same(monkey
     assert [judge.tallies[row, "T=0"].same for row in ("alone", "same", "other")] == [1, 1, 0]
 
 
-def test_what_rounding_explains_is_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_within_rounding_is_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = judged(monkeypatch, Report(3, 2, (DIFFERENCE,), (), 1024))
     assert judge.tallies["other", "T=0"].ties == 1
     assert "1 by a tie" in table(judge)

@@ -21,7 +21,7 @@ SAMPLING = SamplingParams()
 
 @dataclass
 class Machine:
-    """A workbench whose workers take a virtual time; the target says 0, 1, 2, ... and the draft is right or never."""
+    """A workbench in virtual time; the target generates 0, 1, 2, ... and the draft is always or never right."""
 
     verify_ms: float
     step_ms: float
@@ -73,14 +73,16 @@ class Machine:
 
 
 def probed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> tuple[Probe, float]:
-    """The probe, and the seconds it took."""
+    """Returns the probe, and the seconds it took."""
     monkeypatch.setattr(clock, "now", lambda: machine.now_ns)
     found = probe(cast(Any, machine), PROMPTS, SAMPLING, (2, 3, 4, 6), (4, 8, 16), lambda _: None)
     return found, machine.now_ns / 1e9
 
 
 @pytest.mark.parametrize("verify_ms", [10.0, 30.0, 100.0])
-def test_a_draft_that_knows_nothing_is_told_from_in_a_minute(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_is_never_accepted_is_recognised_within_a_minute(
+    verify_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, seconds = probed(Machine(verify_ms, 0.4 * verify_ms, right=False), monkeypatch)
     assert seconds < 1.25 * SECONDS
     assert len(found.rehearsals) == 1
@@ -88,7 +90,9 @@ def test_a_draft_that_knows_nothing_is_told_from_in_a_minute(verify_ms: float, m
 
 
 @pytest.mark.parametrize("verify_ms", [1.0, 10.0, 30.0, 100.0])
-def test_a_draft_that_knows_all_is_tried_with_every_k_and_b(verify_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_is_always_accepted_is_tried_with_every_k_and_b(
+    verify_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, seconds = probed(Machine(verify_ms, 0.1 * verify_ms, right=True), monkeypatch)
     assert seconds < 1.25 * SECONDS
     assert {(t.depth, t.branches) for t in found.rehearsals} == {(k, b) for k in (2, 3, 4, 6) for b in (4, 8, 16)}

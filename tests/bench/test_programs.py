@@ -19,12 +19,12 @@ RIGHT = {"stream": GREETING, "city": "Paris", "answer": SUNNY, "form": {"sure": 
 @pytest.mark.parametrize(
     "other", [{"stream": ""}, {"city": "Rome"}, {"answer": "I look."}, {"form": {"sure": "x"}}, {"file": False}]
 )
-def test_what_is_not_as_the_model_says_is_told(other: dict[str, Any]) -> None:
+def test_differences_from_the_model_are_reported(other: dict[str, Any]) -> None:
     assert wrong(RIGHT) == []
     assert wrong({**RIGHT, **other}) == [f"{name}: {value!r}" for name, value in other.items()]
 
 
-def test_a_program_that_fails_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_fails_has_a_row_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(run: Run) -> Told:
         run.output(["sh", "-c", "echo no such model >&2; exit 3"])
         return {}
@@ -40,7 +40,7 @@ def test_a_program_that_fails_is_a_row_that_says_so(tmp_path: Path, monkeypatch:
         assert words in row and was_right is is_right
 
 
-def test_each_agent_is_told_to_write_by_a_tool_of_its_own(tmp_path: Path) -> None:
+def test_each_agent_writes_with_its_own_tool(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", {program.name: tmp_path / program.folder for program in PROGRAMS})
     template, asked = chat_template(folder) or "", [{"role": "user", "content": "hi"}]
     for tool in ("Write", "write_file", "write", "exec_command"):
@@ -50,7 +50,7 @@ def test_each_agent_is_told_to_write_by_a_tool_of_its_own(tmp_path: Path) -> Non
     assert str(tmp_path / "codex" / "hello.py") in (folder / "tokenizer.json").read_text(encoding="utf-8")
 
 
-def test_programs_are_set_up_where_they_are_looked_for() -> None:
+def test_programs_are_installed_where_the_bench_finds_them() -> None:
     for program in PROGRAMS:
         line = program.set_up("/there")
         assert f"/there/{program.folder}" in line and program.packages[0] in line

@@ -52,11 +52,11 @@ def test_each_class_of_the_suite_has_twenty_questions_that_differ(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["summary", "extraction", "editing"])
-def test_what_is_about_a_text_brings_it_along(kind: str) -> None:
+def test_prompts_about_a_text_contain_it(kind: str) -> None:
     assert all(80 <= len(prompt.text.split()) <= 250 for prompt in load_suite()[kind])
 
 
-def test_a_suite_of_ones_own_is_a_folder_of_classes(tmp_path: Path) -> None:
+def test_a_folder_of_classes_is_read_as_a_suite(tmp_path: Path) -> None:
     (tmp_path / "poems.txt").write_text("One\ntwo\n%\nThree\n")
     (tmp_path / "chat.txt").write_text("Hello\n")
     found = load_suite(tmp_path)

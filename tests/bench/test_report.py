@@ -21,7 +21,7 @@ def made(kind: str = "code") -> report.Section:
     return report.section(kind, 0.8, "1 BLAS thread per worker", main_table_runs(RUNS), "ar", judged, ["- a line"])
 
 
-def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
+def test_a_table_shows_the_measured_share_of_the_formulas_prediction() -> None:
     table = report.table(made())
     assert "code, T = 0.8: 3 prompts, 0% of 4-grams repeated; 1 BLAS thread per worker" in table
     assert "of predicted" in table
@@ -30,7 +30,7 @@ def test_a_table_says_what_was_measured_of_what_the_formula_promises() -> None:
     assert table.endswith("\n\n- a line")
 
 
-def test_a_table_of_which_the_formula_says_nothing_has_no_such_column() -> None:
+def test_a_table_without_a_prediction_has_no_such_column() -> None:
     second = report.section("code", 0.0, "both cores", second_table_runs(RUNS), "ar, both cores", {})
     assert "of predicted" not in report.table(second)
     assert len({line.count("|") for line in report.table(second).splitlines() if "|" in line}) == 1
@@ -42,7 +42,7 @@ def test_each_contestant_stands_in_the_table_of_its_cores() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_the_picture_has_a_panel_a_table(tmp_path: Path, count: int) -> None:
+def test_the_picture_has_a_panel_per_table(tmp_path: Path, count: int) -> None:
     report.draw([made()] * count, tmp_path / "bench.png", "test")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 

@@ -41,10 +41,10 @@ def test_a_second_drafter_with_as_many_branches_hits_more_often() -> None:
     assert rate(runs(16, NEAR)) > 1.02 * rate(runs(8))
 
 
-def test_two_share_what_is_too_much_for_one() -> None:
+def test_two_drafters_share_work_that_exceeds_one() -> None:
     assert rate(runs(32, NEAR)) > 1.02 * rate(runs(32))
 
 
 @pytest.mark.parametrize("other", [FAR, HALF, ANOTHER], ids=["far", "slow", "another model"])
-def test_one_that_is_far_or_slow_or_disagrees_costs_nothing(other: Machine) -> None:
+def test_a_second_drafter_that_is_far_or_slow_or_disagrees_costs_nothing(other: Machine) -> None:
     assert rate(runs(16, other)) > 0.99 * rate(runs(16))

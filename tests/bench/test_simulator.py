@@ -48,7 +48,7 @@ def test_with_sure_hits_and_hidden_drafting_ssd_gains_one_plus_t_sd(depth: int) 
     assert ahead / in_turn == pytest.approx(1 + depth * STEP_MS / VERIFY_MS, rel=0.01)
 
 
-def test_a_tree_longer_than_the_verify_is_what_a_round_then_takes() -> None:
+def test_a_tree_longer_than_the_verify_sets_the_time_of_a_round() -> None:
     """Full depth waits for it: K + 1 forwards, for the chain's last token is fed with the first."""
     slow = replace(SURE, draft=Latency(((1, 3.0),)))
     assert rate(slow, Policy("ssd", 4, 8, anytime=False)) == pytest.approx(1000 * 5 / 15.0, rel=0.01)
@@ -56,14 +56,14 @@ def test_a_tree_longer_than_the_verify_is_what_a_round_then_takes() -> None:
 
 @pytest.mark.parametrize("anytime", [True, False])
 def test_without_hits_ssd_is_sd(anytime: bool) -> None:
-    """The third token never holds and bonus tokens are never among the candidates."""
+    """The third token is never accepted and bonus tokens are never among the candidates."""
     hopeless = replace(MACHINE, acceptance=(0.8, 0.8, 0.0), bonus_ranks=())
     ahead = Simulator(hopeless, Policy("ssd", 3, 8, anytime=anytime, filled=False)).run(TOKENS)
     assert ahead.hit_rate == 0
     assert ahead.tokens_per_second == pytest.approx(rate(hopeless, Policy("sd", 3)), rel=0.01)
 
 
-def test_a_way_that_the_verify_hides_costs_ssd_nothing_and_sd_a_round_trip() -> None:
+def test_a_link_hidden_by_the_verify_costs_ssd_nothing_and_sd_a_round_trip() -> None:
     far = replace(SURE, link_ms=2.0)
     assert rate(far, Policy("ssd", 4, 8)) == pytest.approx(rate(SURE, Policy("ssd", 4, 8)), rel=0.01)
     assert rate(far, Policy("sd", 4)) == pytest.approx(1000 * 5 / (VERIFY_MS + 4 * STEP_MS + 4.0), rel=0.01)
@@ -86,7 +86,7 @@ def test_more_branches_hit_more() -> None:
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
-def test_each_thing_added_to_the_papers_policy_costs_nothing_anywhere(profile: Path) -> None:
+def test_no_addition_to_the_papers_policy_costs_time_anywhere(profile: Path) -> None:
     machine = Profile.read(profile)
     paper = Policy("ssd", 3, 12, "geometric", anytime=False, filled=False, hoping=False)
     rates = [rate(machine, paper)]
@@ -97,7 +97,7 @@ def test_each_thing_added_to_the_papers_policy_costs_nothing_anywhere(profile: P
 
 
 def test_branches_of_full_acceptance_come_with_the_second_forward() -> None:
-    """Here just after the verify: without hoping, every outcome of a sure drafter is lost."""
+    """Here just after the verify: without waiting for it, every outcome of a sure drafter misses."""
     late = replace(SURE, draft=Latency(((1, 6.0),)))
     policy = Policy("ssd", 1, 4, filled=False, hoping=False)
     assert Simulator(late, policy).run(TOKENS).hit_rate < 0.01
@@ -129,7 +129,7 @@ CASES = [
 
 
 def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
-    """What the replay drafter has in store for `text`."""
+    """The replay drafter's outcomes for `text`."""
     tree = ReplayDrafter(script).open(text[:PROMPT_TOKENS], SamplingParams())
     draws, ranks = [], []
     for token in text[PROMPT_TOKENS:]:
@@ -141,8 +141,8 @@ def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
 
 
 @pytest.mark.parametrize(("profile", "policy"), CASES, ids=lambda case: getattr(case, "name", str(case))[:60])
-def test_the_arithmetic_says_what_the_real_rounds_do(profile: Profile, policy: Policy) -> None:
-    """On the same luck: whether a proposal is right is drawn by position and token, so alike for both."""
+def test_the_arithmetic_agrees_with_the_real_rounds(profile: Profile, policy: Policy) -> None:
+    """With the same outcomes: whether a proposal is right is drawn by position and token, so equally for both."""
     tokens = 900
     texts = random_texts(2, tokens + 60)
     cluster = VirtualCluster(
@@ -181,7 +181,7 @@ def test_plain_decoding_is_tried_for_a_few_rounds_where_speculation_is_far_bette
     assert longest and max(longest) < EPISODE_ROUNDS
 
 
-def test_a_text_that_is_too_short_is_no_result() -> None:
+def test_a_text_that_is_too_short_is_an_error() -> None:
     texts = random_texts(1, 60)
     with pytest.raises(InvalidRequest, match="the text has 60 tokens; expected 209"):
         VirtualCluster(MACHINE, texts, depth=3, branches=8).run(texts[0], 200, "ssd")

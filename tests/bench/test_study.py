@@ -63,7 +63,7 @@ def test_turnaround_costs_speculation_and_not_plain_decoding() -> None:
 
 
 def test_a_mix_of_rounds_is_their_tokens_over_their_time() -> None:
-    """Theorem 7 term by term: a hit of 10 ms, a chain asked for (4 ms more), a tree longer than the verify."""
+    """Theorem 7 term by term: a hit of 10 ms, a requested chain (4 ms more), a tree longer than the verify."""
     slow = replace(FLAT, tree_ms=lambda depth: 4.0 * depth, turnaround_ms=1.0)
     hit, asking, late = (
         RoundKind(0.5, 4, 3.0, ahead=2),
@@ -148,7 +148,7 @@ def test_the_legend_has_the_colours_of_the_bars() -> None:
 
 @pytest.fixture
 def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
-    """`outrider overlap --out PATH` without the measuring; the trace is made."""
+    """`outrider overlap --out PATH` with a made trace instead of a measurement."""
 
     def real_rounds(_options: Any, _prompt: str, trace: Path, _screen: Any) -> list[Bar]:
         traced(trace)
@@ -190,7 +190,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_overlap_tells_its_tables_and_a_note(
+def test_without_matplotlib_overlap_prints_its_tables_and_a_note(
     overlap: Callable[[Path], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert overlap(tmp_path / "x.png") == 0
@@ -215,14 +215,14 @@ def test_without_matplotlib_bench_starts_and_leaves_its_results(
         main(["bench", "--prompts", "1", "--peers", "none", "--out", str(tmp_path)])
 
 
-def test_rounds_that_are_not_there_cannot_be_drawn(tmp_path: Path) -> None:
+def test_missing_rounds_cannot_be_drawn(tmp_path: Path) -> None:
     traced(tmp_path / "trace.json")
     with pytest.raises(InvalidRequest, match="no rounds 50"):
         draw(read(tmp_path / "trace.json"), tmp_path / "rounds.png", "test", 50, 10)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "M"}]}'])
-def test_what_is_no_trace_is_one_sentence(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_trace_is_one_sentence(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(InvalidRequest, match="is not a trace of Outrider"):

@@ -76,7 +76,7 @@ def test_a_ratio_without_contestants_is_left_out() -> None:
 
 
 class ClusterOfSettings:
-    """Accepts what a cluster accepts, and starts nothing."""
+    """Accepts a cluster's arguments, and starts nothing."""
 
     def __init__(self, progress: Any, **settings: Any) -> None:
         ServeSettings(**settings)
@@ -96,7 +96,9 @@ class ClusterOfSettings:
     ("backend", "modes"),
     [("ngram", ["ar", "sd n-gram K=2", "auto"]), ("mlx", ["ar", "sd model K=2", "sd n-gram K=2", "ssd K=2", "auto"])],
 )
-def test_only_what_the_pair_has_is_compared(backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_modes_the_pair_supports_are_compared(
+    backend: str, modes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default model has no draft of its own."""
     monkeypatch.setattr(runners_module, "LocalCluster", ClusterOfSettings)
     monkeypatch.setattr(runners_module, "pin_process", lambda pid, core: None)
@@ -137,7 +139,7 @@ def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, monkeypatch: py
     assert choose(None, ServeSettings(), "smollm2", None).gguf == tmp_path / "model"
 
 
-def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_are_not_installed_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.bench.comparison.peers.find_spec", lambda name: name if name == "mlx_lm" else None)
     found = choose(None, ServeSettings(), "model.gguf", None)
     assert found.mlx_lm and found.gguf is None
@@ -145,7 +147,7 @@ def test_what_is_not_installed_is_left_out_with_a_note(monkeypatch: pytest.Monke
 
 
 class Parameters(SimpleNamespace):
-    """Parameters in which every part is there when it is asked for."""
+    """Parameters whose parts are created on access."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -155,7 +157,7 @@ class Parameters(SimpleNamespace):
 
 
 class FakeServer:
-    """Gives four tokens, of which the middle two come at once."""
+    """Sends four tokens, of which the middle two arrive together."""
 
     def __init__(self, given: Any) -> None:
         self.given = given

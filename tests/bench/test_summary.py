@@ -52,12 +52,12 @@ def test_shares_of_rounds_are_all_of_them() -> None:
     assert all(kind.ahead == 0 for kind in kinds_of(summary([SSD]), 3, works_ahead=False))
 
 
-def test_a_run_that_takes_the_times_measured_alone_is_all_of_the_formula() -> None:
+def test_a_run_at_the_times_measured_alone_reaches_the_formula() -> None:
     flat = replace(ALONE, chain_ms=Curve(((1, 5.0), (3, 5.0))), between_ms=0.4)
     assert compare_speculative(summary([SSD]), flat, 3, works_ahead=True).share == pytest.approx(1.0)
 
 
-def test_slower_verifies_are_what_is_missing_and_are_told() -> None:
+def test_slower_verifies_explain_the_gap_and_are_printed() -> None:
     slow = replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
     found = compare_speculative(summary([slow]), ALONE, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
@@ -81,7 +81,7 @@ def test_plain_decoding_is_its_step() -> None:
     assert compare_plain(plain, ALONE).share == pytest.approx(0.8)
 
 
-def test_the_lines_tell_costs_ceiling_and_where_a_round_went() -> None:
+def test_the_lines_show_costs_ceiling_and_parts_of_a_round() -> None:
     found = "\n".join(lines(ALONE, [RunnerSummary("ssd K=3", "ssd", 3, summary([SSD]))], 8, 80_000_000))
     for words in (
         "10.00 ms times 1: 1.00, 2: 1.10, 3: 1.20, 4: 1.30",

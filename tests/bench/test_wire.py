@@ -12,7 +12,7 @@ COUNT = 200
 
 
 def heard(end: socket.socket) -> list[int]:
-    """Everything that comes, up to the number that is always asked for."""
+    """Returns the numbers of all packets that arrive before `end`."""
     found = []
     while (packet := end.recv(4096)) != b"end":
         found.append(int(packet))
@@ -20,7 +20,7 @@ def heard(end: socket.socket) -> list[int]:
 
 
 def sent(loss: float, seed: int) -> list[int]:
-    """Which of so many packets come out at the other end."""
+    """Returns which of the packets arrive at the other end."""
     (near, one), (far, other) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
     for end in (one, other):
         end.setblocking(False)
@@ -44,7 +44,7 @@ def sent(loss: float, seed: int) -> list[int]:
     return found
 
 
-def test_what_is_not_lost_comes_in_order() -> None:
+def test_packets_that_are_not_lost_arrive_in_order() -> None:
     assert sent(0.0, 0) == list(range(COUNT))
     some = sent(0.2, 1)
     assert some == sorted(some) and 0.7 * COUNT < len(some) < 0.9 * COUNT

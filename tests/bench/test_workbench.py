@@ -16,7 +16,7 @@ from outrider.protocol.messages import Fault, Message, Outcome
 
 
 class Pool:
-    """A pool that says what it is told to, and loses whom it is told to."""
+    """A pool that returns the given messages, and loses the given worker."""
 
     news = False
 

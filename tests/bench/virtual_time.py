@@ -21,13 +21,13 @@ PROMPT_TOKENS = 8
 
 
 def random_texts(count: int, length: int, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Texts in which nothing repeats, so that n-grams find nothing."""
+    """Texts without repetition, so that n-grams find nothing."""
     rng = random.Random(seed)
     return tuple(tuple(rng.randrange(VOCAB) for _ in range(length)) for _ in range(count))
 
 
 class VirtualCluster(VirtualEngine):
-    """Runs requests, one after the other or together; what one taught serves the next."""
+    """Runs requests, one after the other or together; the scheduler keeps what it learned."""
 
     def __init__(
         self,

@@ -51,5 +51,5 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def alone() -> str:
-    """The text that the target alone says."""
+    """The text that the target generates without a drafter."""
     return plain_text()

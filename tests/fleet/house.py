@@ -36,13 +36,13 @@ STRIKE = 6
 
 
 def plain_text() -> str:
-    """What the target alone says, on a server without any Ray."""
+    """Returns the text of the target without a drafter, on a server without Ray."""
     with LocalCluster(draft_backend="none", mode="ar", memory=False) as alone:
         return alone.client().generate(PROMPT, SAMPLING, mode="ar", chat_template=False).text
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
-    """Waits for it. Raises TimeoutError."""
+    """Waits until the condition holds. Raises TimeoutError."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if found := true():
@@ -60,7 +60,7 @@ class Fleet:
     url: str
 
     def places(self) -> list[EngineAddress]:
-        """Where the engines are that are there."""
+        """The addresses of the running engines."""
         from ray import serve
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
@@ -73,7 +73,7 @@ class Fleet:
         return found
 
     def stats(self) -> list[tuple[EngineAddress, Stats]]:
-        """What each says of itself."""
+        """The statistics of each engine."""
         found = []
         for place in self.places():
             try:
@@ -83,19 +83,19 @@ class Fleet:
         return found
 
     def whole(self, engines: int) -> bool:
-        """Whether so many have a target that is ready."""
+        """Whether that many engines have a target that is ready."""
         workers = [worker for _, one in self.stats() for worker in one.workers]
         return sum(worker.role == "target" and worker.state == "ready" for worker in workers) == engines
 
     def busy(self) -> tuple[EngineAddress, Stats]:
-        """The engine that has a text."""
+        """The engine that has a request."""
         found = [one for one in self.stats() if one[1].active]
         if len(found) != 1:
             raise RuntimeError(f"expected one engine that has a text, found {len(found)}")
         return found[0]
 
     def stream(self, struck: Callable[[], None] | None = None, session: str = "", **other: int) -> str:
-        """The text as a reader of the API gets it; `struck` is called in the middle."""
+        """Returns the text that a client of the API receives; `struck` is called in the middle."""
         headers = {"authorization": f"Bearer {KEY}", **({"x-session-id": session} if session else {})}
         texts: list[str] = []
         url, asked = f"{self.url}/v1/completions", {**BODY, **other, "stream": True}
@@ -141,7 +141,7 @@ def kill(process: psutil.Process) -> None:
 
 @contextmanager
 def running(plan: FleetPlan, name: str, engines: int) -> Iterator[Fleet]:
-    """The plan as an application of the Ray that this process is connected to, whole."""
+    """Runs the plan in the Ray that this process is connected to, and waits until it is complete."""
     from ray import serve
 
     from outrider.fleet.deployment import run

@@ -38,7 +38,7 @@ def fleet(hosts: Any, unlike: LocalCluster) -> Iterator[Fleet]:
         yield stack.enter_context(running(plan, "attached", len(servers)))
 
 
-def test_an_engine_with_other_weights_stays_out_and_it_is_said(fleet: Fleet, unlike: LocalCluster) -> None:
+def test_an_engine_with_other_weights_stays_out_and_status_names_it(fleet: Fleet, unlike: LocalCluster) -> None:
     from ray import serve
 
     def said() -> str:

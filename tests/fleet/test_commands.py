@@ -38,7 +38,7 @@ SLEEP = (sys.executable, "-c", "import subprocess, sys, time; subprocess.Popen([
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command line of somebody without Ray and with an empty home."""
+    """The command line of a user without Ray and with an empty home."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: None)
@@ -56,7 +56,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcess]:
-    """A process with one of its own, which does not end with it, as if Ray had been started."""
+    """A process with a child that outlives it, as if Ray had been started."""
     monkeypatch.setattr("outrider.fleet.host.STOP_SECONDS", 0.5)
     process = subprocess.Popen(SLEEP)
     found = psutil.Process(process.pid)
@@ -75,7 +75,7 @@ def test_ray_is_not_imported_before_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_is_there_without_ray_and_fits_80_columns(run: Run, arguments: list[str]) -> None:
+def test_help_works_without_ray_and_fits_80_columns(run: Run, arguments: list[str]) -> None:
     code, out, err = run(*arguments)
     assert code == 0 and "usage: outrider fleet" in out and not err
     assert not [line for line in out.splitlines() if len(line) > 80]
@@ -110,7 +110,7 @@ def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], code: int, se
         (["status"], 2, "this host is not the head of a fleet"),
     ],
 )
-def test_what_is_wrong_is_told_before_ray_is_asked(
+def test_invalid_input_is_refused_before_ray_is_used(
     run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, sentence: str
 ) -> None:
     monkeypatch.setattr("outrider.fleet.host.find_spec", lambda name: True)
@@ -126,7 +126,7 @@ def test_a_plan_is_read_back_without_starting_anything(run: Run, tmp_path: Path)
     assert "2 of the default model, each needs metal 1" in out and "attached: tcp://10.0.0.1:7777" in out
 
 
-def test_a_unit_says_the_command_and_the_next_step(run: Run, tmp_path: Path) -> None:
+def test_a_unit_prints_the_command_and_the_next_step(run: Run, tmp_path: Path) -> None:
     flags = ("--model", str(tmp_path), "--max-active", "4", "--user", "ann", "--home", "/Users/ann b")
     code, out, err = run("unit", "tcp://10.0.0.1:7777", "--for", "launchd", *flags)
     plist = plistlib.loads(out.encode())
@@ -143,7 +143,7 @@ def test_a_unit_says_the_command_and_the_next_step(run: Run, tmp_path: Path) -> 
     assert "systemctl enable" in err and "keys" not in err
 
 
-def test_systemd_takes_no_word_for_its_own() -> None:
+def test_systemd_expands_no_word_of_a_command() -> None:
     told = Unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann").systemd()
     assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
 
@@ -161,8 +161,8 @@ def test_only_the_owner_reads_the_token(tmp_path: Path) -> None:
         read_token(tmp_path / "fleet")
 
 
-def test_only_what_was_started_here_is_ended(family: HostProcess) -> None:
-    """All of its own with it; and a process that has the number now, but began at another time, is somebody else's."""
+def test_only_processes_started_here_are_ended(family: HostProcess) -> None:
+    """With all their children; a process that has the same id but another start time is not ended."""
     process = family.process()
     assert process is not None
     own = process.children()
@@ -172,7 +172,7 @@ def test_only_what_was_started_here_is_ended(family: HostProcess) -> None:
     assert family.process() is None and not psutil.wait_procs(own, 10)[1]
 
 
-def test_what_runs_is_known_to_the_next_command(family: HostProcess, tmp_path: Path, run: Run) -> None:
+def test_running_processes_are_known_to_the_next_command(family: HostProcess, tmp_path: Path, run: Run) -> None:
     host = FleetHost(tmp_path)
     assert host.running() is None
     host.keep(family)
@@ -191,7 +191,7 @@ def test_a_host_has_one_head(family: HostProcess, tmp_path: Path, run: Run, monk
         assert "expected `outrider fleet down` first" in err and len(err.splitlines()) == 1
 
 
-def test_ray_is_closed_to_others_tells_nobody_and_keeps_what_it_knows(
+def test_ray_is_private_sends_no_statistics_and_keeps_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, started = FleetHost(tmp_path), list[list[str]]()
@@ -204,7 +204,7 @@ def test_ray_is_closed_to_others_tells_nobody_and_keeps_what_it_knows(
     assert stat.S_IMODE(Path(told["RAY_gcs_storage_path"]).stat().st_mode) == 0o700
 
 
-def test_a_head_that_died_keeps_what_it_knew_and_one_that_was_ended_or_moved_does_not(
+def test_a_head_that_died_keeps_its_state_and_one_that_was_ended_or_moved_does_not(
     family: HostProcess, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, known = FleetHost(tmp_path), tmp_path / "gcs" / "known"
@@ -224,7 +224,7 @@ def test_a_head_that_died_keeps_what_it_knew_and_one_that_was_ended_or_moved_doe
     assert not known.parent.exists() and not host.was_head_of("192.0.2.1:6379")
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EndpointError, match=f"port {port} is in use"):
@@ -232,7 +232,7 @@ def test_a_port_that_is_taken_is_told() -> None:
     require_free("127.0.0.1", port)
 
 
-def test_whose_address_is_this_hosts_own() -> None:
+def test_addresses_of_this_host_are_recognised() -> None:
     assert is_loopback("127.0.0.1:6379") and not is_loopback("10.0.0.1:6379") and not is_loopback("studio:6379")
 
 

@@ -22,7 +22,7 @@ METAL, ANE = Resources(metal=1), Resources(ane=1)
         Placed(replicas=9, needs=METAL),  # some wait for a host that joins later
     ],
 )
-def test_what_hosts_have_is_passed_over(placed: Placed) -> None:
+def test_needs_that_hosts_meet_are_accepted(placed: Placed) -> None:
     check_fits(placed, [LINUX, MAC])
 
 
@@ -39,7 +39,7 @@ def test_what_hosts_have_is_passed_over(placed: Placed) -> None:
         (Placed(drafter=DrafterPlan("other-host", Resources(cuda=1))), "placed.drafter on other-host needs cuda 1"),
     ],
 )
-def test_what_none_has_is_told(placed: Placed, sentence: str) -> None:
+def test_needs_that_no_host_meets_are_refused(placed: Placed, sentence: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_fits(placed, [LINUX, MAC])
     assert sentence in str(refused.value)

@@ -29,7 +29,7 @@ def test_with_load_an_engine_comes_without_it_goes_and_texts_are_the_same(hosts:
 
 
 def read(fleet: Fleet, readers: int, enough: Callable[[], bool]) -> list[str]:
-    """What so many readers get, who ask again and again until it is enough."""
+    """Returns the texts of that many clients, which repeat their request until there are enough."""
     over: list[bool] = []
 
     def reader() -> list[str]:

@@ -22,7 +22,7 @@ Said = tuple[int, str]
 
 @pytest.fixture
 def folder(hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of somebody who has the fleet's token, and whose environment is as before afterwards."""
+    """The folder of a user with the fleet's token; the environment is restored afterwards."""
     (tmp_path / "token").write_text("a" * 64)
     (tmp_path / "token").chmod(0o600)
     before = dict(os.environ)
@@ -33,7 +33,7 @@ def folder(hosts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def address(hosts: Any) -> str:
-    """The head's, as a host that is not the head's would say it."""
+    """The head's address, as another host would give it."""
     return str(hosts.address).replace("127.0.0.1", "localhost")
 
 
@@ -55,7 +55,7 @@ def call(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Said]
         ("outrider.fleet.membership.PACKAGE_VERSION", "0.0.1", "and this host 0.0.1; expected the same on every host"),
     ],
 )
-def test_who_has_another_version_does_not_join(
+def test_a_host_with_another_version_does_not_join(
     call: Callable[..., Said], address: str, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, sentence: str
 ) -> None:
     import outrider.fleet.membership  # noqa: F401  # before anything is replaced
@@ -65,7 +65,7 @@ def test_who_has_another_version_does_not_join(
     assert code == 6 and sentence in err
 
 
-def test_who_lacks_a_model_does_not_join(call: Callable[..., Said], address: str) -> None:
+def test_a_host_without_the_model_does_not_join(call: Callable[..., Said], address: str) -> None:
     from outrider.fleet.membership import FleetHead
 
     FleetHead(address).store_models(["/no/such/model"])  # as `outrider fleet run` does
@@ -77,33 +77,33 @@ def test_who_lacks_a_model_does_not_join(call: Callable[..., Said], address: str
         FleetHead(address).store_models([])
 
 
-def test_who_has_another_token_does_not_join(folder: Path, address: str) -> None:
+def test_a_host_with_another_token_does_not_join(folder: Path, address: str) -> None:
     (folder / "token").write_text("b" * 64)
     refused = command("join", address, "--folder", str(folder))
     said = last_line(refused.stderr)
     assert refused.returncode == 8 and "refuses this host's token; expected a copy of the head's own" in said
 
 
-def test_where_nobody_is_is_told(call: Callable[..., Said]) -> None:
+def test_an_address_without_a_head_is_refused(call: Callable[..., Said]) -> None:
     code, err = call("join", "localhost:1")
     assert code == 4 and "no fleet's head is at localhost:1" in err and "expected the address that" in err
 
 
 @pytest.fixture
 def at_head(hosts: Any, folder: Path) -> Path:
-    """As if this process had started the head."""
+    """Makes this process appear to have started the head."""
     own = psutil.Process()
     FleetHost(folder).keep(HostProcess(True, hosts.address, own.pid, own.create_time()))
     return folder
 
 
-def test_what_no_host_offers_is_told_at_once(call: Callable[..., Said], at_head: Path) -> None:
+def test_needs_that_no_host_offers_are_refused_at_once(call: Callable[..., Said], at_head: Path) -> None:
     (at_head / "fleet.yaml").write_text("placed: {needs: {cuda: 1}}\n")
     code, err = call("run", str(at_head / "fleet.yaml"))
     assert code == 2 and "placed needs cuda 1, but no host of the fleet offers that; run" in err
 
 
-def test_a_gate_s_port_that_is_in_use_is_told(at_head: Path) -> None:
+def test_a_gates_port_in_use_is_refused(at_head: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         (at_head / "fleet.yaml").write_text(f"placed:\ngate: {{port: {port}}}\n")
@@ -114,11 +114,11 @@ def test_a_gate_s_port_that_is_in_use_is_told(at_head: Path) -> None:
 
 
 def last_line(err: str) -> str:
-    """The sentence, which what was being done stands before."""
+    """Returns the error's sentence, which follows the lines of progress."""
     return err.splitlines()[-1]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As somebody types it."""
+    """Runs the command line as a user types it."""
     line = [sys.executable, "-m", "outrider", "fleet", *arguments]
     return subprocess.run(line, capture_output=True, text=True, check=False)

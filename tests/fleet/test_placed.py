@@ -43,7 +43,7 @@ def fleet(hosts: Any) -> Iterator[Fleet]:
 
 @pytest.fixture(autouse=True)
 def whole(fleet: Fleet) -> None:
-    """What the test before has killed is there again."""
+    """Waits until everything the previous test killed runs again."""
     until(lambda: fleet.whole(2), "the fleet is not whole")
 
 
@@ -73,7 +73,7 @@ def test_the_gate_is_the_servers_own_http_with_keys(fleet: Fleet, alone: str) ->
 
 
 @pytest.mark.parametrize("victim", [actor_of, server_of, target_of, drafters_actor_of])
-def test_a_text_goes_on_unchanged_when_what_makes_it_is_killed(
+def test_a_text_goes_on_unchanged_when_a_process_that_makes_it_is_killed(
     fleet: Fleet, alone: str, victim: Callable[..., psutil.Process]
 ) -> None:
     assert fleet.stream(lambda: kill(victim(fleet.busy()[1]))) == alone
@@ -98,7 +98,7 @@ def test_a_session_stays_with_its_engine(fleet: Fleet) -> None:
     assert sorted(one.finished - before[place] for place, one in fleet.stats()) == [0, 4]
 
 
-def test_who_leaves_is_cancelled(fleet: Fleet) -> None:
+def test_a_request_whose_client_leaves_is_cancelled(fleet: Fleet) -> None:
     asked = {**BODY, "max_tokens": 900, "stream": True}
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, headers={"x-api-key": KEY}) as answer:
         next(line for line in answer.iter_lines() if line.startswith("data: {") and json.loads(line[6:]))

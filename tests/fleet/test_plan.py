@@ -44,7 +44,7 @@ def test_every_key_has_its_place(file):
     )
 
 
-def test_a_key_alone_means_what_is_usual(file):
+def test_a_key_without_a_value_has_its_defaults(file):
     assert read_plan(file("placed:\n")) == FleetPlan(placed=Placed())
     assert read_plan(file("placed: {drafter: same-host}\nscale: {max: 3}\n")) == FleetPlan(
         placed=Placed(), scale=Scale(max=3)
@@ -65,7 +65,7 @@ def test_api_keys_come_from_the_file_and_the_environment_too(file, tmp_path, mon
     assert plan_of({**ONE, "gate": gate}).gate.http.api_keys == ("one", "two", "three", "four")
 
 
-def test_a_plan_travels_whole():
+def test_a_plan_survives_serialization():
     plan = plan_of({"placed": {"needs": {"cuda": 1, "memory": "2GiB"}}})
     assert pickle.loads(pickle.dumps(plan)) == plan
 
@@ -117,7 +117,7 @@ def test_resources_in_rays_words():
         ({**ONE, "gate": {"host": 5}}, "gate has a value of a wrong type"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(found, sentence, monkeypatch):
+def test_an_invalid_value_is_named(found, sentence, monkeypatch):
     monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
     with pytest.raises(InvalidRequest) as refused:
         plan_of(found)
@@ -145,7 +145,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 @pytest.mark.fleet
-def test_what_ray_serves_command_line_asks_for_is_there() -> None:
+def test_ray_serves_command_line_finds_the_application() -> None:
     """`serve run outrider.fleet:app`: `app` is a function, and no module of the name is in its way."""
     import outrider.fleet
     from outrider.fleet.deployment import app

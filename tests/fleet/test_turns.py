@@ -16,7 +16,7 @@ class Clock:
         return self.at
 
 
-def test_a_text_without_a_session_goes_where_the_least_is_under_way_for_each_engine() -> None:
+def test_a_text_without_a_session_goes_to_the_kind_with_least_load_per_engine() -> None:
     turns, chosen = EngineSelector((2, 1)), list[int]()
     with ExitStack() as stack:
         for _ in range(6):
@@ -32,7 +32,7 @@ def test_sessions_are_spread_by_how_many_engines_there_are_and_alike_at_all_gate
     assert 0 < sum(kinds) < len(NAMES) / 2
 
 
-def test_a_kind_whose_last_engine_is_lost_is_not_asked_for_a_while() -> None:
+def test_a_kind_whose_last_engine_is_lost_is_left_out_for_a_while() -> None:
     clock = Clock()
     turns = EngineSelector((2, 1), clock)
     before = [turns.choose(name) for name in NAMES]
@@ -42,7 +42,7 @@ def test_a_kind_whose_last_engine_is_lost_is_not_asked_for_a_while() -> None:
     assert [turns.choose(name) for name in NAMES] == before
 
 
-def test_one_of_two_that_is_lost_again_and_again_is_one() -> None:
+def test_repeated_losses_of_one_engine_count_as_one() -> None:
     turns = EngineSelector((2, 1))
     before = [turns.choose(name) for name in NAMES]
     for _ in range(4):

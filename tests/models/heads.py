@@ -18,7 +18,7 @@ def recipe(kind: str, **other: Any) -> HeadRecipe:
 
 
 def write_target(folder: Path) -> Path:
-    """One whose text has something to learn: large weights make it sure of what it says."""
+    """Writes a target whose text can be learned: large weights make its distributions sharp."""
     import torch
 
     from models.training import tokenizer

@@ -91,13 +91,13 @@ def run_folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def draft(run_folder: Path, target: Path) -> Path:
-    """Exported while its run may go on."""
+    """A draft exported while its run can be resumed."""
     pipeline.publish(run_folder / "draft", target)
     yield run_folder / "draft"
 
 
 def _run_until(step: int, target: Path, folder: Path) -> None:
-    """Train as the command does, until somebody stops it."""
+    """Trains as the command does, until a stop at that step."""
 
     def grow(kept: Store, done: int) -> None:
         if done == step:
@@ -129,12 +129,12 @@ def test_a_run_that_was_stopped_goes_on_from_its_last_step(run_folder: Path, tar
     assert [step for step, _ in seen] == [30, 31] and seen[0][1] == 30
 
 
-def test_a_draft_learns_what_its_target_says(run_folder: Path) -> None:
+def test_a_draft_learns_its_targets_distribution(run_folder: Path) -> None:
     curve = json.loads((run_folder / "draft.partial" / "curve.json").read_text())["curve"]
     assert max(coupled for *_, coupled in curve[15:]) > curve[0][3]  # equal choices at T = 0.8
 
 
-def test_text_goes_on_behind_the_last_shard_when_its_writer_was_killed(
+def test_generation_resumes_after_the_last_shard_when_its_writer_was_killed(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, model, chat = Store.add, read_target(target, CPU, torch.float32), Chat(target)
@@ -160,7 +160,7 @@ def test_text_goes_on_behind_the_last_shard_when_its_writer_was_killed(
     assert len({(answer.number, answer.temp) for answer in kept}) == len(kept)
 
 
-def test_what_is_kept_of_an_answer_is_what_the_target_says_there(target: Path) -> None:
+def test_stored_probabilities_of_an_answer_are_the_targets(target: Path) -> None:
     model = read_target(target, CPU, torch.float32)
     questions = [
         Question(0, "chat", (0.0, 0.8), list(range(3, 20)), 12),
@@ -190,7 +190,7 @@ def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
     assert {prompt.kind for prompt in asked} == set(prompts.KINDS)
 
 
-def test_the_chance_of_equal_choices_is_that_of_shared_noise() -> None:
+def test_the_probability_of_equal_choices_is_that_of_shared_noise() -> None:
     generator = torch.Generator().manual_seed(0)
     target = 3 * torch.randn(1, 40, generator=generator)
     draft = target + torch.randn(1, 40, generator=generator)
@@ -212,7 +212,7 @@ def test_four_bits_are_read_by_mlx_as_they_were_meant() -> None:
     assert torch.equal(rounded(rounded(weight)), rounded(weight))
 
 
-def test_an_assembled_draft_says_what_the_trained_one_says(
+def test_an_assembled_draft_computes_as_the_trained_one(
     draft: Path, run_folder: Path, target: Path, tmp_path: Path
 ) -> None:
     assemble_draft(draft, target, tmp_path)
@@ -231,12 +231,12 @@ def test_an_assembled_draft_says_what_the_trained_one_says(
     assert np.isneginf(np.delete(said, kept, axis=1)).all()
 
 
-def test_a_draft_that_was_not_judged_yet_is_not_exported(target: Path, tmp_path: Path) -> None:
+def test_a_draft_without_an_evaluation_is_not_exported(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="no draft that has been judged"):
         pipeline.publish(tmp_path / "draft", target)
 
 
-def test_a_stored_draft_holds_nothing_of_its_target(draft: Path) -> None:
+def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(draft / "model.safetensors", "numpy") as file:
@@ -277,7 +277,7 @@ def test_damaged_weights_are_a_sentence(draft: Path, target: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("offsets", [None, [400] * 160])
-def test_a_draft_whose_tokens_are_not_told_is_not_loaded(
+def test_a_draft_with_missing_or_wrong_d2t_is_not_loaded(
     offsets: list[int] | None, draft: Path, target: Path, tmp_path: Path
 ) -> None:
     assemble_draft(draft, target, tmp_path)
@@ -320,7 +320,7 @@ def test_a_damaged_shard_and_a_foreign_store_are_sentences(tmp_path: Path) -> No
         (["--draft", "--target", "t", "--store", "s", "--export"], "no such path: t"),
     ],
 )
-def test_what_does_not_go_together_is_a_sentence(
+def test_contradicting_arguments_are_refused_in_a_sentence(
     arguments: list[str],
     sentence: str,
     tmp_path: Path,

@@ -19,7 +19,7 @@ MODELS = Path(__file__).resolve().parents[2] / "models"
 
 
 class Fixed:
-    """A model that says the same log-probabilities at every position."""
+    """A model with the same log-probabilities at every position."""
 
     def __init__(self, probabilities: list[float]) -> None:
         self.logits = mx.array(np.log(probabilities), dtype=mx.float32) + 3.0
@@ -63,7 +63,7 @@ def test_reading_stops_at_the_limit() -> None:
     assert compare(model, model, [[0] * 100], length=10, limit=25, temps=[]).tokens == 30
 
 
-def test_the_embedded_pair_foresees_its_own_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_embedded_pair_predicts_its_own_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\n\n\ndef main(path):\n    return os.path.join(path, 'a')\n" * 2)
     assert evaluate.main(["--text", str(text), "--tokens", "50", "--temp", "1"]) == 0

@@ -45,7 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_text() -> Iterator[None]:
-    """A part of the library: reading all of it would be most of the time."""
+    """Limits the library to a part: reading all of it would take most of the time."""
     part = corpus.standard_library() / "email"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "standard_library", lambda: part)
@@ -71,7 +71,7 @@ def head(
     return out
 
 
-def test_a_head_learns_and_nothing_but_it_is_left(head: Path) -> None:
+def test_a_head_is_trained_and_no_other_file_is_left(head: Path) -> None:
     assert {entry.name for entry in head.parent.iterdir()} == {head.name}
     assert {entry.name for entry in head.iterdir()} == {"config.json", "model.safetensors", "training.json"}
     record = json.loads((head / "training.json").read_text())
@@ -120,7 +120,7 @@ def lesson_of(model: Any, taps: tuple[int, ...], length: int) -> Lesson:
 
 
 def test_an_mtp_head_begins_as_the_last_layer(target: Path) -> None:
-    """What it makes of a row and a token is nearer to what the last layer reads than any one vector is."""
+    """Its output for a row and a token is nearer to the last layer's input than any single vector."""
     made, model = recipe("mtp"), read_target(target, CPU).float()
     learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, {}))
     lesson = lesson_of(model, made.taps(TINY), 60)
@@ -133,8 +133,8 @@ def test_an_mtp_head_begins_as_the_last_layer(target: Path) -> None:
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
-def test_the_target_writes_what_it_would_say_reading_it(target: Path, temp: float) -> None:
-    """One token at a time from kept keys, all at once without: no token has much less chance than it drew."""
+def test_generation_agrees_with_a_forward_over_the_whole_text(target: Path, temp: float) -> None:
+    """One token at a time from cached keys, or all at once: no token is much less likely than when drawn."""
     model, temps = read_target(target, CPU), torch.full((64,), temp)
     windows = torch.zeros((64, 24), dtype=torch.int64)
     write(model, windows, torch.ones(64, dtype=torch.int64), temps, torch.Generator().manual_seed(0))
@@ -160,7 +160,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_loader_computes_what_was_trained(target: Path, tmp_path: Path, name: str) -> None:
-    """Behind true pairs and behind pairs that the head makes itself, to as many steps as it learns."""
+    """After true pairs and after the head's own pairs, to as many steps as it is trained for."""
     made = recipe(name.partition(",")[0], **CHAINS[name])
     model = read_target(target, CPU).float()
     ids = torch.arange(0, 3 * made.vocab, 3) if made.vocab else torch.arange(TINY.vocab)
@@ -205,8 +205,8 @@ def test_the_loader_computes_the_blocks_that_were_trained(target: Path, tmp_path
         np.testing.assert_allclose(np.array(head.logits(hidden)), [step[block] for step in steps], atol=5e-3)
 
 
-def test_blocks_learn_behind_prefixes_as_the_draft_worker_has_them(target: Path, tmp_path: Path) -> None:
-    """Some tokens behind the anchor are known, and what is learned is what follows them."""
+def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, tmp_path: Path) -> None:
+    """Some tokens after the anchor are known, and the tokens after those are learned."""
     made, model = recipe("dflash", visible_prefix=True), read_target(target, CPU).float()
     config = json.loads((target / "config.json").read_text())
     learner = kinds.build(made, Subject(model, made.taps(TINY), torch.arange(TINY.vocab), 7, config)).train()
@@ -255,7 +255,7 @@ def test_the_loader_computes_the_exit_that_was_trained(target: Path, tmp_path: P
 
 
 def chain(head: Any, model: Any, lesson: Lesson, row: int, steps: int) -> list[np.ndarray]:
-    """The loader's logits behind the true pairs up to `row`, and behind those that it then makes itself."""
+    """Returns the loader's logits after the true pairs up to `row`, and after its own pairs that follow."""
     pairs, tokens = PairKVCache(head), np.array(lesson.tokens[0])
     rows = lesson.rows[0, : row + 1]
     tapped = rows.flatten(1) if head.points.layers else model.norm(rows[:, -1])
@@ -303,8 +303,8 @@ def plainly(hidden: Any, matrix: Any, words: foretold.Words, where: Any) -> Any:
     return total / count
 
 
-def test_the_target_writes_as_its_own_forward_says(target: Path) -> None:
-    """At temperature 0 the best token each time; others are drawn, and what was given stays."""
+def test_generation_follows_the_targets_own_logits(target: Path) -> None:
+    """At temperature 0 the best token each time; others are drawn, and the given tokens stay."""
     from models.training.heads.writer import write
 
     model = read_target(target, CPU).float()
@@ -348,7 +348,7 @@ def test_bad_settings_are_one_sentence(target: Path, tmp_path: Path, settings: d
         ({"hidden_size": None}, "lacks .*expected a Llama's sizes"),
     ],
 )
-def test_a_target_that_no_head_can_be_made_for_is_told(
+def test_a_target_that_cannot_have_a_head_is_refused(
     target: Path, tmp_path: Path, changed: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "target"
@@ -370,7 +370,7 @@ def test_a_target_that_no_head_can_be_made_for_is_told(
         (["--head", "eagle3", "--target", "nowhere"], "nowhere holds no readable config.json"),
     ],
 )
-def test_a_command_that_makes_no_sense_is_one_sentence(
+def test_contradicting_arguments_are_one_sentence(
     arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(["--out", str(tmp_path / "head"), *arguments]) != 0

@@ -67,7 +67,7 @@ def test_a_full_out_folder_and_a_file_are_refused(tmp_path: Path) -> None:
             pass
 
 
-def test_a_folder_that_happens_to_be_called_partial_is_not_ours_to_clear(tmp_path: Path) -> None:
+def test_a_folder_that_is_only_named_partial_is_not_cleared(tmp_path: Path) -> None:
     (tmp_path / "pair.partial").mkdir()
     (tmp_path / "pair.partial" / "mine").write_text("mine")
     with pytest.raises(InvalidRequest, match="another origin"), workspace(tmp_path / "pair", IDENTITY):

@@ -114,7 +114,7 @@ def test_a_loop_that_was_stopped_between_checkpoints_ends_where_an_unbroken_one_
         assert torch.equal(trained(tmp_path / f"{stop_at}.pt", None), expected)
 
 
-def test_the_exported_model_says_what_the_trained_one_says(torch: Any, tmp_path: Path) -> None:
+def test_the_exported_model_computes_as_the_trained_one(torch: Any, tmp_path: Path) -> None:
     from models.training.export import write_model
     from models.training.llama import Llama
 
