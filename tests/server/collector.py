@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass(slots=True)
 class Collector:
-    """`resource`: what the last sender said of itself."""
+    """`resource`: the attributes of the last sender."""
 
     url: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """One that listens while this lasts."""
+    """A collector that listens within the context."""
     found = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
 
 @pytest.fixture(scope="session")
 def collector() -> Iterator[Collector]:
-    """Gets the spans of the chat model's server, soon after they end."""
+    """Receives the spans of the chat model's server, soon after they end."""
     with collecting() as found, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         yield found
@@ -39,7 +39,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def houses(
     tmp_path_factory: pytest.TempPathFactory, scripted: Path, collector: Collector
 ) -> Iterator[tuple[House, House]]:
-    """That of the chat model, and that of the embedded pair; they start side by side."""
+    """The servers of the chat model and of the embedded pair; they start in parallel."""
     folder = tmp_path_factory.mktemp("http")
 
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
@@ -91,7 +91,7 @@ def claude(chat: House) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="session")
 def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the same cluster is served to who has the key."""
+    """The URL of a server of the same cluster that requires the key."""
     folder = tmp_path_factory.mktemp("guarded")
     with serving(pair.client.endpoint, EMBEDDED_TARGET, folder, api_keys=(KEY,)) as house:
         yield house.url

@@ -26,7 +26,7 @@ STREAMS = 4
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """`url` without a slash at its end. `log`: what all of the server's processes say, in JSON."""
+    """`url` without a slash at its end. `log`: the log of all the server's processes, in JSON."""
 
     url: str
     client: Client
@@ -49,7 +49,7 @@ def serving(endpoint: str, model: Path, folder: Path, **settings: object) -> Ite
 
 @contextmanager
 def command(log: Path) -> Iterator[House]:
-    """`outrider serve` with the embedded pair, as an operator starts it; it ends in order, and HTTP with it."""
+    """`outrider serve` with the embedded pair, as an operator starts it; it must exit with 0 and end HTTP."""
     line = python("-m", "outrider", "serve", "--port", "0", "--log-format", "json", "--log-level", "info")
     with log.open("wb") as stderr:
         process = subprocess.Popen(line, env=child_environment(), stdout=subprocess.PIPE, stderr=stderr, text=True)

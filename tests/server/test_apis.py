@@ -246,8 +246,8 @@ def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, strea
         assert (drafted > 0) == any(record["drafting"] for record in rounds) == (mode == "sd")
 
 
-def test_work_is_told_on_one_clock(pair: House) -> None:
-    """One verify follows another, and a branch that is hit was drafted before the verify of it began."""
+def test_work_is_reported_on_one_clock(pair: House) -> None:
+    """Verifies do not overlap, and a branch that hits was drafted before its verify began."""
     asked = {"prompt": PROMPT, "max_tokens": 48, "speculation": {**WATCHED, "mode": "ssd"}}
 
     def told() -> list[Any]:
@@ -271,14 +271,14 @@ def ended(work: dict[str, float]) -> float:
     return work["start_ms"] + work["ms"]
 
 
-def test_who_does_not_ask_is_told_nothing(pair: House) -> None:
+def test_timings_are_returned_only_on_request(pair: House) -> None:
     for asked in ({}, {"speculation": {"mode": "ssd"}}):
         answer = post(pair, "/v1/completions", prompt=PROMPT, max_tokens=4, **asked).json()
         assert "speculation" not in answer["choices"][0]
 
 
 def test_each_choice_has_its_own_tokens(pair: House) -> None:
-    """A stop string is in no token's text, and of several choices each has its own, the best ones too."""
+    """A stop string is in no token's text; each of several choices has its own tokens and likeliest tokens."""
     whole = pair.client.generate(PROMPT, SamplingParams(max_tokens=24)).text
     asked: dict[str, Any] = {"max_tokens": 24, "speculation": {"origins": True}}
     stopped = post(pair, "/v1/completions", prompt=PROMPT, stop=[whole[9:12]], **asked).json()["choices"]
@@ -451,8 +451,8 @@ def test_thinking_comes_in_blocks_of_its_own(claude: anthropic.Anthropic) -> Non
 # --- who asks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_reader_who_leaves_ends_the_request(chat: House) -> None:
-    """Whether it was streamed or not: the place is free again, long before the text would have ended."""
+def test_a_client_that_disconnects_cancels_its_request(chat: House) -> None:
+    """Streamed or not: its place is free again long before the text would have ended."""
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 1_000_000}
     for stream in (True, False):
         before = chat.client.stats().finished
@@ -467,8 +467,8 @@ def test_a_reader_who_leaves_ends_the_request(chat: House) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_reader_who_has_said_all_is_not_gone(chat: House, stream: bool, version: str) -> None:
-    """It closes its side while the text is made, and gets all of it."""
+def test_a_client_that_closes_its_side_gets_its_answer(chat: House, stream: bool, version: str) -> None:
+    """It closes its side while the text is generated, and receives all of it."""
     long = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 200, "stream": stream}
     with raw(chat, json.dumps(long).encode(), version) as connection:
         connection.shutdown(socket.SHUT_WR)
@@ -477,7 +477,7 @@ def test_a_reader_who_has_said_all_is_not_gone(chat: House, stream: bool, versio
     assert sum(answer.count(word) for word in ("tick ", "tock ", "tack ")) == 200
 
 
-def test_a_reader_who_takes_nothing_holds_nobody_up(chat: House) -> None:
+def test_a_client_that_reads_nothing_delays_nobody(chat: House) -> None:
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 300, "stream": True}
     with raw(chat, json.dumps(endless).encode()):
         answers = [post(chat, "/v1/chat/completions", messages=HELLO).json() for _ in range(3)]
@@ -497,7 +497,7 @@ def test_an_answer_that_takes_too_long_is_given_up(chat: House, path: str) -> No
     until(lambda: chat.client.stats().active == 0)
 
 
-def test_a_caller_has_so_many_answers_at_once(chat: House, ai: openai.OpenAI) -> None:
+def test_a_caller_has_a_limit_of_answers_at_once(chat: House, ai: openai.OpenAI) -> None:
     body = json.dumps({"messages": HELLO, "chat_template_kwargs": {"long": True}, "stream": True}).encode()
     with ExitStack() as stack:
         for _ in range(STREAMS):
@@ -512,7 +512,7 @@ def test_a_caller_has_so_many_answers_at_once(chat: House, ai: openai.OpenAI) ->
 
 
 def raw(house: House, body: bytes, version: str = "1.1") -> socket.socket:
-    """A connection on which a chat was asked for, and nothing read."""
+    """Returns a connection with a request for a chat, of whose answer nothing is read."""
     host, _, port = house.url.removeprefix("http://").partition(":")
     connection = socket.create_connection((host, int(port)), timeout=200)
     head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -543,7 +543,7 @@ def test_models_tokens_and_health(ai: openai.OpenAI, claude: anthropic.Anthropic
     assert httpx.get(f"{chat.url}/ready").json()["workers"] == {"target-0": "ready", "draft-0": "ready"}
 
 
-def test_what_the_orchestrator_refuses_has_its_status_in_a_stream_too(pair: House, ai: openai.OpenAI) -> None:
+def test_a_refusal_of_the_orchestrator_has_its_status_in_a_stream_too(pair: House, ai: openai.OpenAI) -> None:
     from openai import BadRequestError
 
     for stream in (False, True):
@@ -554,7 +554,7 @@ def test_what_the_orchestrator_refuses_has_its_status_in_a_stream_too(pair: Hous
         ai.chat.completions.create(model="chatty", messages=HELLO, extra_body={"speculation": {"mode": "fast"}})
 
 
-def test_a_template_that_refuses_is_told(claude: anthropic.Anthropic, chat: House) -> None:
+def test_the_refusal_of_a_template_is_returned(claude: anthropic.Anthropic, chat: House) -> None:
     from anthropic import NotFoundError
 
     answer = post(chat, "/v1/chat/completions", messages=HELLO, chat_template_kwargs={"messages": []})
@@ -587,6 +587,6 @@ def test_a_process_that_is_lost_is_started_again_at_the_same_place(
     assert post(chat, "/v1/chat/completions", messages=HELLO).json()["choices"][0]["message"]["content"]
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(chat: House) -> None:
+def test_a_port_in_use_is_refused_before_anything_is_loaded(chat: House) -> None:
     with pytest.raises(EndpointError, match="the port is in use; choose another with --port, or --no-http"):
         HttpListener(HttpSettings(port=int(chat.url.rpartition(":")[2])))

@@ -63,7 +63,7 @@ def asking(model: ServedModel, base: str = "http://127.0.0.1:8080", **settings: 
 
 
 def complaint(answer: httpx.Response, anthropic: bool = False) -> str:
-    """The sentence of an error, which has its API's shape and names its request."""
+    """Returns the message of an error, which has its API's shape and names its request."""
     told = answer.json()
     assert "Traceback" not in answer.text and answer.headers["x-request-id"]
     if anthropic:
@@ -138,8 +138,8 @@ CROWDS = {
 
 
 @pytest.mark.parametrize(("kind", "body"), CROWDS.values(), ids=CROWDS)
-def test_a_large_body_is_not_told_of_all_its_faults(kind: type[BaseModel], body: dict[str, Any]) -> None:
-    """Each costs time in which no other answer goes on: a million of them were half a minute."""
+def test_errors_of_a_large_body_are_limited(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """Each costs time that delays all other answers: a million took half a minute."""
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() < 10
@@ -194,10 +194,10 @@ def test_a_field_that_cannot_be(ask: Ask, path: str, wrong: dict[str, Any], word
         (CHAT, {"stop": 5}, "stop: "),
     ],
 )
-def test_of_alternatives_the_one_that_was_meant_is_told_by_its_field(
+def test_an_error_names_the_field_of_the_alternative_that_was_meant(
     ask: Ask, path: str, wrong: dict[str, Any], words: str
 ) -> None:
-    """Not the first that it is not, by the name that the library has for it."""
+    """Not the first alternative that fails, by the library's name for it."""
     assert complaint(ask(path, json={**PATHS[path], **wrong})).startswith(words)
 
 
@@ -245,7 +245,7 @@ def test_a_field_of_the_older_apis_that_cannot_be(ask: Ask, path: str, wrong: di
         ("/detokenize", {"tokens": [999999]}, "999999 is not a token id"),
     ],
 )
-def test_what_this_api_cannot_do(ask: Ask, path: str, body: dict[str, Any], words: str) -> None:
+def test_unsupported_features_are_refused(ask: Ask, path: str, body: dict[str, Any], words: str) -> None:
     answer = ask(path, json=body)
     assert answer.status_code == 400 and words in complaint(answer, anthropic=path == CLAUDE)
 
@@ -262,7 +262,7 @@ def test_statuses_that_are_not_400(ask: Ask, path: str) -> None:
 
 
 def test_only_json_is_posted(ask: Ask) -> None:
-    """So that no page of another site can ask without being asked about itself."""
+    """So that a page of another site needs a preflight request before it can post."""
     described = ask("/openapi.json", "GET").json()["paths"]
     posted = [path for path, methods in described.items() if "post" in methods]
     assert set(PATHS) < set(posted)
@@ -279,14 +279,14 @@ def test_the_description_has_the_names_of_the_model(ask: Ask) -> None:
         assert shapes[shape]["properties"]["model"]["anyOf"][0] == {"type": "string", "enum": ["chatty"]}
 
 
-def test_a_path_or_a_method_that_there_is_not_is_told(ask: Ask) -> None:
+def test_an_unknown_path_or_method_is_refused(ask: Ask) -> None:
     nowhere, wrong = ask("/v1/v1/models", "GET"), ask(CHAT, "GET")
     assert nowhere.status_code == 404 and "/openapi.json lists them" in complaint(nowhere)
     assert wrong.headers["allow"] == "POST" and "expected POST" in complaint(wrong)
 
 
-def test_what_is_harmless_is_accepted(ask: Ask) -> None:
-    """It goes as far as to the orchestrator, which is not there."""
+def test_harmless_fields_are_accepted(ask: Ask) -> None:
+    """It gets as far as the orchestrator, which does not run."""
     more = {"user": "u", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "logprobs": False}
     assert ask(CHAT, json={**SAID, **more, "response_format": {"type": "text"}}).status_code == 503
     assert ask(RESPOND, json={"input": "x", "store": True, "include": ["x"], "metadata": {}}).status_code == 503
@@ -304,7 +304,7 @@ def test_the_field_that_asks_for_a_form_is_named(ask: Ask) -> None:
 def test_a_field_that_nobody_knows_is_ignored_and_counted(
     chatty: ServedModel, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes as far as to the orchestrator, which is not there."""
+    """It gets as far as the orchestrator, which does not run."""
     ask = asking(chatty)
     for _ in range(10):
         assert ask(path, json={**PATHS[path], "brand_new": {"of": 2027}, "another": None}).status_code == 503
@@ -341,7 +341,7 @@ def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_thread_is_refused_in_the_word_that_anthropics_clients_wait_for(ask: Ask) -> None:
-    """They go on without one."""
+    """They continue without a thread."""
     for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
         refused = ask(CLAUDE, json={**PATHS[CLAUDE], "thread": thread})
         assert refused.status_code == 400 and "conversations are not stored" in refused.text
@@ -349,7 +349,7 @@ def test_a_thread_is_refused_in_the_word_that_anthropics_clients_wait_for(ask: A
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_compressed_body_is_told_so(ask: Ask, path: str) -> None:
+def test_a_compressed_body_is_refused(ask: Ask, path: str) -> None:
     body, kind = gzip.compress(json.dumps(PATHS[path]).encode()), {"content-type": "application/json"}
     refused = ask(path, content=body, headers={**kind, "content-encoding": "gzip"})
     assert refused.status_code == 415 and "the body is compressed (gzip)" in refused.text
@@ -379,11 +379,11 @@ def test_embeddings_are_refused_with_the_reason(ask: Ask) -> None:
         assert "embeddings are not served here: chatty is a model that writes text" in complaint(refused)
 
 
-def test_the_version_is_told(ask: Ask) -> None:
+def test_the_version_is_returned(ask: Ask) -> None:
     assert ask("/version", "GET").json() == {"version": PACKAGE_VERSION}
 
 
-def test_a_model_is_told_in_the_fields_of_every_client(ask: Ask) -> None:
+def test_a_model_is_listed_with_the_fields_of_every_client(ask: Ask) -> None:
     import anthropic.types
     import openai.types
 
@@ -430,7 +430,7 @@ def test_a_prompt_that_is_surely_too_long_is_not_tokenized(monkeypatch: pytest.M
         assert path == CLAUDE or refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_keys_are_asked_for(chatty: ServedModel) -> None:
+def test_keys_are_required(chatty: ServedModel) -> None:
     ask = asking(chatty, api_keys=("one", "two"))
     for headers in (
         {},
@@ -456,7 +456,7 @@ def test_keys_are_asked_for(chatty: ServedModel) -> None:
         ("evil.example:8080", 403),
     ],
 )
-def test_a_page_whose_name_points_here_is_not_let_in(chatty: ServedModel, host: str, status: int) -> None:
+def test_a_foreign_host_name_is_refused(chatty: ServedModel, host: str, status: int) -> None:
     assert asking(chatty)("/health", "GET", headers={"host": host}).status_code == status
 
 
@@ -474,7 +474,7 @@ def test_a_request_keeps_its_id(ask: Ask) -> None:
     assert ask("/health", "GET", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req_")
 
 
-def test_a_model_without_a_template_says_what_it_lacks() -> None:
+def test_chat_with_a_model_without_a_template_is_refused() -> None:
     ask = asking(load_served(str(EMBEDDED_TARGET), EMBEDDED_TARGET, ()))
     for path, tools in ((CHAT, [TOOL]), (CLAUDE, [{"name": "f"}]), (RESPOND, [{"type": "function", "name": "f"}])):
         refused = ask(path, json={**PATHS[path], "tools": tools})
@@ -493,7 +493,7 @@ def test_the_description_has_every_path_and_its_errors(ask: Ask) -> None:
     assert "422" not in json.dumps(described)
 
 
-def test_every_path_and_field_is_told_on_a_page(ask: Ask) -> None:
+def test_every_path_and_field_is_described_on_a_page(ask: Ask) -> None:
     page, described = ask("/docs", "GET"), ask("/openapi.json", "GET").json()
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"] and "<script" not in page.text
@@ -544,6 +544,6 @@ def test_settings_travel_whole(tmp_path: Path) -> None:
 
 
 def test_a_drafter_that_the_server_has_not_is_blamed_on_its_field():
-    """Only the orchestrator knows which there are: the error crosses its socket by name."""
+    """Only the orchestrator knows the drafters: the error crosses its socket by name."""
     answered = as_error(kind_of(UnknownDrafter("")), "no drafter is called 'x' here; expected draft")
     assert (problem_of(answered).status, problem_of(answered).param) == (400, "speculation")

@@ -20,7 +20,7 @@ KEYS = ("first-key", "second-key")
 
 
 class Nobody(AsyncBaseClient):
-    """Is asked and can't answer; keeps for whom it was asked."""
+    """A client of the orchestrator that can't answer; records the client's name of each request."""
 
     sources = 0
 
@@ -39,7 +39,7 @@ class Nobody(AsyncBaseClient):
         raise EndpointError("nobody is here; expected somebody")
 
     async def end(self, dialogue: Dialogue) -> None:
-        """Nothing goes on."""
+        """Does nothing."""
 
 
 def test_each_caller_has_a_name_that_tells_nothing_and_nobody_is_a_plain_503() -> None:

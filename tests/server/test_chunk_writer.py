@@ -29,7 +29,7 @@ passed: list[int] = []
 
 
 class Speech:
-    """A run that has its words ready, and breaks off behind them. `taken` at once, or not, each of them."""
+    """A run with its words ready, which fails after them. `taken`: whether each is available at once."""
 
     over = False
 
@@ -50,7 +50,7 @@ class Speech:
 
 
 class Plain:
-    """Events that are the words themselves."""
+    """Encodes events as the words themselves."""
 
     def begin(self) -> bytes:
         return BEGIN
@@ -120,7 +120,7 @@ def test_elsewhere_pieces_are_messages() -> None:
 
 
 class Connection:
-    """One of uvicorn's answers, whose reader is late for as long as nobody waits for him."""
+    """One of uvicorn's answers, with a client that reads only while the writer waits for it."""
 
     def __init__(self) -> None:
         self.scope: Scope = {"type": "http", "http_version": "1.1"}
@@ -167,7 +167,7 @@ def test_text_that_a_call_may_end_is_not_written_at_once() -> None:
     assert connection.written == list(map(framed, WHOLE))
 
 
-def test_who_has_left_is_sent_nothing() -> None:
+def test_a_disconnected_client_is_sent_nothing() -> None:
     connection = Connection()
     connection.disconnected = True
     asyncio.run(connection.hear(stream(Speech())))

@@ -33,7 +33,7 @@ needs_npm = pytest.mark.skipif(
 
 
 def curl(house: House, **body: Any) -> str:
-    """What curl prints of a chat."""
+    """Returns what curl prints for a chat."""
     line = [
         "curl",
         "-sSN",
@@ -88,7 +88,7 @@ def test_openais_client_for_javascript_does_a_whole_task(chat: House) -> None:
 
 @needs_npm
 def test_anthropics_client_for_javascript_runs_tools(chat: House) -> None:
-    """Its runner asks for a thread first, and goes on without one."""
+    """Its runner requests a thread first, and continues without one."""
     done = subprocess.run(
         ["node", NPM / "anthropic.mjs", chat.url], capture_output=True, text=True, timeout=200, check=False
     )

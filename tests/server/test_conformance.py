@@ -35,7 +35,7 @@ def test_no_two_cases_have_one_name_and_the_page_has_no_others() -> None:
     assert all(names) and sorted(names) == sorted(PAGE)
 
 
-def test_an_outcome_is_what_the_server_did(servers: Servers) -> None:
+def test_an_outcome_is_the_servers_behaviour(servers: Servers) -> None:
     cases = Cases("Ways to end")
 
     @cases.add("here")

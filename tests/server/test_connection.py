@@ -52,7 +52,7 @@ def address() -> Iterator[tuple[str, int]]:
 
 
 def said(address: tuple[str, int], *parts: bytes, pause: float = 0.0) -> bytes:
-    """All that the server answers to `parts`, until it closes the connection or has been silent for long."""
+    """Returns the server's answer to `parts`, until it closes the connection or has long been silent."""
     with socket.create_connection(address, timeout=200) as client:
         for part in parts:
             try:
@@ -74,7 +74,7 @@ def status(answer: bytes) -> int:
 
 
 def head(path: str, *fields: bytes) -> bytes:
-    """A POST of JSON, as far as its headers."""
+    """Returns the headers of a POST of JSON."""
     kind = b"Content-Type: application/json"
     return b"\r\n".join([b"POST %s HTTP/1.1" % path.encode(), b"Host: localhost", kind, *fields, b"", b""])
 
@@ -92,14 +92,14 @@ def head(path: str, *fields: bytes) -> bytes:
           b"Content-Length: 99999999999\r\n\r\n"], b"413"),
     ],
 )  # fmt: skip
-def test_what_is_no_request_has_its_status(address: tuple[str, int], parts: list[bytes], status: bytes) -> None:
+def test_an_invalid_request_has_its_status(address: tuple[str, int], parts: list[bytes], status: bytes) -> None:
     answer = said(address, *parts)
     assert answer.split(b" ")[1] == status and b"Traceback" not in answer
 
 
 @pytest.fixture
 def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers must come, and answers be taken, in a moment."""
+    """A server with short timeouts for receiving headers and sending answers."""
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(connection, "READER_SECONDS", 0.5)
 
@@ -110,7 +110,7 @@ def test_headers_that_drip_are_not_waited_for(address: tuple[str, int], parts: l
     assert said(address, *parts, pause=0.1) == b""
 
 
-def test_who_says_nothing_disturbs_nobody(address: tuple[str, int]) -> None:
+def test_a_silent_client_delays_nobody(address: tuple[str, int]) -> None:
     silent = [socket.create_connection(address) for _ in range(50)]
     assert b" 200 " in said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     for one in silent:
@@ -132,7 +132,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("sent", "code"), WRONG)
-def test_what_is_no_http_is_told_so_in_the_words_of_the_api(address: tuple[str, int], sent: bytes, code: int) -> None:
+def test_invalid_http_is_refused_in_the_shape_of_the_api(address: tuple[str, int], sent: bytes, code: int) -> None:
     answer = said(address, sent)
     headers, _, body = answer.partition(b"\r\n\r\n")
     told = json.loads(body)
@@ -159,7 +159,7 @@ def test_requests_one_behind_the_other_are_answered_in_their_order(address: tupl
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"400", b"200", b"200"]
 
 
-def test_who_asks_before_sending_is_told_to_go_on_or_not_to(address: tuple[str, int]) -> None:
+def test_expect_100_continue_is_answered_with_continue_or_a_refusal(address: tuple[str, int]) -> None:
     wanted = (b"Expect: 100-continue", b"Connection: close")
     with socket.create_connection(address, timeout=200) as client:
         client.sendall(head(TEXT, b"Content-Length: 2", *wanted))
@@ -175,8 +175,8 @@ def test_an_upgrade_that_is_not_known_is_passed_over(address: tuple[str, int]) -
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_who_has_said_all_still_gets_what_was_asked(address: tuple[str, int], version: bytes) -> None:
-    """As `nc -N` asks: it closes its side behind the request. The connection ends with the last answer."""
+def test_a_client_that_closes_its_side_still_gets_its_answers(address: tuple[str, int], version: bytes) -> None:
+    """As `nc -N` does: it closes its side after the request. The connection ends with the last answer."""
     one = b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n" % version
     one += b"Content-Length: 2\r\n\r\n{}"
     asked = one * (2 if version == b"1.1" else 1)
@@ -190,7 +190,7 @@ def test_who_has_said_all_still_gets_what_was_asked(address: tuple[str, int], ve
 
 
 @pytest.mark.parametrize("asked", [b"", b"GET /heal", head(TEXT, b"Content-Length: 20") + b"{}"])
-def test_who_ends_in_the_middle_of_a_request_is_gone(address: tuple[str, int], asked: bytes) -> None:
+def test_a_client_that_closes_within_a_request_is_disconnected(address: tuple[str, int], asked: bytes) -> None:
     with socket.create_connection(address, timeout=200) as client:
         client.sendall(asked)
         client.shutdown(socket.SHUT_WR)
@@ -198,8 +198,8 @@ def test_who_ends_in_the_middle_of_a_request_is_gone(address: tuple[str, int], a
 
 
 @pytest.mark.usefixtures("in_haste")
-def test_who_takes_nothing_is_not_written_to_for_ever(address: tuple[str, int]) -> None:
-    """A whole answer like a stream: what the system no longer holds is held here."""
+def test_writing_to_a_client_that_reads_nothing_ends(address: tuple[str, int]) -> None:
+    """A whole answer as well as a stream: the server keeps what the system's buffers cannot hold."""
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

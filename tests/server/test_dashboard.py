@@ -25,7 +25,7 @@ def queries(panel: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def known(pair: House) -> dict[str, set[str]]:
-    """The labels of each series that a server has that has answered."""
+    """The labels of each series of a server that has answered a request."""
     for mode in ("ar", "ssd"):
         asked = {"prompt": "def fibonacci(n):", "max_tokens": 40, "speculation": {"mode": mode}}
         httpx.post(f"{pair.url}/v1/completions", json=asked, timeout=200).raise_for_status()
@@ -34,7 +34,7 @@ def known(pair: House) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_what_a_panel_asks_for_is_there(panel: Any, known: dict[str, set[str]]) -> None:
+def test_the_series_of_a_panel_exist(panel: Any, known: dict[str, set[str]]) -> None:
     for query in queries(panel):
         names = re.findall(r"outrider:\w+", query)
         assert names and set(names) <= known.keys()
@@ -62,7 +62,7 @@ def test_each_panel_has_a_title_a_unit_words_and_a_place_of_its_own() -> None:
         assert any(apart) and one["x"] + one["w"] <= 24
 
 
-def test_what_its_variables_may_be_is_there(known: dict[str, set[str]]) -> None:
+def test_the_series_of_its_variables_exist(known: dict[str, set[str]]) -> None:
     asked = [variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
     for query in asked:
         (name, label), *others = re.findall(r"label_values\((outrider:\w+), (\w+)\)", query["query"])

@@ -26,12 +26,12 @@ def kinds_of_panels() -> None:
 
 
 def again(dashboard: Any) -> Any:
-    """What is left of it once it was read."""
+    """Returns the model as written again after it was read."""
     return json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
 
 
 def lost(given: Any, known: Any, where: str = "") -> Iterator[str]:
-    """Where something that was given is not known, or is other than it was."""
+    """Returns the paths of given values that are unknown or have changed."""
     if isinstance(given, dict) and isinstance(known, dict):
         for name, value in given.items():
             yield from lost(value, known[name], f"{where}/{name}") if name in known else [f"{where}/{name}"]
@@ -43,7 +43,7 @@ def lost(given: Any, known: Any, where: str = "") -> Iterator[str]:
 
 
 def misfits(thing: Any, where: str = "") -> Iterator[str]:
-    """Where a value is not of the type that the schema gives its field."""
+    """Returns the paths of values that are not of their field's type in the schema."""
     if isinstance(thing, list | dict):
         for name, value in enumerate(thing) if isinstance(thing, list) else thing.items():
             yield from misfits(value, f"{where}/{name}")

@@ -75,7 +75,7 @@ every_format = pytest.mark.parametrize("name", SPECIAL)
 
 
 def written(path: Path, marks: Sequence[str]) -> Tokenizer:
-    """A tokenizer of bytes and marks, saved in `path`."""
+    """Saves a tokenizer of bytes and marks in `path`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in (*marks, END)])
@@ -86,7 +86,7 @@ def written(path: Path, marks: Sequence[str]) -> Tokenizer:
 
 
 class Model:
-    """A model that writes what the grammar allows, at random."""
+    """A model that generates random text within the grammar."""
 
     def __init__(self, path: Path, name: str, marks: Sequence[str]) -> None:
         self.tokenizer = written(path, marks)
@@ -102,7 +102,7 @@ class Model:
         self.wishes = [mark for mark in (tags.start, tags.end, THINK.start, THINK.end, END) if mark]
 
     def text(self, grammar: Grammar, seed: int) -> str:
-        """Marks come more often than other bytes would spell them."""
+        """Generates a text; marks are more frequent than by chance."""
         end, rng = self.tokenizer.token_to_id(END), random.Random(seed)
         constraint = self.compiler.constraint(grammar, [end], 0)
         assert constraint is not None
@@ -120,13 +120,13 @@ class Model:
         return self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
 
     def parts(self, text: str, box: Toolbox, prompt: TokenizedPrompt, in_form: bool = False) -> list[Any]:
-        """As they come one character after the other."""
+        """Returns the parts of a text that is fed one character at a time."""
         found: Splitter = splitter(self.served, prompt, box, in_form, by_grammar=True)
         return [part for letter in text for part in found.feed(letter)] + found.finish()
 
 
 def read(parts: list[Any], tools: Sequence[dict[str, Any]]) -> list[str]:
-    """The names of calls, which are by their schemas."""
+    """Returns the names of calls, which must satisfy their schemas."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     calls = [part for part in parts if isinstance(part, ToolCall)]
     for call in calls:
@@ -140,7 +140,7 @@ def tools_of(name: str) -> tuple[dict[str, Any], ...]:
 
 @pytest.mark.parametrize("special", [True, False], ids=["tokens", "bytes"])
 @every_format
-def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) -> None:
+def test_a_required_call_is_generated(tmp_path: Path, name: str, special: bool) -> None:
     model, tools = Model(tmp_path, name, SPECIAL[name] if special else ()), tools_of(name)
     box = Toolbox(tools, must=True, strict=frozenset(["flat", "deep", "none"]))
     grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
@@ -160,7 +160,7 @@ def test_what_must_be_a_call_is_one(tmp_path: Path, name: str, special: bool) ->
 
 
 @pytest.mark.parametrize("name", ["json_tools", "mistral", "kimi_k2", "glm47"])
-def test_no_more_than_one_call_may_be_asked_for(tmp_path: Path, name: str) -> None:
+def test_the_number_of_calls_may_be_limited_to_one(tmp_path: Path, name: str) -> None:
     model, box = Model(tmp_path, name, SPECIAL[name]), Toolbox(TOOLS, must=True, one=True)
     grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)
     assert grammar is not None
@@ -204,7 +204,7 @@ FORMS = {
 
 @pytest.mark.parametrize("thoughts", Thoughts)
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_form_beside_tools_is_that_or_calls(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
+def test_a_response_format_with_tools_allows_either(tmp_path: Path, kind: str, thoughts: Thoughts) -> None:
     model, prompt = (
         Model(tmp_path, "json_tools", (*SPECIAL["json_tools"], "<think>", "</think>")),
         TokenizedPrompt((), thoughts),
@@ -246,8 +246,8 @@ def test_a_schema_that_cant_be_met_is_refused_by_the_tools_name(
     assert refused.value.problem.param == "tools"
 
 
-def test_what_is_strict_is_held_to_every_word_of_its_schema(tmp_path: Path) -> None:
-    """Of others what the library does not know is left out."""
+def test_a_strict_tool_enforces_its_whole_schema(tmp_path: Path) -> None:
+    """Other tools' schemas lose what the library does not support."""
     model = Model(tmp_path, "json_tools", SPECIAL["json_tools"])
     tools = (function("f", None, {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}}),)
     assert answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True), None) is not None
@@ -255,7 +255,7 @@ def test_what_is_strict_is_held_to_every_word_of_its_schema(tmp_path: Path) -> N
         answer_grammar(model.served, TokenizedPrompt(()), Toolbox(tools, must=True, strict=frozenset(["f"])), None)
 
 
-def test_what_a_format_has_no_words_for_is_begun_as_a_call(tmp_path: Path) -> None:
+def test_a_schema_without_a_grammar_only_begins_as_a_call(tmp_path: Path) -> None:
     model, name = Model(tmp_path, "qwen3_coder", SPECIAL["qwen3_coder"]), "qwen3_coder"
     assert name in WITHOUT_DEEP
     grammar = answer_grammar(model.served, TokenizedPrompt(()), Toolbox(TOOLS, must=True), None)
@@ -300,7 +300,7 @@ STRINGS = [
 def test_a_string_may_be_written_as_far_as_it_is_read_again(
     tmp_path: Path, name: str, text: str, schema: dict[str, Any], known: tuple[str, ...], unknown: tuple[str, ...]
 ) -> None:
-    """What is allowed is read as just that; what is not is read as something else."""
+    """An allowed spelling is read as the same string; one that is not allowed is read as another."""
     model = Model(tmp_path, name, SPECIAL[name])
     box = Toolbox((function("f", None, {"properties": {"x": schema}, "required": ["x"]}),), must=True)
     grammar = answer_grammar(model.served, TokenizedPrompt(()), box, None)

@@ -21,13 +21,13 @@ Line = dict[str, Any]
 
 
 def lines(house: House) -> list[Line]:
-    """All of them so far; whatever is no JSON fails."""
+    """Returns all lines so far; one that is no JSON fails the test."""
     assert house.log is not None
     return [json.loads(line) for line in house.log.read_text(encoding="utf-8").splitlines()]
 
 
 def heard(house: House, wanted: Callable[[Line], bool]) -> Line:
-    """The first such line, which may be a moment late: it is written when its answer has been read."""
+    """Waits for the first such line: it may be written just after its answer was read."""
     until = time.monotonic() + 200
     while time.monotonic() < until:
         found = next(filter(wanted, lines(house)), None)
@@ -46,7 +46,7 @@ def test_every_line_of_every_process_is_an_object_with_a_time_a_level_and_words(
         assert line["level"] in ("debug", "info", "warning", "error") and line["message"] and line["logger"]
 
 
-def test_an_answer_has_a_line_and_leads_to_what_the_orchestrator_says_of_its_request(pair: House) -> None:
+def test_an_answer_has_a_line_with_the_orchestrators_id_of_its_request(pair: House) -> None:
     asked = {"prompt": "def f(", "max_tokens": 5}
     headers = {"x-request-id": "find-me", "authorization": f"Bearer {KEY}"}
     httpx.post(f"{pair.url}/v1/completions?{QUERY}", json=asked, headers=headers, timeout=200).raise_for_status()
@@ -59,7 +59,7 @@ def test_an_answer_has_a_line_and_leads_to_what_the_orchestrator_says_of_its_req
     assert re.fullmatch(r"r\d+", ended["request"]) and "5 tokens: length" in ended["message"]
 
 
-def test_what_is_refused_has_a_line_too_and_no_line_has_a_secret(pair: House) -> None:
+def test_a_refusal_has_a_line_too_and_no_line_has_a_secret(pair: House) -> None:
     headers = {"x-request-id": "refuse-me", "x-api-key": KEY}
     httpx.get(f"{pair.url}/nowhere?{QUERY}", headers=headers)
     refused = heard(pair, lambda line: line.get("request") == "refuse-me")

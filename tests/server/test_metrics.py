@@ -24,7 +24,7 @@ def metrics(house: House) -> str:
 
 
 def samples(house: House) -> Samples:
-    """By name and labels but for the model's."""
+    """Returns values by name and labels, without the model's label."""
     found: Samples = {}
     for family in text_string_to_metric_families(metrics(house)):
         for sample in family.samples:
@@ -42,7 +42,7 @@ def complete(house: House, **asked: Any) -> Any:
     return httpx.post(f"{house.url}/v1/completions", json=body, timeout=200).json()
 
 
-def test_names_kinds_and_helps_are_what_prometheus_asks_for(pair: House) -> None:
+def test_names_types_and_helps_follow_prometheus_conventions(pair: House) -> None:
     families = list(text_string_to_metric_families(metrics(pair)))
     assert len({family.name for family in families}) == len(families) > 40
     for family in families:
@@ -129,7 +129,7 @@ def test_ends_and_errors_are_counted_by_kind(pair: House) -> None:
         assert of(after, f"{name}_total", **labels) == of(before, f"{name}_total", **labels) + 1
 
 
-def test_no_label_is_what_somebody_typed(chat: House) -> None:
+def test_no_label_holds_text_from_a_request(chat: House) -> None:
     for path in ("/nowhere/at/all", "/v1/models/nobody's", "/models/nobody's", "/v1/chat/completions/x", "/%ff"):
         assert httpx.get(f"{chat.url}{path}").status_code == 404
     httpx.post(f"{chat.url}/v1/chat/completions", json={"model": "typed", "messages": TALK})
@@ -156,7 +156,7 @@ def test_the_processes_of_the_server_are_looked_at(pair: House) -> None:
 
 
 def test_a_worker_from_elsewhere_is_no_process_of_this_machine() -> None:
-    """Its number may be that of somebody else's process here."""
+    """Its process id may be that of an unrelated process here."""
     stranger = WorkerStats("draft", "far", "ready", 1, "mlx", "m", 1, 1, 1, 1, "")
     looked_at = ProcessMetrics()
     looked_at.stats = Stats("", "0", (stranger,), 0, 0, 0, 0, Timings(), 0, 0)

@@ -9,7 +9,7 @@ from outrider.server.answers.run import NewsQueue
 SOON, LATE = 0.01, 3600.0
 
 
-def test_what_is_there_is_taken_at_once_and_in_order() -> None:
+def test_queued_items_are_taken_at_once_and_in_order() -> None:
     async def read() -> list[int]:
         line = NewsQueue[int]()
         for one in range(3):
@@ -19,7 +19,7 @@ def test_what_is_there_is_taken_at_once_and_in_order() -> None:
     assert asyncio.run(read()) == [0, 1, 2]
 
 
-def test_who_waits_is_woken_by_what_comes() -> None:
+def test_a_waiting_reader_is_woken_by_a_new_item() -> None:
     async def read() -> list[list[int]]:
         line, taken = NewsQueue[int](), list[list[int]]()
         for one in range(3):
@@ -33,7 +33,7 @@ def test_who_waits_is_woken_by_what_comes() -> None:
     assert asyncio.run(read()) == [[0], [1], [2]]
 
 
-def test_silence_is_told_again_and_again_whatever_patience_was_before() -> None:
+def test_silence_is_reported_repeatedly_whatever_the_previous_timeout() -> None:
     async def read() -> list[list[int]]:
         line = NewsQueue[int]()
         waiting = asyncio.create_task(line.take(LATE))
@@ -45,7 +45,7 @@ def test_silence_is_told_again_and_again_whatever_patience_was_before() -> None:
 
 
 def test_an_alarm_that_was_set_for_one_wait_does_not_end_the_next() -> None:
-    """It rings while somebody waits who began later, and is set again for them."""
+    """It fires during a later wait, and is set again for that one."""
 
     async def read() -> list[int]:
         line = NewsQueue[int]()
@@ -61,7 +61,7 @@ def test_an_alarm_that_was_set_for_one_wait_does_not_end_the_next() -> None:
     assert asyncio.run(read()) == [2]
 
 
-def test_who_stops_waiting_loses_nothing() -> None:
+def test_a_cancelled_wait_loses_nothing() -> None:
     async def read() -> list[int]:
         line = NewsQueue[int]()
         waiting = asyncio.create_task(line.take(LATE))
@@ -75,7 +75,7 @@ def test_who_stops_waiting_loses_nothing() -> None:
     assert asyncio.run(read()) == [1, 2]
 
 
-def test_what_comes_while_somebody_waits_is_offered_at_once_and_kept_if_it_is_refused() -> None:
+def test_a_new_item_is_offered_at_once_to_a_waiting_reader_and_kept_if_refused() -> None:
     offered: list[int] = []
 
     def is_even(one: int) -> bool:
@@ -100,7 +100,7 @@ def test_what_comes_while_somebody_waits_is_offered_at_once_and_kept_if_it_is_re
     assert offered == [2, 4, 5]
 
 
-def test_what_was_taken_at_once_begins_the_silence_anew() -> None:
+def test_an_item_taken_at_once_restarts_the_silence() -> None:
     async def read() -> tuple[list[int], int]:
         line, loop = NewsQueue[int](), asyncio.get_running_loop()
         set_alarms, call_at = [], loop.call_at

@@ -35,7 +35,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def visit(chromium: Any, pair: House) -> Iterator[Open]:
-    """`visit(**options) -> Page`, ready. In the end nothing has been complained of, and nobody else asked."""
+    """`visit(**options) -> Page`, ready. Afterwards fails on complaints of the page and requests to other hosts."""
     contexts, complaints, asked = [], [], []
 
     def opened(url: str = pair.url, expected: str = "ready", **options: Any) -> Any:
@@ -130,8 +130,8 @@ def test_the_race_ends_in_one_text_and_says_so(visit: Open, pair: House) -> None
     assert answers[0].request.timing["startTime"] < answers[1].request.timing["startTime"]
 
 
-def test_texts_that_differ_are_not_called_the_same(visit: Open) -> None:
-    """Were AR's answer another one, the page would say from where on."""
+def test_different_texts_are_not_reported_as_equal(visit: Open) -> None:
+    """If AR's answer differed, the page would show where."""
     page = visit()
 
     def another(route: Any) -> None:
@@ -146,7 +146,7 @@ def test_texts_that_differ_are_not_called_the_same(visit: Open) -> None:
 
 
 def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
-    """The text of this seed goes on beyond 400 tokens."""
+    """The text of this seed has more than 400 tokens."""
     page = visit()
     fill(page, tokens=400)
     for way in ("button", "Escape"):
@@ -172,7 +172,7 @@ def test_stopping_ends_the_request(visit: Open, pair: House) -> None:
     done(page)
 
 
-def test_what_is_refused_is_said_in_the_servers_words(visit: Open) -> None:
+def test_a_refusal_is_shown_in_the_servers_words(visit: Open) -> None:
     page = visit()
     fill(page, prompt="word " * 4000)
     page.get_by_role("button", name="Generate").click()
@@ -257,7 +257,7 @@ def test_a_chat_model_has_a_conversation(visit: Open, chat: House) -> None:
 
 
 def beyond(page: Any) -> list[str]:
-    """What sticks out of the window, or is cut off inside its own box."""
+    """Returns the elements that exceed the window or are cut off in their own box."""
     found: list[str] = page.evaluate(
         """() => [...document.body.querySelectorAll("*")]
             .filter((node) => !node.closest("svg") && node.checkVisibility())
@@ -319,7 +319,7 @@ def test_an_accessibility_engine_finds_nothing_in_light_and_dark(visit: Open) ->
 # --- keys ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_asked_for_where_one_is_wanted_and_kept_in_the_tab(visit: Open, guarded: str) -> None:
+def test_a_required_key_is_requested_and_kept_in_the_tab(visit: Open, guarded: str) -> None:
     page = visit(guarded, expected="needs an API key")
     fill(page, tokens=8)
     page.get_by_label("API key").fill("another")

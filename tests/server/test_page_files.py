@@ -35,7 +35,7 @@ def test_every_file_of_the_page_is_used() -> None:
 
 
 def test_every_origin_of_a_token_has_its_words_its_colour_and_its_count() -> None:
-    """The page fails in the middle of a text where one is missing."""
+    """The page would fail in the middle of a text without one."""
     folder = Path(__file__).parents[2] / "server" / "page"
     texts = {path.name: path.read_text() for path in folder.iterdir()}
     for origin in (origin.name.lower() for origin in Origin):

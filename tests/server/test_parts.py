@@ -37,7 +37,7 @@ def json_tools() -> ToolFormat:
 
 
 def joined(parts: list[Any]) -> list[tuple[str, str]]:
-    """Stretches of one kind are one; a call is one each."""
+    """Joins adjacent parts of one kind; calls stay separate."""
     found: list[tuple[str, str]] = []
     for part in parts:
         kind = {TextPart: "S", ThinkingPart: "T", ToolCall: "C"}[type(part)]
@@ -72,12 +72,12 @@ def test_parts_are_the_same_however_a_text_is_cut() -> None:
         ("</think> alone", SplitterState.TEXT, [("S", "</think> alone")]),
     ],
 )
-def test_what_is_cut_off_or_cannot_be_read_is_not_lost(text: str, state: SplitterState, expected: Any) -> None:
+def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, state: SplitterState, expected: Any) -> None:
     splitter = Splitter(THINK, json_tools(), BOX, state)
     assert joined(splitter.feed(text) + splitter.finish()) == expected
 
 
-def test_marks_that_nobody_asked_for_are_words() -> None:
+def test_marks_that_are_not_expected_are_text() -> None:
     splitter = Splitter(None, json_tools(), Toolbox())
     assert joined(splitter.feed(TEXT) + splitter.finish()) == [("S", TEXT)]
 
@@ -88,7 +88,7 @@ def test_a_format_without_an_end_goes_on_to_the_end_of_the_text() -> None:
     assert joined(parts + splitter.finish()) == [("S", "So "), ("C", '{"x": 1}'), ("C", "{}")]
 
 
-def test_formats_and_thoughts_are_told_as_mlx_lm_tells_them() -> None:
+def test_formats_and_thoughts_are_recognised_as_by_mlx_lm() -> None:
     random = Random(2)
     for _ in range(2000):
         template = " ".join(random.sample(MARKS, random.randint(0, 3)))

@@ -20,7 +20,7 @@ NEVER = 1e6
 
 
 async def nobody(_scope: Scope, _receive: Receive, _send: Send) -> None:
-    """Answers nothing."""
+    """An application that answers nothing."""
 
 
 def server() -> Server:
@@ -30,7 +30,7 @@ def server() -> Server:
 @pytest.mark.parametrize(
     "told", [Server.end, lambda one: one.handle_exit(signal.SIGTERM, None)], ids=["word", "signal"]
 )
-def test_who_is_told_to_end_ends_without_waiting_for_the_next_look(
+def test_a_signal_ends_the_server_without_waiting_for_the_next_tick(
     told: Callable[[Server], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "TICK_SECONDS", NEVER)
@@ -71,7 +71,7 @@ def test_the_date_is_renewed_at_each_look(monkeypatch: pytest.MonkeyPatch) -> No
     ("system", "asked"),
     [("glibc 2.35", LARGE_PAGES), ("glibc 2.41.9000", LARGE_PAGES), ("glibc 2.34", {}), (None, {}), ("musl 3.0", {})],
 )
-def test_large_pages_are_asked_for_where_the_systems_allocator_has_them(
+def test_large_pages_are_enabled_where_the_systems_allocator_has_them(
     system: str | None, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "confstr_names", {GLIBC: 2})

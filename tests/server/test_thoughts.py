@@ -11,7 +11,7 @@ TAGS = SpanTags("<think>", "</think>")
 
 
 class Spelled:
-    """Tokens that stand for these pieces of text, by their place."""
+    """Tokens that stand for these pieces of text, by index."""
 
     def __init__(self, *pieces: str) -> None:
         self.pieces = pieces

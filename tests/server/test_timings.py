@@ -11,7 +11,7 @@ from outrider.protocol.stats import Tally
 from outrider.server.answers.parts import timings
 
 
-def test_every_number_is_told_as_json() -> None:
+def test_every_number_is_serialized_as_json() -> None:
     named = {one.name: (Tally("draft-0", 3),) for one in fields(Timings) if "Tally" in str(one.type)}
     full: dict[str, Any] = {**named, "prompt_n": 8, "prompt_ms": 4.0, "turnaround_ms": (1.0, 2.0)}
     told = json.loads(json.dumps(timings(Timings(**full))))

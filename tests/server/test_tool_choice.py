@@ -55,7 +55,7 @@ def calls(answer: httpx.Response) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_has_to_come_satisfies_its_schema_in_every_mode(chat: House, stream: bool) -> None:
-    """The model would not write it so: its script says nothing of days. Drafts are by the grammar, and taken."""
+    """Only the grammar enforces it: the model's script leaves the days out. Drafts follow it, and are accepted."""
     found = set()
     for mode in ("ar", "sd", "ssd"):
         asked: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_every_api_requires_calls(ai: openai.OpenAI, claude: anthropic.Anthropic
 
 
 def test_a_tool_that_is_named_is_called_once(chat: House, ai: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    """The script says the same call again and again where it may; the grammar ends after one."""
+    """The script repeats the call where it may; the grammar ends after one."""
     asked: dict[str, Any] = {"messages": HELLO, "temperature": 1.5, "max_tokens": 2000}
     for seed, stream in ((1, False), (2, False), (3, True)):
         body = {**asked, "tools": [OTHER, TOOL], "tool_choice": NAMED, "seed": seed, "stream": stream}
@@ -126,7 +126,7 @@ def test_a_tool_that_is_named_is_called_once(chat: House, ai: openai.OpenAI, cla
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_cut_off_is_not_told(chat: House, stream: bool) -> None:
+def test_a_call_that_is_cut_off_is_not_returned(chat: House, stream: bool) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "seed": 1, "stream": stream}
     for most in (1, 3, 9):
         text = httpx.post(f"{chat.url}{CHAT}", json={**asked, "max_tokens": most}, timeout=200).text
@@ -152,7 +152,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(chat: House) -> Non
     jsonschema.validate(json.loads(held["tool_calls"][0]["function"]["arguments"]), CITY)
 
 
-def test_beside_a_form_a_tool_is_called_or_the_form_is_said(chat: House) -> None:
+def test_with_a_response_format_a_tool_is_called_or_the_format_is_followed(chat: House) -> None:
     mark = httpx.post(f"{chat.url}/tokenize", json={"content": "<tool_call>"}, timeout=200).json()["tokens"][0]
     asked: dict[str, Any] = {"messages": HELLO, "tools": [TOOL], "response_format": IN_FORM}
     said = message(post(chat, **asked, logit_bias={str(mark): -9.0}))
@@ -188,7 +188,7 @@ def test_a_model_that_thinks_does_so_before_the_form(chat: House, stream: bool) 
 
 
 def test_a_model_that_is_not_to_think_does_not(chat: House) -> None:
-    """Where its template begins a thought all the same, that is closed."""
+    """If its template begins a thought nevertheless, the prompt closes it."""
     begun = [*HELLO, {"role": "user", "content": "<|im_start|>assistant\n<think>"}]
     asked: dict[str, Any] = {"messages": begun, "response_format": IN_FORM, "add_generation_prompt": False}
     assert message(post(chat, **asked))["reasoning_content"]
@@ -196,7 +196,7 @@ def test_a_model_that_is_not_to_think_does_not(chat: House) -> None:
     assert "reasoning_content" not in told and json.loads(told["content"])
 
 
-def test_a_text_has_at_least_so_many_tokens_in_every_mode(chat: House) -> None:
+def test_a_text_has_at_least_min_tokens_in_every_mode(chat: House) -> None:
     asked: dict[str, Any] = {"messages": HELLO, "max_tokens": 40, "seed": 5, "temperature": 0.8}
     assert post(chat, **asked).json()["usage"]["completion_tokens"] <= 6
     texts = set()
@@ -223,8 +223,10 @@ def test_a_large_answer_is_compressed_and_a_stream_is_not(chat: House, stream: b
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ones", [1, 2])
-def test_what_no_grammar_holds_is_checked_afterwards_unless_it_is_strict(chat: House, ones: int, stream: bool) -> None:
-    """A list of so many ones, no two of which may be alike."""
+def test_constraints_outside_the_grammar_are_checked_afterwards_unless_strict(
+    chat: House, ones: int, stream: bool
+) -> None:
+    """A list of that many ones, which must differ from each other."""
     schema = {"type": "array", "items": {"const": 1}, "minItems": ones, "maxItems": ones, "uniqueItems": True}
     form: dict[str, Any] = {"name": "s", "schema": schema}
     body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": form}, "stream": stream}
@@ -243,7 +245,7 @@ def test_what_no_grammar_holds_is_checked_afterwards_unless_it_is_strict(chat: H
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("city", ["Paris", "Rome"])
 def test_arguments_that_no_grammar_held_are_checked_afterwards(chat: House, city: str, strict: bool) -> None:
-    """The scripted model asks for Paris, unless a strict tool's grammar forbids it."""
+    """The scripted model writes Paris, unless a strict tool's grammar forbids it."""
     schema = {"type": "object", "properties": {"city": {"const": city}}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema, "strict": strict}}
     answer = post(chat, messages=HELLO, tools=[tool])
@@ -267,7 +269,9 @@ def tool_of(parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "g"}}}, "tool_choice", "not among"),
     ],
 )
-def test_what_cant_be_held_is_refused_with_the_field(chat: House, body: dict[str, Any], param: str, words: str) -> None:
+def test_constraints_that_cannot_be_enforced_are_refused_with_the_field(
+    chat: House, body: dict[str, Any], param: str, words: str
+) -> None:
     refused = post(chat, messages=HELLO, **{"tool_choice": "required", **body})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == param
     assert re.search(words, refused.json()["error"]["message"])
@@ -285,7 +289,7 @@ def test_a_grammar_may_name_the_models_special_tokens(chat: House) -> None:
 
 
 def check_rows(rows: list[Any], expected: list[Any]) -> None:
-    """The same tokens in the same order, with values as far as rounding leaves them alike."""
+    """Checks that tokens and order are equal, and values equal within rounding."""
     flat, same = ([one for row in many for one in (row, *row["top_logprobs"])] for many in (rows, expected))
     assert [(one["token"], one["bytes"]) for one in flat] == [(one["token"], one["bytes"]) for one in same]
     assert [one["logprob"] for one in flat] == pytest.approx([one["logprob"] for one in same], abs=1e-4)
@@ -313,8 +317,8 @@ def test_a_responses_log_probabilities_are_the_chats(ai: openai.OpenAI, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_only_words_have_them(ai: openai.OpenAI, stream: bool) -> None:
-    """Not the thought before them, nor the call behind."""
+def test_only_the_answers_text_has_logprobs(ai: openai.OpenAI, stream: bool) -> None:
+    """The thought before it and the call after it have none."""
     asked: Any = {"model": "chatty", "input": "hi", "include": ["message.output_text.logprobs"]}
     tools: Any = [{"type": "function", "strict": False, **WEATHER}]
     thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
@@ -329,6 +333,6 @@ def test_only_words_have_them(ai: openai.OpenAI, stream: bool) -> None:
         assert [row.token for row in item.content[0].logprobs or ()] == words
 
 
-def test_how_many_are_likeliest_is_asked_for_with_them(chat: House) -> None:
+def test_top_logprobs_requires_logprobs(chat: House) -> None:
     refused = httpx.post(f"{chat.url}/v1/responses", json={"input": "hi", "top_logprobs": 3}, timeout=200)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_logprobs"

@@ -47,7 +47,7 @@ STERN = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here
 
 
 def folder_with(template: str, model: Path, to: Path) -> Path:
-    """The model with another template."""
+    """Returns a folder of the model with another template."""
     shutil.copytree(model, to)
     settings = json.loads((to / "tokenizer_config.json").read_text())
     (to / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
@@ -66,7 +66,7 @@ def model(bare: Path) -> ServedModel:
 
 @pytest.fixture(scope="module")
 def house(chat: House, bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """The same cluster behind the other template."""
+    """A server of the same cluster with the other template."""
     with serving(chat.client.endpoint, bare, tmp_path_factory.mktemp("words")) as found:
         yield found
 
@@ -109,7 +109,7 @@ def test_the_models_description_says_so(house: House, chat: House) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_whole_task(house: House, choice: Any) -> None:
-    """The script would leave out the days, which the schema requires: so it is the grammar that holds the call."""
+    """The schema requires the days, which the script leaves out: only the grammar can enforce them."""
     asked = {"messages": HELLO, "tools": [TOOL], "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False}
     answer = httpx.post(f"{house.url}/v1/chat/completions", json=asked, timeout=200).json()["choices"][0]
     (call,) = answer["message"]["tool_calls"]

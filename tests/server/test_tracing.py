@@ -32,7 +32,7 @@ ASKED = {"prompt": "def fibonacci(n):", "max_tokens": 12, "seed": 4, "temperatur
 
 
 class App:
-    """The application itself, before a running orchestrator; its spans stay here."""
+    """The application itself, with a running orchestrator; its spans are kept here."""
 
     def __init__(self, endpoint: str) -> None:
         self.exporter = InMemorySpanExporter()
@@ -43,7 +43,7 @@ class App:
     def post(
         self, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> tuple[httpx.Response, list[ReadableSpan]]:
-        """The answer, and the spans that came of it, in the order in which they ended."""
+        """Returns the answer and its spans, in the order in which they ended."""
 
         async def asked() -> httpx.Response:
             transport = httpx.ASGITransport(self._app)
@@ -82,7 +82,7 @@ def test_a_traced_request_has_a_span_its_choice_another_and_that_its_parts(app: 
     assert request.start_time <= parts[0].start_time
 
 
-def test_spans_have_the_conventions_attributes_and_what_speculation_did(app: App) -> None:
+def test_spans_have_the_conventions_attributes_and_counts_of_speculation(app: App) -> None:
     answer, spans = app.post("/v1/completions", ASKED, TRACED)
     told, times = answer.json(), answer.json()["timings"]
     choice, decode = attributes(spans[3]), attributes(spans[2])
@@ -104,7 +104,7 @@ def test_spans_have_the_conventions_attributes_and_what_speculation_did(app: App
     assert told["choices"][0]["text"] not in str([attributes(span) for span in spans])
 
 
-def test_each_choice_has_its_span_and_what_fails_says_how(app: App) -> None:
+def test_each_choice_has_its_span_and_failures_have_their_status(app: App) -> None:
     _, spans = app.post("/v1/completions", {**ASKED, "n": 2}, TRACED)
     assert sorted(attributes(span).get("outrider.choice", -1) for span in spans) == [-1] * 7 + [0, 1]
     refused, spans = app.post("/v1/completions", {**ASKED, "prompt": [5] * 2000}, TRACED)
@@ -164,7 +164,7 @@ def test_nothing_of_opentelemetry_is_imported_where_nobody_asks_for_it() -> None
         ("http://127.0.0.1:4318", {"OTEL_TRACES_EXPORTER": "none"}, False),
     ],
 )
-def test_tracing_is_asked_for_by_a_flag_or_by_opentelemetrys_variables(
+def test_tracing_is_enabled_by_a_flag_or_by_opentelemetrys_variables(
     endpoint: str | None, environment: dict[str, str], wanted: bool
 ) -> None:
     assert tracing_wanted(HttpSettings(otlp_endpoint=endpoint), environment) is wanted

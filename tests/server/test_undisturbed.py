@@ -52,7 +52,7 @@ HALF = {
 
 
 def words(lines: Iterator[str]) -> Iterator[str]:
-    """The text of a stream, as it comes."""
+    """Yields the text of a stream as it arrives."""
     for line in lines:
         if line.startswith("data: {"):
             yield json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
@@ -80,6 +80,6 @@ def test_bad_input_disturbs_no_text_that_is_made_meanwhile(chat: House) -> None:
 
 
 def test_random_requests_by_the_servers_own_description(chat: House, scripted: Path, tmp_path: Path) -> None:
-    """A short form of `python -m tests.harness.fuzz_http`. Texts without an end are given up soon."""
+    """A short form of `python -m tests.harness.fuzz_http`. Endless texts are cancelled soon."""
     with serving(chat.client.endpoint, scripted, tmp_path, request_timeout=1) as house:
         assert fuzz(house.url, tmp_path, seed=1, each=2, phases="fuzzing") == []

@@ -16,7 +16,7 @@ from outrider.server.problems import problem_of
 
 
 class Prompt:
-    """A run that reads a prompt, is silent and then breaks off."""
+    """A run that reads a prompt, is silent and then fails."""
 
     over = False
 
@@ -36,7 +36,7 @@ APIS: dict[str, EventWriter] = {
 
 
 def written(events: EventWriter) -> list[bytes]:
-    """All that is told of such a run."""
+    """Returns everything written for such a run."""
 
     async def read() -> list[bytes]:
         told, found = part_stream.PartStream(Prompt(), [Splitter()]), list[bytes]()  # type: ignore[arg-type]
@@ -60,6 +60,6 @@ def test_anthropics_readers_are_sent_pings() -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(ServerBusy("x"), 429), (EndpointError("x"), 503), (WorkerError("x"), 503)]
 )
-def test_who_has_to_wait_is_told_when_to_ask_again(error: OutriderError, status: int) -> None:
+def test_errors_of_a_busy_server_have_retry_after(error: OutriderError, status: int) -> None:
     problem = problem_of(error)
     assert problem.status == status and int(problem.headers["retry-after"]) > 0
