@@ -1,1 +1,1 @@
-"""Drafters behind one interface, and how their branches grow. Both workers use them: a drafter can run in either."""
+"""Drafters behind one interface, and the growth of their branches. A drafter can run in either worker."""

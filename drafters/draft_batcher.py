@@ -1,7 +1,7 @@
-"""Joins the forwards of several requests' drafting, under one budget of branches.
+"""Batches the forwards of several requests' drafting, under one budget of branches.
 
-The tokens that each request wants fed are collected and fed in one forward. If a joint forward fails, each request is
-tried alone, so that only the request whose own forward fails ends.
+The tokens that the requests want to feed are fed in one forward. If a joint forward fails, each request is tried alone,
+so that only a request whose own forward fails ends.
 
 `Capacity` estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows
 and the length of a round. Old measurements fade.
@@ -27,7 +27,7 @@ ENOUGH = 8.0
 
 
 class Capacity:
-    """Live estimates of one drafter beside its target."""
+    """Live estimates of a drafter's forwards and of the rounds."""
 
     def __init__(self) -> None:
         self._cost = ForwardCost()
@@ -38,14 +38,14 @@ class Capacity:
         self._cost.add(rows, ms)
 
     def round(self, ms: float) -> None:
-        """Records the time between two commits of a request, with a chain to verify."""
+        """Records the time between two commits of a request in SSD."""
         self._rounds = self._rounds * FADE + 1.0
         self._round_ms = self._round_ms * FADE + ms
 
     def branches(self, depth: int) -> int | None:
-        """How many branches of this depth can grow in a round, of all requests together; None: not known yet.
+        """Returns how many branches of this depth can grow in a round, over all requests; None: not known yet.
 
-        They take one forward more than their depth: branches of full acceptance begin with the second.
+        They take one forward more than their depth, because branches of full acceptance begin with the second.
         """
         if min(self._rounds, self._cost.seen) < ENOUGH:
             return None
@@ -54,7 +54,7 @@ class Capacity:
         return max(int(room / each), 0)
 
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 class DraftBatcher:
@@ -66,12 +66,12 @@ class DraftBatcher:
         self._calibration = calibration or Calibration()
 
     def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
-        """One forward for each of `works`; for one that failed, its error.
+        """Makes one forward for all `works`; returns their branches, or the error of one that failed.
 
         `active`: the number of requests that share the drafter's time.
         """
         started_ns = clock.now()
-        wishes = [_tried(work.wish) for work in works]
+        wishes = [_try(work.wish) for work in works]
         self._grant(
             [(work, wish) for work, wish in zip(works, wishes, strict=True) if isinstance(wish, BranchRequest)], active
         )
@@ -81,43 +81,43 @@ class DraftBatcher:
         rows = self._run(jobs)
         if rows:
             self.capacity.forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
-        found = iter(jobs)
-        return [failed[id(work)] if id(work) in failed else next(found).found() for work in works]
+        results = (job.result() for job in jobs)
+        return [failed[id(work)] if id(work) in failed else next(results) for work in works]
 
-    def _grant(self, asked: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
+    def _grant(self, requests: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
         """Divides the branches that can be ready in time; a share is left for requests that come later in the round."""
-        wishes = [wish for _, wish in asked]
+        wishes = [wish for _, wish in requests]
         budget = self.capacity.branches(max((wish.depth for wish in wishes), default=0)) if active > 1 else None
         if budget is not None:
             budget = budget * len(wishes) // active
-        for (work, wish), share in zip(asked, shares(wishes, budget, self._calibration), strict=True):
+        for (work, wish), share in zip(requests, shares(wishes, budget, self._calibration), strict=True):
             work.grant(wish, share)
 
     def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
-        """The `depths` tokens that follow each committed text, or the error of one that failed."""
+        """Returns the `depths` tokens after each committed text, or the error of one that failed."""
         jobs = [_Job(work.tree, work.continuation(depth)) for work, depth in zip(works, depths, strict=True)]
         self._run(jobs)
-        return [job.found() for job in jobs]
+        return [job.result() for job in jobs]
 
     def _run(self, jobs: Sequence[_Job[Result]]) -> int:
-        """Works until all have ended. Returns the number of tokens that were fed."""
+        """Runs all jobs to their end. Returns the number of tokens that were fed."""
         rows = 0
         for job in jobs:
             job.begin()
-        while hungry := [job for job in jobs if job.feed is not None]:
-            rows += sum(len(job.wanted().tokens) for job in hungry)
-            for job, fed in zip(hungry, self._fed(hungry), strict=True):
-                job.go_on(fed)
+        while waiting := [job for job in jobs if job.feed is not None]:
+            rows += sum(len(job.wanted().tokens) for job in waiting)
+            for job, nodes in zip(waiting, self._feed(waiting), strict=True):
+                job.go_on(nodes)
         return rows
 
-    def _fed(self, jobs: Sequence[_Job[Result]]) -> list[list[int] | OutriderError]:
-        """One forward, or one each where they can't be joined: each job's new nodes."""
+    def _feed(self, jobs: Sequence[_Job[Result]]) -> list[list[int] | OutriderError]:
+        """Makes one forward, or one for each job if they can't be joined; returns each job's new nodes."""
         if self._joining is not None and len(jobs) > 1:
             trees, feeds, join = [job.tree for job in jobs], [job.wanted() for job in jobs], self._joining.feed_together
-            found = _tried(lambda: join(trees, feeds))
-            if not isinstance(found, OutriderError):
-                return list(found)
-        return [_tried(job.alone) for job in jobs]
+            nodes = _try(lambda: join(trees, feeds))
+            if not isinstance(nodes, OutriderError):
+                return list(nodes)
+        return [_try(job.feed_alone) for job in jobs]
 
 
 class _Job(Generic[Result]):
@@ -126,48 +126,48 @@ class _Job(Generic[Result]):
     def __init__(self, tree: TokenTree, steps: Steps[Result]) -> None:
         self.tree, self._steps = tree, steps
         self.feed: TreeFeed | None = None
-        self._found: list[Result | OutriderError] = []
+        self._result: list[Result | OutriderError] = []
 
     def begin(self) -> None:
         self._step(lambda: next(self._steps))
 
-    def go_on(self, fed: list[int] | OutriderError) -> None:
-        if isinstance(fed, OutriderError):
+    def go_on(self, nodes: list[int] | OutriderError) -> None:
+        if isinstance(nodes, OutriderError):
             self.feed = None
-            self._found.append(fed)
+            self._result.append(nodes)
         else:
-            self._step(lambda: self._steps.send(fed))
+            self._step(lambda: self._steps.send(nodes))
 
     def wanted(self) -> TreeFeed:
         if self.feed is None:
             raise ValueError("this job has ended; only one that waits can be fed")
         return self.feed
 
-    def alone(self) -> list[int]:
+    def feed_alone(self) -> list[int]:
         feed = self.wanted()
         return self.tree.feed(feed.parents, feed.tokens)
 
-    def found(self) -> Result | OutriderError:
-        return self._found[0]
+    def result(self) -> Result | OutriderError:
+        return self._result[0]
 
     def _step(self, step: Callable[[], TreeFeed]) -> None:
-        def stepped() -> TreeFeed | None:
+        def run() -> TreeFeed | None:
             try:
                 return step()
             except StopIteration as ended:
-                self._found.append(ended.value)
+                self._result.append(ended.value)
                 return None
 
-        feed = _tried(stepped)
+        feed = _try(run)
         if isinstance(feed, OutriderError):
-            self._found.append(feed)
+            self._result.append(feed)
             self.feed = None
         else:
             self.feed = feed
 
 
-def _tried(task: Callable[[], Found]) -> Found | OutriderError:
-    """What `task` returns, or why it failed."""
+def _try(task: Callable[[], Value]) -> Value | OutriderError:
+    """Returns the result of `task`, or its error."""
     try:
         with named_errors("the draft's forward"):
             return task()

@@ -1,7 +1,7 @@
-"""The interface of a drafter: anything that proposes tokens. A new drafter is one file behind `Drafter` and
-`TokenTree`, a line in `BACKENDS` and a name in the settings.
+"""The interface of drafters, which propose tokens. A new drafter is one file that implements `Drafter` and `TokenTree`,
+a line in `BACKENDS` and a name in the settings.
 
-A drafter deals in tokens and nodes; it knows nothing of sockets, rounds or which outcomes are worth preparing.
+A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the outcomes to prepare.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from outrider.protocol.trees import SparseQ
 class TokenTree(Protocol):
     """One request's committed tokens and the drafted tokens that grow from them.
 
-    A *node* is a token that has been fed, so that what follows it is known. Nodes are ints, numbered from 0 in feeding
-    order over the tree's life: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's
-    node. Scores are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or
-    without noise (residual sampling).
+    A *node* is a token that has been fed, so that the scores after it are known. Nodes are ints, numbered from 0 in the
+    order of feeding: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's node. Scores
+    are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or without noise
+    (residual sampling).
     """
 
     @property
@@ -37,68 +37,68 @@ class TokenTree(Protocol):
 
     @property
     def cached(self) -> int:
-        """How many of the tokens it was opened with were remembered, and so not read."""
+        """How many of its first tokens came from the prompt cache."""
         ...
 
     @property
     def committed_len(self) -> int:
-        """Number of committed tokens, the root's included."""
+        """The number of committed tokens, including the root's."""
         ...
 
     @property
     def room(self) -> int:
-        """How many further positions fit behind the committed tokens before the context ends."""
+        """How many positions the context has after the committed tokens."""
         ...
 
     def column_tokens(self) -> list[int]:
-        """The token of every committed KV column, in order; must equal the committed tokens."""
+        """Returns the token of every committed KV column, in order; they must equal the committed tokens."""
         ...
 
     def child(self, node: int, token: int) -> int | None:
-        """The fed node for `token` right after `node`, if there is one. May evaluate."""
+        """Returns the fed node for `token` right after `node`, or None. May evaluate."""
         ...
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        """Feeds one token behind each parent, all in one forward, and returns their nodes.
+        """Feeds one token after each parent, all in one forward, and returns their nodes.
 
-        A token of None is the parent's own best continuation, kept on the device: feeding is lazy and never waits. A
-        parent may be a node of this same call if its token comes earlier in the list and the child's token is not None.
+        A token of None is the parent's best continuation, kept on the device: feeding is lazy and never waits. A parent
+        may be a node of this same call if its token comes earlier in the list and the child's token is not None.
         """
         ...
 
     def best(self, nodes: Sequence[int]) -> list[int]:
-        """Each node's own best continuation. Waits for it."""
+        """Returns each node's best continuation. Waits for it."""
         ...
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        """The `count` best continuations of each node, best first. Waits for them."""
+        """Returns the `count` best continuations of each node, best first. Waits for them."""
         ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         """Makes `tokens` final, which follow the root and were not drafted; the last becomes the root. Waits.
 
-        Every pending node is dropped. Logits are computed for the last token only, so that many tokens cost no more
-        memory than a prompt. With `more` there is no root until a later call reads the rest.
+        Drops every pending node. Logits are computed for the last token only, so that many tokens take no more memory
+        than a prompt. With `more` there is no root until a later call reads the rest.
         """
         ...
 
     def commit(self, path: Sequence[int]) -> None:
         """Makes `path` (a child of the root and so on downwards) final; its last node becomes the root.
 
-        Descendants of the new root stay; every other pending node is dropped.
+        Drops every pending node that does not descend from the new root.
         """
         ...
 
     def close(self, spoilt: bool = False) -> None:
-        """Frees what it holds. A prompt cache may keep it for later texts, unless it is `spoilt` by a failure."""
+        """Frees its memory. A prompt cache may keep its rows for later texts, unless a failure has `spoilt` them."""
         ...
 
 
 class Drafter(Protocol):
-    """Proposes tokens: opens one tree a request.
+    """Proposes tokens; opens one tree for each request.
 
-    `prompt_cache`: what it remembers of texts that have ended; nothing if it reads every text in full. `note`: what a
-    person should know about how it runs; mostly empty.
+    `prompt_cache` holds prefixes of texts that have ended; it is empty if the drafter reads every text in full. `note`
+    is a note for users about how it runs; mostly empty.
     """
 
     backend: str
@@ -118,7 +118,8 @@ class Drafter(Protocol):
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
-        What `constraint` rules out scores -inf; a drafter without scores may leave it out, for the target has it too.
+        Tokens that `constraint` excludes score -inf; a drafter without scores may ignore it, because the target does
+        not.
         """
         ...
 
@@ -126,15 +127,16 @@ class Drafter(Protocol):
 class DrawingTree(TokenTree, Protocol):
     """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
 
-    Each chain has noise of its own, and begins behind a token that the caller gave (`engine.residual`).
+    Each chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
     """
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """As `TokenTree.child`; `told`: only a node that was fed as a token (True), or only one fed as None (False)."""
+        """The same as `TokenTree.child`, limited to nodes fed as a token (`told` True) or as None (False)."""
         ...
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """What each node's own continuation was drawn from, a row a node; None for no nodes. Waits for it."""
+        """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
+        nodes. Waits for them."""
         ...
 
 
@@ -150,16 +152,16 @@ class DrawingDrafter(Drafter, Protocol):
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
     ) -> DrawingTree:
-        """As `open`. `cached`: the number of continuations of a node whose weight Saguaro's factor lowers."""
+        """The same as `open`; Saguaro's factor lowers the weight of `cached` continuations of a node."""
         ...
 
 
 @runtime_checkable
 class FeatureTree(TokenTree, Protocol):
-    """A tree that reads the target's hidden rows."""
+    """A tree that reads the target's features."""
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """Rows [N, W] of tokens, the first at `position`, as they arrive: they may come before the tokens' commit."""
+        """Adds the features [N, W] of tokens from `position` on, which may arrive before the tokens are committed."""
         ...
 
     def ready(self, ahead: int = 0) -> bool:
@@ -169,17 +171,17 @@ class FeatureTree(TokenTree, Protocol):
 
 @runtime_checkable
 class FeatureDrafter(Drafter, Protocol):
-    """A drafter whose trees read the target's rows. `features` names their source; both ends compare it."""
+    """A drafter whose trees read the target's features. `features` names their source, which must be the target's."""
 
     features: str
 
 
 @runtime_checkable
 class BatchingDrafter(Drafter, Protocol):
-    """A drafter whose trees can grow in one forward. The trees of others are fed one after the other."""
+    """A drafter whose trees can grow in one forward. The trees of other drafters are fed one after the other."""
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """As `TokenTree.feed` for each tree; a call that fails leaves every tree as it was."""
+        """Feeds each tree as `TokenTree.feed` does; a call that fails leaves every tree as it was."""
         ...
 
 
@@ -220,11 +222,11 @@ def _head(kind: str, model: str, target: str, progress: Progress) -> Drafter:
 
 
 def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
-    """The drafter `backend` for `model` (a model directory; for `replay` its script; `coreml` takes a package too).
+    """Returns the drafter `backend` for `model` (a model folder; for `replay` its script; for `coreml` also a package).
 
     Args:
-        prefill: what reads prompts for `mlx`, see `drafters.coreml.prompts`.
-        target: the folder of the model whose rows a head reads.
+        prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.prompts`.
+        target: the folder of the model whose features a head reads.
     """
     if backend in AHEAD:
         return _head(backend, model, target, progress)

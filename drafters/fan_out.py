@@ -1,11 +1,11 @@
-"""Which outcomes to prepare, and what past rounds say about them. Paper, section 4.
+"""The fan-out: chooses the outcomes to prepare, by the outcomes of past rounds. Paper, section 4.
 
 A policy (`FanOut`) divides a budget of branches among the numbers of accepted tokens: it returns F_k for k =
-0..chain_length, from what the drafter thinks at each fork point (None where that is not known yet).
+0..chain_length, from the drafter's scores at each fork point (None: not known yet).
 
-`Calibration` counts how often a chain token holds, and which candidate the bonus token was. Both depend on how sure the
-drafter was, so both are counted by *gap*: how far the chosen token is above the next one, or a candidate below the
-first. Old rounds fade.
+`Calibration` counts how often a chain token is accepted, and the rank of the bonus token among the candidates. Both
+depend on how sure the drafter is, so both are counted by *gap*: how far the chosen token's score is above the next one,
+or a candidate's below the first. Old rounds fade.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from itertools import islice, pairwise
 
 MAX_RANK = 8
 FADE = 0.998
-# What a rank beyond the counted ones is worth, as a share of the one before it.
+# The probability of a rank beyond the counted ones, as a share of the rank before.
 BEYOND = 0.8
 
 # Bucket borders of gaps, nats. Between two of them acceptance changes by about ten points on the embedded pair.
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
-BUCKETS = len(GAPS) + 1
 
-# Until rounds have been seen, this many of a typical pair's stand for them (measured, docs/log.md).
+
+# The prior weighs as much as this many rounds (measured on a typical pair, docs/log.md).
 PRIOR_ROUNDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
-    """A fork point: what the drafter thinks may follow k accepted tokens.
+    """A fork point: the drafter's scores after k accepted tokens.
 
-    `own_gap`: by how much the chain's own next token beats the best other; None after the whole chain. `gaps`: of the
-    candidates for the bonus token, best first, each below the drafter's best.
+    `own_gap` is the score of the chain's next token above the best other; None after the whole chain. `gaps` are those
+    of the candidates for the bonus token, best first, below the drafter's best.
     """
 
     own_gap: float | None
     gaps: tuple[float, ...]
 
     def below_first(self, rank: int) -> float:
-        """How far candidate `rank` lies below the first candidate."""
+        """Returns how far candidate `rank` is below the first candidate."""
         return self.gaps[rank] - self.gaps[0]
 
 
 class Share:
-    """How often something happened out of how often it could have, with a prior."""
+    """The rate of an event, with a prior; old samples fade."""
 
     def __init__(self, prior: float) -> None:
         self._happened = PRIOR_ROUNDS * prior
@@ -79,10 +79,10 @@ class Calibration:
         }
 
     def learn(self, points: Sequence[ForkPoint], chain_length: int, accepted: int, rank: int | None) -> None:
-        """One outcome: `accepted` of `chain_length` held, and the bonus stood at `rank` among the candidates there.
+        """Counts an outcome: `accepted` of `chain_length` tokens, and the bonus token's `rank` among the candidates
+        there (None: not among them).
 
-        `points` are those of 0..accepted, the last of them unless the chain was not thought beyond; a rank of None:
-        beyond the candidates.
+        `points` are those of 0..accepted; the last may be missing if the drafter did not score it.
         """
         while len(self._by_position) < chain_length:
             self._by_position.append(Share(0.75))
@@ -100,13 +100,13 @@ class Calibration:
             self._by_gap[full][candidate][bucket].add(candidate == rank)
 
     def acceptance(self, position: int, gap: float | None = None) -> float:
-        """Probability that chain token `position` holds, given that all before it held; better with its gap."""
+        """Returns the probability that chain token `position` is accepted if all before it are; by its gap if known."""
         if gap is not None:
             return self._accepted[bisect(GAPS, gap)].value
         return self._by_position[position].value if position < len(self._by_position) else 0.75
 
     def bonus_share(self, full: bool, rank: int, point: ForkPoint | None = None) -> float:
-        """Probability that the bonus is candidate number `rank`, the chain's own token left out."""
+        """Returns the probability that the bonus token is candidate `rank`, not counting the chain's own token."""
         rank_known = min(rank, MAX_RANK - 1)
         if point is None:
             return self._by_rank[full][rank_known].value * BEYOND ** (rank - rank_known)
@@ -126,7 +126,7 @@ POWER_LAW_EXPONENT = 1.0
 
 
 def uniform(points: Sequence[ForkPoint | None], budget: int, calibration: Calibration) -> list[int]:
-    """The same everywhere; what does not divide goes to the longest acceptances."""
+    """The same number everywhere; the remainder goes to the longest acceptances."""
     counts = [budget // len(points)] * len(points)
     for index in range(budget % len(points)):
         counts[len(points) - 1 - index] += 1
@@ -160,19 +160,19 @@ def best_first(points: Sequence[ForkPoint | None], budget: int, calibration: Cal
 
 
 def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iterator[tuple[float, int]]:
-    """Every branch there may be, likeliest first: its probability, and after how many accepted tokens it begins.
+    """Yields (probability, k) for every possible branch, likeliest first; it begins after k accepted tokens.
 
-    By live estimates of P(k) * P(rank | k) given how sure the drafter is.
+    The probability is P(k) * P(rank | k), by live estimates given how sure the drafter is.
     """
     reach = 1.0
     heap: list[tuple[float, int, int, float]] = []
     for k, point in enumerate(points):
         full = k == len(points) - 1
-        holds = 0.0 if full else calibration.acceptance(k, point.own_gap if point else None)
-        stops_here = reach * (1.0 - holds)
+        rate = 0.0 if full else calibration.acceptance(k, point.own_gap if point else None)
+        stops_here = reach * (1.0 - rate)
         if point is None or point.gaps:  # filters may leave nothing but the chain's own token
             heapq.heappush(heap, (-stops_here * calibration.bonus_share(full, 0, point), k, 0, stops_here))
-        reach *= holds
+        reach *= rate
     while heap:
         gain, k, rank, stops_here = heapq.heappop(heap)
         yield -gain, k
@@ -184,9 +184,9 @@ def ranked(points: Sequence[ForkPoint | None], calibration: Calibration) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class BranchRequest:
-    """A request's: `branches` outcomes to be prepared for, `depth` deep, at these fork points (None: not known yet).
+    """A request for `branches` of `depth` tokens at these fork points (None: not known yet).
 
-    The `rank_offset` likeliest are other drafters'.
+    The `rank_offset` likeliest outcomes belong to other drafters.
     """
 
     points: Sequence[ForkPoint | None]
@@ -196,17 +196,17 @@ class BranchRequest:
 
 
 def ranks(wish: BranchRequest, branches: int, policy: FanOut, calibration: Calibration) -> list[range]:
-    """Which bonus candidates to prepare for at each fork point: `branches` of them, those a policy would add to the
-    `rank_offset` likeliest."""
+    """Returns the ranks of the bonus candidates to prepare at each fork point: the `branches` that the policy adds to
+    the `rank_offset` likeliest."""
     until = policy(wish.points, wish.rank_offset + branches, calibration)
     since = policy(wish.points, wish.rank_offset, calibration) if wish.rank_offset else [0] * len(until)
     return [range(first, last) for first, last in zip(since, until, strict=True)]
 
 
 def shares(wishes: Sequence[BranchRequest], budget: int | None, calibration: Calibration) -> list[int]:
-    """How many branches each request gets, of `budget` in all: those most likely needed, whosever they are.
+    """Divides `budget` branches among the requests, by the probability that they are needed.
 
-    Nobody gets more than the wish, nobody that wishes for any gets none. A budget of None grants every wish.
+    A request gets at most as many as it wants, and at least one if it wants any. A budget of None grants all.
     """
     if budget is None or sum(wish.branches for wish in wishes) <= budget:
         return [wish.branches for wish in wishes]
@@ -218,7 +218,7 @@ def shares(wishes: Sequence[BranchRequest], budget: int | None, calibration: Cal
 
 
 def _by(index: int, wish: BranchRequest, calibration: Calibration) -> Iterator[tuple[float, int]]:
-    """One request's branches but its first as `heapq.merge` takes them: the least number first."""
+    """Yields the request's branches except its first, as `heapq.merge` needs them: in ascending order."""
     for gain, _ in islice(ranked(wish.points, calibration), wish.rank_offset + 1, wish.rank_offset + wish.branches):
         yield -gain, index
 

@@ -1,8 +1,8 @@
-"""The branches of one chain under verification: which outcomes get one, and how each forward makes all a token deeper.
+"""Grows the branches of one chain under verification: each forward makes all of them one token deeper.
 
-Paper, sections 3 and 4. Works on one tree, and on the nodes that earlier rounds left there. `Paths` follows tokens
-through a tree, so that nothing is fed twice. Work is a generator (`Steps`) that yields wherever it needs a forward, so
-that several requests can share one (`draft_batcher`).
+Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds. `Paths` follows tokens through a
+tree, so that nothing is fed twice. The work is a generator (`Steps`) that yields whenever it needs a forward, so that
+several requests can share one (`draft_batcher`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.protocol.trees import SparseQ
 
 
 class Paths:
-    """Paths through `tree`; `drawing`: the same, where its continuations are drawn."""
+    """Paths through `tree`; `drawing` is the same tree if its continuations are drawn."""
 
     def __init__(self, tree: TokenTree, drawing: DrawingTree | None = None) -> None:
         self.tree = tree
@@ -39,21 +39,21 @@ class Paths:
         return self._drawing is not None
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """The distributions that the tokens after these nodes were drawn from, if they were drawn."""
+        """Returns the distributions that the tokens after these nodes were drawn from, if they were drawn."""
         return self._drawing.drawn_from(nodes) if self._drawing is not None else None
 
     def child(self, node: int, token: int, told: bool) -> int | None:
-        """The fed node for `token` right after `node`. Of drawn chains only one that noise of the right place follows.
+        """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
 
-        A chain begins with a token that was told. Had it been drawn itself, what follows it would be drawn by noise of
-        an earlier place, which a chain under verification may have been drawn by too.
+        A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
+        earlier position, which may also have drawn the chain under verification.
         """
         if self._drawing is None:
             return self.tree.child(node, token)
         return self._drawing.child(node, token, told)
 
     def along(self, node: int, tokens: Sequence[int]) -> list[int]:
-        """The fed nodes along `tokens` from `node`, as far as they go."""
+        """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
         path: list[int] = []
         for token in tokens:
             child = self.tree.child(node, token)
@@ -64,7 +64,7 @@ class Paths:
         return path
 
     def committed(self, tokens: Sequence[int]) -> list[int]:
-        """The fed nodes along committed `tokens`; a chain can begin at the last of them."""
+        """Returns the fed nodes along committed `tokens`; a chain can begin at the last of them."""
         path = self.along(self.tree.root, tokens[:-1])
         if tokens and len(path) == len(tokens) - 1:
             last = self.child((path or [self.tree.root])[-1], tokens[-1], told=True)
@@ -72,30 +72,30 @@ class Paths:
         return path
 
     def line(self, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
-        """Feeds `tokens` in a row, the first behind `node`. `wanted`: how many more will follow the last."""
+        """Returns the feed of `tokens` in a row, the first after `node`; `wanted` more will follow the last."""
         following = range(self.tree.next_node, self.tree.next_node + len(tokens) - 1)
         return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
 
     def places(self, chain: Sequence[int], nodes: Sequence[int], ends: int) -> list[AlternativesAt]:
-        """The alternatives at each place of a chain; `nodes[i]` is the node that its token i follows.
+        """Returns the alternatives at each position of a chain; token i follows `nodes[i]`.
 
-        `ends`: so many tokens may be told that nothing follows.
+        `ends`: the number of end tokens, which are read in addition.
         """
-        found = self.tree.candidates(nodes, WIDTH + ends)
-        return [AlternativesAt.of(token, candidates) for token, candidates in zip(chain, found, strict=True)]
+        candidates = self.tree.candidates(nodes, WIDTH + ends)
+        return [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=True)]
 
 
 Result = TypeVar("Result")
 Steps = Generator[TreeFeed, list[int], Result]
-"""Yields what to feed its tree, and is sent the new nodes."""
+"""Yields feeds for its tree, and is sent the new nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchTask:
-    """A commit's request: `branches` outcomes of the chain `verifying` (None: none of them), `depth` deep.
+    """The task of a commit: `branches` outcomes of the chain `verifying` (None: none), each `depth` tokens deep.
 
-    The `rank_offset` likeliest outcomes belong to other drafters. Branches also name tokens beside the chain's that
-    hold with a probability above `min_prob`.
+    The `rank_offset` likeliest outcomes belong to other drafters. Branches include alternatives with a probability
+    above `min_prob`.
     """
 
     verifying: tuple[int, ...] | None
@@ -109,7 +109,7 @@ class BranchTask:
 class ReadyBranches:
     """The result of one forward: branches to push at their current depth, and whether the round is complete.
 
-    `q`: what the chains' tokens were drawn from, if they were.
+    `q`: the distributions that the chains were drawn from, if they were.
     """
 
     entries: tuple[Branch, ...]
@@ -120,9 +120,9 @@ class ReadyBranches:
 
 @dataclass(slots=True)
 class GrowingBranch:
-    """A branch in the making: `tip` is its last fed node (None before the bonus token is fed), `chain` what follows.
+    """A growing branch: `tip` is its last fed node (None before the bonus token is fed), `chain` its tokens.
 
-    `nodes[i]` is the node that chain token i follows. `alternatives`: what was thought next best, once it is whole.
+    Chain token i follows `nodes[i]`. `alternatives` are set when the branch is complete.
     """
 
     accepted: int
@@ -134,11 +134,11 @@ class GrowingBranch:
 
 
 class BranchGrowth:
-    """The work for one chain.
+    """The growth of the branches of one chain.
 
     `_spine[k]` is the node after which the outcome (k, t) places its bonus token t: the root, then the chain's nodes as
-    far as they are fed; `_unfed` is the rest of the chain. `_candidates[k]` are what the drafter would place there,
-    None until that was looked at. `_ranks[k]` are those that get a branch, `_unforked` the k whose branches are not
+    far as they are fed; `_unfed` is the rest of the chain. `_candidates[k]` are the drafter's candidates there, None
+    until they are read. `_ranks[k]` are the candidates that get a branch, `_unforked` the k whose branches have not
     begun.
     """
 
@@ -146,107 +146,107 @@ class BranchGrowth:
         self,
         paths: Paths,
         chain: tuple[int, ...],
-        wanted: BranchTask,
+        task: BranchTask,
         eos: Collection[int],
         fan_out: FanOut,
         calibration: Calibration,
     ) -> None:
-        known = paths.along(paths.tree.root, chain)
+        fed = paths.along(paths.tree.root, chain)
         self._paths, self._tree = paths, paths.tree
-        self._chain, self._wanted, self._eos = chain, wanted, eos
+        self._chain, self._task, self._eos = chain, task, eos
         self._fan_out, self._calibration = fan_out, calibration
-        self._depth = min(wanted.depth, self._tree.room - len(chain) - 1)
-        self._spine = [self._tree.root, *known]
+        self._depth = min(task.depth, self._tree.room - len(chain) - 1)
+        self._spine = [self._tree.root, *fed]
         self._candidates: list[AlternativesAt | None] = [None] * (len(chain) + 1)
         self._ranks: list[range] = []
         self._growing: list[GrowingBranch] = []
-        self._found: list[GrowingBranch] = []
+        self._complete: list[GrowingBranch] = []  # from nodes of earlier rounds, and not pushed yet
         self._begun = False
-        grows = self._depth > 0 and wanted.branches > 0
-        self._unfed = chain[len(known) :] if grows else ()
+        grows = self._depth > 0 and task.branches > 0
+        self._unfed = chain[len(fed) :] if grows else ()
         self._unforked = list(range(len(chain) + 1)) if grows else []
 
     @property
     def busy(self) -> bool:
-        """True while a forward is worth making, or the answer that there is none has not been given."""
+        """Whether a forward is worth making, or the end of the round has not been reported."""
         return bool(not self._begun or self._unfed or self._unforked or self._growing)
 
     def request(self) -> BranchRequest | None:
-        """The branches that it wants; None: it has its share, or wants none."""
+        """Returns the branches that it wants; None: they have been granted, or it wants none."""
         if self._ranks or not self._unforked:
             return None
-        self._look([k for k in self._unforked if k < len(self._spine)])
-        points = [thought.point if thought else None for thought in self._candidates]
-        return BranchRequest(points, self._wanted.branches, self._depth, self._wanted.rank_offset)
+        self._read_candidates([k for k in self._unforked if k < len(self._spine)])
+        points = [at.point if at else None for at in self._candidates]
+        return BranchRequest(points, self._task.branches, self._depth, self._task.rank_offset)
 
     def grant(self, wish: BranchRequest, branches: int) -> None:
-        """Shares `branches` out over the fork points of its wish."""
+        """Divides `branches` among the fork points of its request."""
         self._ranks = ranks(wish, branches, self._fan_out, self._calibration)
 
     def advance(self) -> Steps[ReadyBranches]:
-        """One forward: what the chain still lacks is fed, every branch grows one token, new forks begin."""
+        """Makes one forward: feeds the rest of the chain, grows every branch by a token, and begins new branches."""
         self._begun = True
         self._fork()
         grown = self._growing
-        for growing, token in zip(grown, (yield from self._feed()), strict=True):
-            growing.chain.append(token)
-        self._growing = [growing for growing in grown if len(growing.chain) < self._depth]
-        moved, self._found = self._found + grown, []
-        for growing in moved if self._wanted.min_prob < 1.0 and not self._paths.are_drawn else ():
-            if len(growing.chain) >= self._depth:
-                growing.alternatives = self._alternatives(growing)
+        for branch, token in zip(grown, (yield from self._feed()), strict=True):
+            branch.chain.append(token)
+        self._growing = [branch for branch in grown if len(branch.chain) < self._depth]
+        ready, self._complete = self._complete + grown, []
+        for branch in ready if self._task.min_prob < 1.0 and not self._paths.are_drawn else ():
+            if len(branch.chain) >= self._depth:
+                branch.alternatives = self._alternatives(branch)
         entries = tuple(
-            Branch((*self._chain[: g.accepted], g.bonus), tuple(g.chain[: self._depth]), g.alternatives) for g in moved
+            Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain[: self._depth]), b.alternatives) for b in ready
         )
-        q = self._paths.drawn_from([node for g in moved for node in g.nodes[: self._depth]])
+        q = self._paths.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Counts its outcome, by the `tokens` that became final, before the tree drops its nodes."""
-        accepted = common(self._chain, tokens[:-1])  # what follows is the bonus, or a token beside the chain
+        accepted = common(self._chain, tokens[:-1])  # the next token is the bonus token, or an alternative
         if accepted >= len(self._spine):
             return
-        unseen = [k for k in range(accepted + 1) if self._candidates[k] is None]
-        if unseen:
-            self._look(unseen)
-        thoughts = [thought for thought in self._candidates[: accepted + 1] if thought is not None]
-        stood = rank(thoughts[accepted].others, tokens[accepted])
-        self._calibration.learn([thought.point for thought in thoughts], len(self._chain), accepted, stood)
+        unread = [k for k in range(accepted + 1) if self._candidates[k] is None]
+        if unread:
+            self._read_candidates(unread)
+        known = [at for at in self._candidates[: accepted + 1] if at is not None]
+        bonus_rank = rank(known[accepted].others, tokens[accepted])
+        self._calibration.learn([at.point for at in known], len(self._chain), accepted, bonus_rank)
 
     def _feed(self) -> Steps[list[int]]:
-        """The forward: the unfed chain, and every growing branch's next token. Returns each branch's best."""
+        """Feeds the rest of the chain and every branch's next token. Returns each branch's best continuation."""
         line = self._paths.line(self._spine[-1], self._unfed)
-        parents = [*line.parents, *(self._spine[g.accepted] if g.tip is None else g.tip for g in self._growing)]
-        tokens = [*line.tokens, *(g.bonus if g.tip is None else None for g in self._growing)]
+        parents = [*line.parents, *(self._spine[b.accepted] if b.tip is None else b.tip for b in self._growing)]
+        tokens = [*line.tokens, *(b.bonus if b.tip is None else None for b in self._growing)]
         if not tokens:
             return []
-        wanted = [*line.wanted, *(self._depth - len(g.chain) for g in self._growing)]
+        wanted = [*line.wanted, *(self._depth - len(b.chain) for b in self._growing)]
         nodes, fed = (yield TreeFeed(parents, tokens, wanted)), len(self._unfed)
         self._unfed = ()
         self._spine += nodes[:fed]
-        for growing, node in zip(self._growing, nodes[fed:], strict=True):
-            growing.tip = node
-            growing.nodes.append(node)
+        for branch, node in zip(self._growing, nodes[fed:], strict=True):
+            branch.tip = node
+            branch.nodes.append(node)
         return self._tree.best(nodes)[fed:]
 
     def _fork(self) -> None:
-        """Starts branches wherever the chain has been fed."""
+        """Begins branches at the fork points that have been fed."""
         ready = [k for k in self._unforked if k < len(self._spine)]
         self._unforked = self._unforked[len(ready) :]
-        self._look([k for k in ready if self._candidates[k] is None])
+        self._read_candidates([k for k in ready if self._candidates[k] is None])
         for k in ready:
-            thought, wanted = self._candidates[k], self._ranks[k]
-            for bonus in thought.others[wanted.start : wanted.stop] if thought else ():
+            at, granted = self._candidates[k], self._ranks[k]
+            for bonus in at.others[granted.start : granted.stop] if at else ():
                 self._begin(k, bonus)
 
-    def _look(self, points: Sequence[int]) -> None:
+    def _read_candidates(self, points: Sequence[int]) -> None:
         """Reads the drafter's candidates at these fork points, without the chain's own token and EOS."""
         if not points:
             return
-        wide = max(self._wanted.rank_offset + self._wanted.branches, MAX_RANK) + 1 + len(self._eos)
-        found = self._tree.candidates([self._spine[k] for k in points], wide)
-        for k, candidates in zip(points, found, strict=True):
-            own = self._chain[k] if k < len(self._chain) else None  # it cannot be that outcome's bonus
+        count = max(self._task.rank_offset + self._task.branches, MAX_RANK) + 1 + len(self._eos)
+        ranked = self._tree.candidates([self._spine[k] for k in points], count)
+        for k, candidates in zip(points, ranked, strict=True):
+            own = self._chain[k] if k < len(self._chain) else None  # it can't be the bonus token after k tokens
             others = [c for c in candidates if c.token != own and c.token not in self._eos]
             gaps = tuple(c.gap for c in others)
             own_gap = None
@@ -255,21 +255,21 @@ class BranchGrowth:
             self._candidates[k] = AlternativesAt(tuple(c.token for c in others), ForkPoint(own_gap, gaps))
 
     def _begin(self, accepted: int, bonus: int) -> None:
-        """A new branch; its first tokens may have been fed in an earlier round."""
-        growing = GrowingBranch(accepted, bonus, self._paths.child(self._spine[accepted], bonus, told=True))
-        node = growing.tip
+        """Begins a branch; its first tokens may have been fed in an earlier round."""
+        branch = GrowingBranch(accepted, bonus, self._paths.child(self._spine[accepted], bonus, told=True))
+        node = branch.tip
         while node is not None:
-            growing.tip = node
-            growing.nodes.append(node)
-            growing.chain += self._tree.best([node])
-            node = self._paths.child(node, growing.chain[-1], told=False)
-        (self._growing if len(growing.chain) < self._depth else self._found).append(growing)
+            branch.tip = node
+            branch.nodes.append(node)
+            branch.chain += self._tree.best([node])
+            node = self._paths.child(node, branch.chain[-1], told=False)
+        (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 
-    def _alternatives(self, growing: GrowingBranch) -> Alternatives | None:
-        """The next best tokens beside those of a complete branch, where they may pay at all."""
-        chain, least = growing.chain[: min(len(growing.nodes), self._wanted.depth)], self._wanted.min_prob
+    def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:
+        """Returns the alternatives to tokens of a complete branch, as far as they may pay."""
+        chain, least = branch.chain[: min(len(branch.nodes), self._task.depth)], self._task.min_prob
         worth = worthwhile(len(chain), self._calibration, least)
         if not worth:
             return None
-        places = self._paths.places(chain[:worth], growing.nodes[:worth], len(self._eos))
+        places = self._paths.places(chain[:worth], branch.nodes[:worth], len(self._eos))
         return Continuation.of(with_alternatives(chain, places, self._calibration, least)).alternatives

@@ -1,4 +1,4 @@
-"""The drafter `mlx`: any mlx-lm model, drafting on this process's default device."""
+"""The drafter `mlx`: any mlx-lm model, on this process's default device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.protocol.sampling import SamplingParams
 
 
 class MlxDrafter:
-    """A `Drafter` over a model in this process; the engine picks the tree that the model's caches allow."""
+    """A `Drafter` over a model in this process; the engine chooses a tree that the model's caches allow."""
 
     backend = "mlx"
 
@@ -38,7 +38,7 @@ class MlxDrafter:
         """Loads the model and checks that branches reproduce its logits.
 
         Args:
-            reader: reads prompts in the model's place where it is worth it.
+            reader: reads prompts in the model's place if it is faster.
 
         Raises:
             ModelError: there is no such model, or no tree of it is exact.

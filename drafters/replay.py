@@ -1,10 +1,10 @@
-"""Drafters of simulated machines: a known text with a given acceptance, and forwards as slow as a latency profile says.
+"""Drafters of simulated machines: a known text with a given acceptance, and forwards as slow as a latency profile.
 
 `ReplayDrafter` proposes the text of a `Script`, for tests and for simulated machines, and errs on purpose: a proposal
 at chain position i is right with probability `acceptance[i]`, and after a wrong one the true token has a rank drawn
 from `bonus_ranks`. Every draw is a function of (seed, position), so a run can be repeated exactly. There is no model.
 
-`PacedDrafter` wraps a drafter: each forward of its trees takes as long as the profile says for its rows.
+`PacedDrafter` wraps a drafter: each forward of its trees takes the profile's time for its rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 
 _MASK = 2**64 - 1
-# What a draw is for; the serial number of a wrong candidate is added to the last.
+# The purpose of a draw; the serial number of a wrong candidate is added to the last one.
 _ACCEPT, _RANK, _WRONG = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What `replay` proposes. `texts` are whole token sequences, prompt included; the last `acceptance` and
-    `bonus_ranks` entries hold for all that follow (a rank beyond the list: never found).
+    """The texts that `replay` proposes, as whole token sequences with their prompts, and how often it is right.
+
+    The last entry of `acceptance` is used for all positions that follow; a rank beyond `bonus_ranks` never occurs.
     """
 
     texts: Collection[tuple[int, ...]]
@@ -74,7 +75,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A fed token. `right`: the text up to here is the script's. `drafted`: how many tokens in a row were drafted."""
+    """A fed token. `right`: the text up to here is the script's. `drafted`: the number of drafted tokens in a row."""
 
     parent: int
     token: int
@@ -98,7 +99,7 @@ class ReplayDrafter:
         self.context_length = script.context_length
 
     def erring_like(self, profile: Profile) -> ReplayDrafter:
-        """The same texts with the acceptance and the bonus ranks of `profile`."""
+        """Returns a drafter of the same texts with the acceptance and the bonus ranks of `profile`."""
         script = replace(self._script, acceptance=profile.acceptance, bonus_ranks=profile.bonus_ranks)
         return ReplayDrafter(script)
 
@@ -115,7 +116,7 @@ class ReplayDrafter:
 
 
 class ReplayTree:
-    """A `TokenTree` that needs no forward: what follows a node is looked up and spoilt as prescribed."""
+    """A `TokenTree` without a model: the next tokens are looked up, and replaced by wrong ones at the given rates."""
 
     def __init__(self, script: Script, text: tuple[int, ...], start: tuple[int, ...]) -> None:
         self._script = script
@@ -218,7 +219,7 @@ class ReplayTree:
         return token if token != truth else (token + 1) % self._script.vocab_size
 
     def _draw(self, node: _Node, purpose: int) -> float:
-        """Uniform in [0, 1): a hash, because a round takes hundreds and a paced forward waits for none of them."""
+        """Returns a hash in [0, 1): a round takes hundreds of draws, which must not delay a paced forward."""
         mixed = self._script.seed * 0x9E3779B97F4A7C15 + node.position * 0xBF58476D1CE4E5B9
         mixed = (mixed + node.token * 0x94D049BB133111EB + purpose * 0xD6E8FEB86659FD93) & _MASK
         for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
@@ -227,7 +228,7 @@ class ReplayTree:
 
 
 class PacedDrafter:
-    """Wraps `drafter`; its trees share one `pace`. `ready` tells when the newest message arrived."""
+    """Wraps `drafter`; its trees share one `pace`. `ready` returns when the newest message arrived."""
 
     def __init__(self, drafter: Drafter, name: str, pace: Pace, ready: Callable[[], float]) -> None:
         self._drafter, self._pace, self._ready = drafter, pace, ready
@@ -246,7 +247,7 @@ class PacedDrafter:
         return PacedTree(self._drafter.open(tokens, sampling, progress, constraint), self._pace, self._ready)
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """One forward of the profile's machine, whatever makes it here."""
+        """Feeds the trees in the time of one forward on the profile's machine."""
         inner = [cast(PacedTree, tree).inner for tree in trees]
         self._pace.begin(self._ready())
         if isinstance(self._drafter, BatchingDrafter):
@@ -258,7 +259,7 @@ class PacedDrafter:
 
 
 class PacedTree:
-    """A `TokenTree` whose answers come when the profile's machine would give them."""
+    """A `TokenTree` that answers when the profile's machine would."""
 
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
         self.inner, self._pace, self._ready = tree, pace, ready

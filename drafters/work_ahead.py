@@ -1,10 +1,10 @@
-"""A drafter's work for one request: which tokens to feed next, and which branches are ready to be pushed.
+"""A drafter's work for one request: feeds tokens, and grows the branches that are pushed.
 
-A commit makes tokens final: they are kept in the token tree, learned from, and fed if nobody drafted them; then the
-branches of the chain that is verified next grow (`growth`). One `advance` is one forward of the drafter, so that its
-caller can read messages between two. Knows nothing of sockets.
+A commit makes tokens final: they stay in the token tree, update the calibration, and are fed if they were not drafted;
+then the branches of the next chain under verification grow (`growth`). One `advance` is one forward of the drafter, so
+that its caller can read messages between two. Knows nothing of sockets.
 
-`begin` opens a request: the drafter reads its text, with drawn continuations where the request's sampling needs them.
+`begin` opens a request: the drafter reads its text, with drawn continuations if the request's sampling needs them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
 
-_PIECE = 256  # committed tokens a forward, when there are too many to be fed beside the chain
+_PIECE = 256  # committed tokens a forward, if there are more than _BESIDE, which are fed together with the chain
 _BESIDE = 16
 
 
 class WorkAhead:
-    """Prepares the likely outcomes of the chain under verification, all branches one token deeper a forward.
+    """Prepares the likely outcomes of the chain under verification; each forward makes all branches a token deeper.
 
-    Committed tokens that were not drafted wait until an `advance` feeds them: a few of them together with the chain,
-    many (after a time without drafts) in pieces that are only read. They also wait while a tree that reads the target's
-    rows can't grow yet.
+    Committed tokens that were not drafted wait until an `advance` feeds them: a few together with the chain, many
+    (after a time without drafts) in pieces that are only read. They also wait while a tree that reads the target's
+    features can't grow yet.
     """
 
     def __init__(
@@ -47,72 +47,72 @@ class WorkAhead:
         calibration: Calibration,
         drawing: DrawingTree | None = None,
     ) -> None:
-        """`drawing`: `tree` itself, where its continuations are drawn."""
+        """`drawing` is `tree` itself if its continuations are drawn."""
         self.tree = tree
         self._paths = Paths(tree, drawing)
-        self._hearing = tree if isinstance(tree, FeatureTree) else None
+        self._feature_tree = tree if isinstance(tree, FeatureTree) else None
         self._eos = frozenset(eos)
         self._fan_out = fan_out
         self._calibration = calibration
         self._growth: BranchGrowth | None = None
-        self.said: ChainAlternatives | None = None
+        self.proposed: ChainAlternatives | None = None
         self._behind: list[int] = []  # committed, and not yet fed
-        self._wanted = BranchTask(None, 0)
+        self._task = BranchTask(None, 0)
 
     @property
     def committed_len(self) -> int:
-        """Number of committed tokens, those that wait to be fed included."""
+        """The number of committed tokens, including those that wait to be fed."""
         return self.tree.committed_len + len(self._behind)
 
     @property
     def far_behind(self) -> bool:
-        """True while a continuation would first have to feed many tokens: `advance` does so piece by piece."""
+        """Whether a continuation would first have to feed many tokens: `advance` feeds them in pieces."""
         return len(self._behind) > _BESIDE and not self._is_blind
 
     @property
     def busy(self) -> bool:
-        """True while a forward is worth making, or the answer that there is none has not been given."""
+        """Whether a forward is worth making, or the end of the round has not been reported."""
         if self._is_blind:
             return False
         return self._growth.busy if self._growth is not None else bool(self._behind)
 
-    def commit(self, tokens: Sequence[int], wanted: BranchTask) -> None:
-        """Makes `tokens` final, then plans the branches behind them.
+    def commit(self, tokens: Sequence[int], task: BranchTask) -> None:
+        """Makes `tokens` final, then plans the branches after them.
 
-        Nodes along that path are kept, all others are dropped. Near the end of the context branches get shorter, then
-        none are prepared. Makes no forward: of several commits in a row only the last one costs work.
+        Nodes along that path are kept, all others are dropped. Near the end of the context branches become shorter,
+        then none are prepared. Makes no forward: of several commits in a row only the last one costs work.
         """
         self._learn(tokens)
-        self.said = None
-        self._wanted = wanted
+        self.proposed = None
+        self._task = task
         if not self._behind and not self._is_blind:
-            known = self._paths.committed(tokens)
-            self.tree.commit(known)
-            tokens = tokens[len(known) :]
+            path = self._paths.committed(tokens)
+            self.tree.commit(path)
+            tokens = tokens[len(path) :]
         self._behind += tokens
         self._growth = None
         if not self._behind and not self._is_blind:
             self._begin_growth()
 
     def add_features(self, position: int, rows: Halves) -> None:
-        """The target's rows of committed tokens, the first at `position`; ignored by trees that do not read them."""
-        if self._hearing is None:
+        """Adds the target's features of tokens from `position` on; ignored if the tree does not read them."""
+        if self._feature_tree is None:
             return
-        self._hearing.add_features(position, rows)
+        self._feature_tree.add_features(position, rows)
         if self._growth is None and not self._behind and not self._is_blind:
             self._begin_growth()
 
     @property
     def _is_blind(self) -> bool:
-        """Whether nothing can grow or be read before more rows arrive."""
-        return self._hearing is not None and not self._hearing.ready(len(self._behind))
+        """Whether nothing can grow or be read before more features arrive."""
+        return self._feature_tree is not None and not self._feature_tree.ready(len(self._behind))
 
     @property
     def _has_root(self) -> bool:
-        return self._hearing is None or self._hearing.ready()
+        return self._feature_tree is None or self._feature_tree.ready()
 
     def continuation(self, depth: int) -> Steps[Continuation]:
-        """The `depth` tokens that follow the committed text, chained on the device and evaluated once (SD)."""
+        """Returns the `depth` tokens after the committed text, chained on the device and evaluated once (SD)."""
         while self._behind and not self._is_blind:
             yield from self._catch_up()
         if not self._has_root:
@@ -124,24 +124,24 @@ class WorkAhead:
         for wanted in range(depth - 1, 0, -1):
             nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
         chain = tuple(self.tree.best(nodes))
-        if self._wanted.min_prob >= 1.0 or self._paths.are_drawn:
+        if self._task.min_prob >= 1.0 or self._paths.are_drawn:
             return Continuation(chain, self._paths.drawn_from(nodes))
-        self.said = ChainAlternatives(chain, self._paths.places(chain, nodes, len(self._eos)))
-        return Continuation.of(self.said.tree(self._calibration, self._wanted.min_prob))
+        self.proposed = ChainAlternatives(chain, self._paths.places(chain, nodes, len(self._eos)))
+        return Continuation.of(self.proposed.tree(self._calibration, self._task.min_prob))
 
     def wish(self) -> BranchRequest | None:
-        """The branches that it wants; None: it has its share, or wants none."""
+        """Returns the branches that it wants; None: they have been granted, or it wants none."""
         return self._growth.request() if self._growth is not None else None
 
     def grant(self, wish: BranchRequest, branches: int) -> None:
-        """Shares `branches` out over the fork points of its wish."""
+        """Divides `branches` among the fork points of its request."""
         if self._growth is not None:
             self._growth.grant(wish, branches)
 
     def advance(self) -> Steps[ReadyBranches | None]:
-        """One forward, over committed tokens that are not fed yet or over all branches. A wish must be granted before.
+        """Makes one forward, over committed tokens that are not fed yet or over all branches, which must be granted.
 
-        None: committed tokens were fed, and there is nothing to push.
+        Returns None if committed tokens were fed, so that there is nothing to push.
         """
         if self._behind:
             yield from self._catch_up()
@@ -151,14 +151,14 @@ class WorkAhead:
         return (yield from self._growth.advance())
 
     def _catch_up(self) -> Steps[None]:
-        """One forward over committed tokens; after the last of them, branches can be planned."""
+        """Makes one forward over committed tokens; after the last of them, branches can be planned."""
         if self.far_behind or not self._has_root:
             piece, self._behind = self._behind[:_PIECE], self._behind[_PIECE:]
             self.tree.read(piece, more=len(self._behind) > _BESIDE)
         else:
-            verifying = self._wanted.verifying
+            verifying = self._task.verifying
             line = [*self._behind, *(verifying or ())]
-            nodes = yield self._paths.line(self.tree.root, line, self._wanted.depth if verifying is None else 1)
+            nodes = yield self._paths.line(self.tree.root, line, self._task.depth if verifying is None else 1)
             self.tree.commit(nodes[: len(self._behind)])
             self._behind = []
         if not self._behind and self._has_root:
@@ -166,14 +166,14 @@ class WorkAhead:
 
     def _begin_growth(self) -> None:
         """Begins the branches of the chain under verification."""
-        wanted, eos = self._wanted, self._eos
-        if wanted.verifying is not None:
-            self._growth = BranchGrowth(self._paths, wanted.verifying, wanted, eos, self._fan_out, self._calibration)
+        task, eos = self._task, self._eos
+        if task.verifying is not None:
+            self._growth = BranchGrowth(self._paths, task.verifying, task, eos, self._fan_out, self._calibration)
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Counts what became of proposals and branches, before the tree drops their nodes."""
-        if self.said is not None and tokens:
-            self.said.teach(self._calibration, tokens)
+        """Updates the calibration by the outcome, before the tree drops the nodes of its chains."""
+        if self.proposed is not None and tokens:
+            self.proposed.teach(self._calibration, tokens)
         if self._growth is not None and tokens:
             self._growth.learn(tokens)
 
@@ -190,15 +190,15 @@ def begin(
     progress: Callable[[int, int], None] | None = None,
     constraint: Constraint | None = None,
 ) -> WorkAhead:
-    """Reads `tokens`. Continuations are drawn where residual sampling wants it and the drafter can.
+    """Reads `tokens` and returns the work for them. Continuations are drawn for residual sampling if the drafter can.
 
     Args:
-        cached: of how many continuations of a node Saguaro's factor lowers the weight.
+        cached: the number of continuations of a node whose weight Saguaro's factor lowers.
         progress: called as (tokens done, tokens in all); may raise to end the call.
-        constraint: what the text's grammar allows, so that nothing else is proposed.
+        constraint: the text's grammar, so that only tokens that it allows are proposed.
 
     Raises:
-        DrafterFault: the drafter can't have these tokens.
+        DrafterFault: the drafter can't handle these tokens.
     """
     check_known(drafter, tokens)
     if len(tokens) >= drafter.context_length:
@@ -214,13 +214,14 @@ def begin(
 
 
 def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:
-    """The target may have more tokens than the draft: padding, which only a random model produces.
+    """Checks that the draft model has these tokens: the target may have more, padding that only random models produce.
 
     Raises:
-        DrafterFault: one of these is such a token.
+        DrafterFault: it lacks one.
     """
     foreign = max(tokens, default=0)
     if foreign >= drafter.vocab_size:
         raise DrafterFault(
-            f"token {foreign} is not among the draft's {drafter.vocab_size}; drafting is off from here on"
+            f"token {foreign} is not among the {drafter.vocab_size} tokens of the draft model; drafting is off"
+            " from here on"
         )

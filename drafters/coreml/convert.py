@@ -1,4 +1,4 @@
-"""`python -m outrider.drafters.coreml.convert`: one checkpoint to one package, with a progress bar; JSON on stdout.
+"""`python -m outrider.drafters.coreml.convert`: a checkpoint to a package, with a progress bar and JSON on stdout.
 
 `outrider convert` runs this program, so that the command line itself never imports MLX.
 """
@@ -51,12 +51,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value)
     parser.add_argument("--weights", choices=["fp16", "int8", "int4", "fp32"], default="fp16")
     parser.add_argument("--context", type=int, default=1024, help="positions the package can draft at (1024)")
-    parser.add_argument("--mlx-out", type=Path, help="also write an mlx-lm checkpoint of the very same numbers")
+    parser.add_argument("--mlx-out", type=Path, help="also write an mlx-lm checkpoint with the same numbers")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _bar(stage: str, done: int, total: int) -> None:
-    """A bar that redraws itself on a terminal, and a line a stage anywhere else."""
+    """Draws a progress bar on a terminal, and writes a line for each stage anywhere else."""
     filled = _BAR * done // max(total, 1)
     line = f"{stage:16} [{'#' * filled}{' ' * (_BAR - filled)}] {done}/{total}"
     if sys.stderr.isatty():

@@ -1,13 +1,13 @@
 """Converts an mlx-lm checkpoint into a package directory, completely or not at all.
 
-Everything is written to a directory beside the destination, which is renamed last. `progress` receives each step's
+All files are written to a directory next to the destination, which is renamed last. `progress` receives each step's
 name.
 
 `write_mlpackage` writes graphs and weights as a multifunction .mlpackage. The program is built in its final types, so
-no graph pass runs: this takes seconds, where a conversion for each function takes minutes. It needs coremltools, on any
-system. `write_mlx_copy` also writes the weights as an mlx-lm checkpoint of exactly the same numbers, so that a drafter
-can fall back from Core ML to MLX, or be checked against it. `package_of` converts a draft model the first time that its
-package is needed, and keeps it under `root`.
+no graph pass runs: this takes seconds, whereas a conversion for each function takes minutes. It needs coremltools, on
+any system. `write_mlx_copy` also writes the weights as an mlx-lm checkpoint with exactly the same numbers, so that a
+drafter can fall back from Core ML to MLX, or be checked against it. `package_of` converts a draft model when its
+package is first needed, and keeps it under `root`.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def write_mlpackage(
     program.export_as_multifunction = True
     coremltools = saved.coremltools()
     export = importlib.import_module("coremltools.converters.mil.backend.mil.load").load
-    # weight.bin grows here first, so it must be on the disk whose space was looked at
+    # weight.bin is written here first, so it must be on the disk whose space was checked
     with tempfile.TemporaryDirectory(dir=destination.parent) as weights_dir:
         try:
             spec = export(program, weights_dir, specification_version=coremltools.target.iOS18.value)
             coremltools.utils.save_spec(spec, str(destination), weights_dir=weights_dir)
-        except RuntimeError as error:  # what coremltools' own writers make of a full disk
+        except RuntimeError as error:  # coremltools' writers raise it if the disk is full
             raise OSError(errno.EIO, str(error)) from error
     if progress:
         progress(steps, steps)
@@ -89,7 +89,7 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
-    """The mlx-lm checkpoint of `weights` in the new directory `destination`; config and tokenizer from `source`.
+    """Writes `weights` as an mlx-lm checkpoint to a new directory, with config and tokenizer from `source`.
 
     Raises:
         ModelError: the width of a matrix does not divide into MLX's groups.
@@ -129,15 +129,15 @@ Progress = Callable[[str, int, int], None]
 DEFAULT_CONTEXT = 1024
 _BYTES = {"fp16": 2.0, "fp32": 4.0, "int8": 1.0, "int4": 0.53}
 _MARGIN = 1 << 20
-_LONGEST = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the mask is slots and rows wide
+_LONGEST = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the width of the mask is that of slots and rows
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to make: see layout.Mode and weights.KINDS; `context` in tokens.
+    """The kind of package: see layout.Mode and weights.KINDS; `context` in tokens.
 
     Raises:
-        InvalidRequest: these do not go together.
+        InvalidRequest: a value is invalid, or two exclude each other.
     """
 
     mode: Mode = Mode.STATELESS
@@ -159,11 +159,11 @@ def convert(
     """Writes the package of the checkpoint `model` to `destination`, which must not exist.
 
     Args:
-        mlx_out: a directory for an mlx-lm checkpoint of the very same numbers, or None.
+        mlx_out: a directory for an mlx-lm checkpoint with the same numbers, or None.
 
     Raises:
-        InvalidRequest: `destination` or `mlx_out` is there already.
-        ModelError: the model is refused, or the disk can't hold the package; nothing is left behind then.
+        InvalidRequest: `destination` or `mlx_out` exists already.
+        ModelError: the model is refused, or the disk can't hold the package; nothing is left then.
     """
     progress = progress or (lambda stage, done, total: None)
     for path in (destination, mlx_out):
@@ -184,7 +184,7 @@ def convert(
             shutil.move(partial_mlx, mlx_out)
         partial.rename(destination)
     except OSError as error:
-        if mlx_out is not None:  # it may lie on another disk, and have come half-way
+        if mlx_out is not None:  # on another disk it may be incomplete
             shutil.rmtree(mlx_out, ignore_errors=True)
         raise _disk_error(destination, error) from error
     finally:
@@ -195,7 +195,7 @@ def convert(
 def _layout(opened: package.CheckpointSource, options: Options) -> PackageLayout:
     sizes = opened.architecture
     if options.context > sizes.max_positions:
-        raise InvalidRequest(f"context is {options.context}; this model knows {sizes.max_positions} positions")
+        raise InvalidRequest(f"context is {options.context}; this model has {sizes.max_positions} positions")
     slots = -(-(options.context + SCRATCH_SLOTS) // HEAD_GRID) * HEAD_GRID
     return PackageLayout(sizes, options.mode, options.weights, options.context, slots)
 
@@ -229,7 +229,7 @@ def _write(
 
 
 def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
-    """Refuses early where the disk can't hold the weights twice, as they are while the package is put together."""
+    """Raises OSError if the disk can't hold the weights twice, as it must while the package is written."""
     sizes = layout.architecture
     heads = sizes.head_dim * (sizes.heads + sizes.kv_heads)
     matrices = sizes.layers * sizes.hidden * (2 * heads + 3 * sizes.intermediate) + sizes.vocab_size * sizes.hidden
@@ -241,30 +241,30 @@ def _check_space(directory: Path, layout: PackageLayout, copies: int) -> None:
 
 
 def _disk_error(destination: Path, error: OSError) -> ModelError:
-    what = error.strerror or str(error)
-    return ModelError(f"{destination} can't be written ({what}); free some space and try again")
+    reason = error.strerror or str(error)
+    return ModelError(f"{destination} can't be written ({reason}); free some space and try again")
 
 
 def root() -> Path:
-    """Where Outrider keeps what it can make again."""
+    """Returns the folder of the packages, which can be made again."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "outrider" / "coreml"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "coreml"
 
 
 def probes() -> Path:
-    """Where it keeps what it tried out."""
+    """Returns the folder of the results of trials."""
     return root() / "probes"
 
 
 def directory_of(source_hash: str, options: Options, folder: Path | None = None) -> Path:
-    """Where the package of the checkpoint with this `source.fingerprint` lies, once it is made."""
+    """Returns the directory of the package of the checkpoint with this `package.fingerprint`."""
     key = f"{source_hash[:16]}-{options.mode.value}-{options.weights}-{options.context}"
     return (folder or root()) / f"{key}-f{package.FORMAT}"
 
 
 def package_of(model: Path, options: Options, progress: Progress | None = None, folder: Path | None = None) -> Package:
-    """The package of the checkpoint `model` from `folder` (`root()` by default), converted if it is not there.
+    """Returns the package of the checkpoint `model` from `folder` (default: `root()`); converts it if it is missing.
 
     Raises:
         ModelError: the model is refused, or can't be converted here.
@@ -274,6 +274,6 @@ def package_of(model: Path, options: Options, progress: Progress | None = None, 
         try:
             convert(model, directory, options, progress)
         except ModelError:
-            if not directory.exists():  # else another process made it meanwhile
+            if not directory.exists():  # otherwise another process has made it meanwhile
                 raise
     return open_package(directory, source=model)

@@ -1,8 +1,8 @@
-"""`python -m outrider.drafters.coreml.doctor`: this machine, and what each placement of a drafter would cost, as JSON.
+"""`python -m outrider.drafters.coreml.doctor`: this machine, and the cost of each placement of a drafter, as JSON.
 
-`outrider doctor` renders this; the program is separate so that the command line never imports MLX. A `Placement` is the
-time of one token and of a tree of eight in one place of this machine. MLX and the interpreter are measured at once,
-which takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
+`outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
+time of one token and of a tree of eight on one device of this machine. MLX and the interpreter are measured now, which
+takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _ROUNDS = 12
 _WARM_UP = 2
 _TREE = 8
 _SHARED = "shares the GPU with the target: each slows the other down"
-_OWN_CORES = "beside the target's GPU, on cores of its own: --draft-device cpu"
-_APART = "beside the target's GPU: --draft-backend coreml"
+_OWN_CORES = "on cores of its own, next to the target's GPU: --draft-device cpu"
+_APART = "next to the target's GPU: --draft-backend coreml"
 _SAME_CPU = "shares the CPU with the target"
 _SLOW = "for tests only"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`one_ms` and `eight_ms` are milliseconds a call, None where unknown; `engine_share` only for Core ML."""
+    """`one_ms` and `eight_ms` are milliseconds a call, None if unknown; `engine_share` only for Core ML."""
 
     name: str
     usable: bool
@@ -60,8 +60,8 @@ class Placement:
 
 
 def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
-    """The draft `model` through MLX on `device`."""
-    kept = mx.default_device()
+    """Measures the draft `model` with MLX on `device`."""
+    default = mx.default_device()
     mx.set_default_device(mx.Device(device))
     try:
         loaded = load_model(model)
@@ -72,15 +72,15 @@ def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
 
         one, eight = _time(lambda: step(1)), _time(lambda: step(_TREE))
     finally:
-        mx.set_default_device(kept)
+        mx.set_default_device(default)
     if device == mx.gpu:
         return Placement("MLX on the GPU", True, one, eight, note=_SHARED)
-    note = _OWN_CORES if kept.type == mx.gpu else _SAME_CPU
+    note = _OWN_CORES if default.type == mx.gpu else _SAME_CPU
     return Placement("MLX on the CPU", True, one, eight, note=note)
 
 
 def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
-    """The verdict on each package and compute unit, remembered or tried out now; what drafts comes first."""
+    """Returns the verdict on each package and compute unit, kept or tried now; the one that would draft is first."""
     if sys.platform != "darwin":
         return [Placement("Core ML on the Neural Engine", False, note="macOS only")]
     if try_now:
@@ -95,19 +95,18 @@ def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
 
 
 def on_prompts(packages: OfCheckpoint, try_now: bool) -> Placement | None:
-    """Who reads prompts for a drafter on MLX, as measured; None where nothing was."""
+    """Returns the measured backend that reads prompts for a drafter on MLX; None without a measurement."""
     made = [packages.get(variant) for variant in packages.variants if packages.made(variant)]
-    known = [kept for package in made if (kept := prompts.recall(package, converter.probes())) is not None]
-    if not known and try_now:
-        known = [prompts.here(packages, log.info)]
-    if not known:
+    trials = [kept for package in made if (kept := prompts.recall(package, converter.probes())) is not None]
+    if not trials and try_now:
+        trials = [prompts.trial_here(packages, log.info)]
+    if not trials:
         return None
-    kept = known[0]
-    return Placement("prompts of a draft on MLX", kept.least is not None, note=kept.sentence)
+    return Placement("prompts of a draft on MLX", trials[0].least is not None, note=trials[0].sentence)
 
 
 def on_interpreter(package: Package) -> Placement:
-    """The reference interpreter."""
+    """Measures the reference interpreter."""
     host = PackageHost(package, NumpyRuntime(package.mlpackage))
     single, tree = package.layout.smallest(1), package.layout.smallest(_TREE)
     if single is None or tree is None:
@@ -147,7 +146,7 @@ _BLAS_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """Which library multiplies matrices on the CPU, and how fast: float32, one call at a time."""
+    """The library that multiplies matrices on the CPU, and its speed in float32, one call at a time."""
 
     library: str
     gflops: float
@@ -156,7 +155,7 @@ class Blas:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`wired_budget_bytes`: what Metal recommends for all processes together, 0 where there is no Metal."""
+    """`wired_budget_bytes`: the memory that Metal recommends for all processes together, 0 without Metal."""
 
     chip: str
     architecture: str
@@ -172,7 +171,7 @@ class Machine:
 
 
 def inspect() -> Machine:
-    """This machine, in about a second."""
+    """Inspects this machine, in about a second."""
     metal = mx.metal.is_available()
     return Machine(
         chip=_chip(),
@@ -190,11 +189,11 @@ def inspect() -> Machine:
 
 
 def blas_of(mapped: str, system: str) -> tuple[str, str]:
-    """Name and note of the BLAS that MLX calls, by the libraries `mapped` into a process."""
+    """Returns name and note of the BLAS that MLX calls, by the libraries `mapped` into a process."""
     if system == "darwin":
         return "Accelerate", ""
     preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)
-    if preloaded and ".libs/" not in preloaded.group():  # numpy carries one of its own, under other names
+    if preloaded and ".libs/" not in preloaded.group():  # numpy has a copy of its own, with other symbol names
         return "OpenBLAS", f"preloaded from {preloaded.group()}"
     return "reference", "MLX uses the reference BLAS; preload OpenBLAS, otherwise verifying M tokens costs M times one"
 
@@ -219,8 +218,8 @@ def _chip() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.strip()
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.is_file() else ""
-    named = re.search(r"model name\s*:\s*(.+)", text)
-    return named.group(1).strip() if named else platform.processor() or "unknown"
+    match = re.search(r"model name\s*:\s*(.+)", text)
+    return match.group(1).strip() if match else platform.processor() or "unknown"
 
 
 def _version(name: str) -> str:
@@ -232,7 +231,7 @@ def _version(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """`model` is the draft the placements are for; None: no draft was named, so there are none."""
+    """`model` is the draft of the placements; None: no draft was named, so there are none."""
 
     machine: Machine
     model: str | None
@@ -240,30 +239,30 @@ class DoctorReport:
 
 
 def examine(model: str | None, try_now: bool) -> DoctorReport:
-    """Looks at the machine and, with a draft `model` (a directory or an id), at where it could run.
+    """Inspects the machine and, with a draft `model` (a directory or an id), the devices that it could run on.
 
     Args:
-        try_now: convert the draft if need be, and try every Core ML unit; minutes on a first run.
+        try_now: convert the draft if necessary, and try every Core ML unit; takes minutes on a first run.
 
     Raises:
         ModelError: there is no such model.
     """
-    found = inspect()
+    machine = inspect()
     if model is None:
-        return DoctorReport(found, None, ())
+        return DoctorReport(machine, None, ())
     checkpoint = selection.checkpoint_of(model)
     places = [on_mlx(checkpoint, mx.cpu)]
-    if found.mlx_device == "gpu":
+    if machine.mlx_device == "gpu":
         places.insert(0, on_mlx(checkpoint, mx.gpu))
     try:
         places += _converted(selection.packages_of(checkpoint), try_now)
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
-    return DoctorReport(found, str(checkpoint), tuple(places))
+    return DoctorReport(machine, str(checkpoint), tuple(places))
 
 
 def _converted(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
-    """Where the draft could run once it is a package."""
+    """Returns the placements of the draft as a package."""
     made = [variant for variant in packages.variants if packages.made(variant)]
     if not made and not try_now:
         return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
@@ -277,7 +276,7 @@ def _converted(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.doctor", description=__doc__)
     parser.add_argument("--model", help="the draft: a model directory or a Hugging Face id")
-    parser.add_argument("--probe", action="store_true", help="convert it and try Core ML out, which can take minutes")
+    parser.add_argument("--probe", action="store_true", help="convert it and try Core ML, which can take minutes")
     options = parser.parse_args()
     try:
         report = examine(options.model, options.probe)

@@ -1,8 +1,8 @@
-"""The drafter `coreml`: a converted model on the Neural Engine, or in the reference interpreter where there is none.
+"""The drafter `coreml`: a converted model on the Neural Engine, or in the reference interpreter if there is none.
 
-`CoreMLTree` is a token tree over a converted model; masks and positions are made anew for each call. It uses two
-threads. The caller's thread keeps the nodes and submits jobs. One predict thread (`kv_rows`) runs them in order, and
-only it touches the cache and the scores. A job whose nodes were dropped in the meantime is skipped.
+`CoreMLTree` is a token tree over a converted model; each call gets its own mask and positions. It uses two threads. The
+caller's thread owns the nodes and submits jobs. One predict thread (`kv_rows`) runs them in order, and only it accesses
+the cache and the scores. A job whose nodes were dropped in the meantime is skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 
 class CoreMLTree:
-    """See `drafters.drafter.DrawingTree`. Node 0 is the last token it was opened with."""
+    """Implements `drafters.drafter.DrawingTree`. Node 0 is the last token of the prompt."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class CoreMLTree:
     ) -> None:
         """Reads `tokens` (at least one) before it returns; `progress` is called on this thread.
 
-        With `draws` a node's own continuation is drawn, not its best.
+        With `draws` a node's own continuation is drawn instead of the best one.
 
         Raises:
-            DrafterFault: they do not fit the context, or the device failed.
+            DrafterFault: the tokens do not fit the context, or the device failed.
         """
         self._predict, self._layout = predict, host.layout
         self._columns: CoreMLKVRows = predict.submit(CoreMLKVRows, host, sampling, draws, constraint).result()
         self._committed: list[Node] = []
         self._nodes: dict[int, Node] = {}
         self.root, self.next_node = 0, 0
-        with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
+        with ExitStack() as undo:  # if the reading fails or is cancelled
             undo.callback(predict.submit, self._columns.close)
             self._read(tokens, False, progress)
             undo.pop_all()
@@ -86,7 +86,7 @@ class CoreMLTree:
         first = self.next_node
         if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
             raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
-        fresh = [self._grown(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        fresh = [self._new_node(parent, token) for parent, token in zip(parents, tokens, strict=True)]
         job = self._predict.submit(self._columns.grow, fresh)
         for node in fresh:
             node.job = job
@@ -97,8 +97,8 @@ class CoreMLTree:
         return [node.known_step.best()[node.row] for node in chosen]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        found = [self._node(number) for number in nodes]
-        return [node.known_step.candidates([node.row], count)[0] for node in found]
+        entries = [self._node(number) for number in nodes]
+        return [node.known_step.candidates([node.row], count)[0] for node in entries]
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         steps = [(self._node(number).known_step, self._node(number).row) for number in nodes]
@@ -122,11 +122,11 @@ class CoreMLTree:
             if node.parent is not above:
                 raise InvalidRequest(f"node {node.number} can't be committed: it does not follow node {above.number}")
         kept: dict[int, Node] = {}
-        unseen = [nodes[-1]]
-        while unseen:
-            node = unseen.pop()
+        pending = [nodes[-1]]
+        while pending:
+            node = pending.pop()
             kept[node.number] = node
-            unseen += node.children
+            pending += node.children
         final = {self.root, *path}
         lost = [node for number, node in self._nodes.items() if number not in kept and number not in final]
         for node in lost:
@@ -145,7 +145,7 @@ class CoreMLTree:
         self._predict.submit(self._columns.close)
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Progress | None = None) -> None:
-        """Feeds final tokens: as many as need no logits through the prefill, the rest with them, the last as root."""
+        """Feeds final tokens: most of them by the prefill, the rest with logits; the last one becomes the root."""
         done, total = len(self._committed), len(self._committed) + len(tokens)
         if not done < total <= self._layout.context:
             raise DrafterFault(f"{total} tokens to read; the draft's context takes 1 to {self._layout.context}")
@@ -166,19 +166,17 @@ class CoreMLTree:
             if progress:
                 progress(done, total)
         if not more:
-            self._plant(self._committed[-1])
-
-    def _plant(self, root: Node) -> None:
-        root.number = self.root = self.next_node
-        self._nodes = {self.root: root}
-        self.next_node += 1
+            root = self._committed[-1]
+            root.number = self.root = self.next_node
+            self._nodes = {self.root: root}
+            self.next_node += 1
 
     def _node(self, number: int) -> Node:
         if number not in self._nodes:
             raise InvalidRequest(f"node {number} is not in the tree: it was dropped, or never fed")
         return self._nodes[number]
 
-    def _grown(self, parent: int, token: int | None) -> Node:
+    def _new_node(self, parent: int, token: int | None) -> Node:
         above = self._node(parent)
         if above.position + 1 >= self._layout.context:
             raise DrafterFault(
@@ -193,7 +191,7 @@ class CoreMLTree:
 
 
 class CoreMLDrafter:
-    """A `Drafter` over `package`, run by `runtime`, which only ever sees one thread."""
+    """A `Drafter` over `package`, run by `runtime`, which is called on one thread only."""
 
     backend = "coreml"
 
@@ -228,19 +226,19 @@ class CoreMLDrafter:
         return CoreMLTree(self._host, self._predict, tokens, sampling, progress, Draws.of(sampling, cached), constraint)
 
     def close(self) -> None:
-        """Ends the predict thread and lets the device go."""
+        """Ends the predict thread and releases the device."""
         self._predict.submit(self._runtime.close).result()
         self._predict.shutdown()
 
 
 def load(model: str, tell: Tell) -> Drafter:
-    """The drafter for `model`: a package directory, a model directory or a Hugging Face id.
+    """Returns the drafter for `model`: a package directory, a model directory or a Hugging Face id.
 
-    A model is converted first (once). Without Core ML the reference interpreter runs it; where Core ML's trial goes
-    wrong on every unit, MLX does. `tell` gets a sentence on each.
+    A model is converted first (once). Without Core ML the reference interpreter runs it; if Core ML's trials fail on
+    every unit, MLX does. `tell` receives a sentence about each.
 
     Raises:
-        ModelError: no such model, or one the converter refuses.
+        ModelError: there is no such model, or the converter refuses it.
     """
     packages, checkpoint = _packages(model, tell)
     placed = selection.place(packages, tell)
@@ -249,7 +247,7 @@ def load(model: str, tell: Tell) -> Drafter:
     if placed.package is not None and placed.units is not None:
         try:
             return CoreMLDrafter(placed.package, runtime_of(placed.package, placed.units), note=sentence)
-        except ModelError as error:  # its trial went well, on another day
+        except ModelError as error:  # although its trial succeeded before
             sentence = f"{error}, drafting with MLX instead"
             tell(sentence)
     if checkpoint is None:
@@ -260,9 +258,9 @@ def load(model: str, tell: Tell) -> Drafter:
 
 
 def _packages(model: str, tell: Tell) -> tuple[PackageSource, Path | None]:
-    """What the drafter may run, and the checkpoint it is of where that is known."""
-    given = Path(model).expanduser()
-    if (given / package.FILE).is_file():
-        return OnePackage(open_package(given)), None
+    """Returns the packages that the drafter may run, and their checkpoint if it is known."""
+    directory = Path(model).expanduser()
+    if (directory / package.FILE).is_file():
+        return OnePackage(open_package(directory)), None
     checkpoint = selection.checkpoint_of(model, tell)
     return selection.packages_of(checkpoint, tell), checkpoint

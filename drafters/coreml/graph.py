@@ -23,7 +23,7 @@ from outrider.drafters.coreml.weights import HEAD, NORM, DenseMatrix, Int4, Int8
 
 
 class Constants:
-    """Puts `weights` into whichever function is being built."""
+    """Adds `weights` to the function that is being built."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -31,7 +31,7 @@ class Constants:
         self._mb = self._mil.Builder
 
     def matrix(self, name: str, first: int = 0, last: int | None = None) -> Any:
-        """Rows [first, last) of the matrix `name` as a convolution weight (rows, columns, 1, 1)."""
+        """Returns rows [first, last) of the matrix `name` as a convolution weight (rows, columns, 1, 1)."""
         form = self._weights.matrices[name]
         rows = slice(first, last)
         key = name if last is None else f"{name}[{first}:{last}]"
@@ -55,7 +55,7 @@ class Constants:
         return None if vector is None else self._const(f"{name}.bias", vector)
 
     def vector(self, name: str, rank: int, axis: int) -> Any:
-        """The vector `name` along `axis` of a tensor of this rank, 1 along the others."""
+        """Returns the vector `name` along `axis` of a tensor of this rank, with size 1 along the others."""
         vector = self._weights.vectors[name]
         shape = [1] * rank
         shape[axis] = vector.size
@@ -79,7 +79,7 @@ _FLOOR = 2.0**-10  # below this a row is scaled by this instead, so that eps / m
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What every layer reads: rotations (1, 1, rows, head_dim) and the mask (1, 1, rows, slots + rows)."""
+    """The inputs of every layer: rotations (1, 1, rows, head_dim) and the mask (1, 1, rows, slots + rows)."""
 
     cos: Any
     sin: Any
@@ -95,7 +95,7 @@ class _Memory:
 
 
 def build(layout: PackageLayout, constants: Constants, function: PackageFunction) -> Any:
-    """One coremltools Function of the decoder `layout` describes, reading its weights from `constants`."""
+    """Returns one coremltools Function of the decoder in `layout`, with its weights from `constants`."""
     return _GraphBuilder(layout, constants, function).build()
 
 
@@ -123,7 +123,7 @@ class _GraphBuilder:
                 fresh = self._fresh(f"{name}.self_attn", normed, rows)
                 keys.append(fresh.keys)
                 values.append(fresh.values)
-                if self._function.logits or not last or layer == 0:  # a prefill wants the cache only
+                if self._function.logits or not last or layer == 0:  # a prefill only fills the cache
                     x = self._layer(name, x, normed, rows, memory, fresh)
             self._store(inputs, memories, keys, values)
             wanted = {tensor.name for tensor in self._layout.outputs(self._function)}
@@ -148,7 +148,7 @@ class _GraphBuilder:
         return specs
 
     def _memories(self, inputs: dict[str, Any]) -> list[_Memory]:
-        """Each layer's cache as it was before this call."""
+        """Returns each layer's cache as it was before this call."""
         layers = range(self._sizes.layers)
         match self._layout.mode:
             case Mode.STATELESS:
@@ -162,7 +162,7 @@ class _GraphBuilder:
         return [_Memory(k, v) for k, v in zip(keys, values, strict=True)]
 
     def _store(self, inputs: dict[str, Any], old: Sequence[_Memory], keys: list[Any], values: list[Any]) -> None:
-        """Writes the new rows into the states, where there are any."""
+        """Writes the new rows into the states, if there are any."""
         mb = self._mb
         if self._layout.mode is Mode.ONEHOT:
             write = inputs["write"]
@@ -181,7 +181,7 @@ class _GraphBuilder:
                     mb.coreml_update_state(state=inputs[f"{kind}_state_{layer}"], value=update)
 
     def _window(self, position: Any) -> tuple[Any, Any]:
-        """Begin and end of the slots [position, position + rows) of a (1, kv_heads, slots, head_dim) state."""
+        """Returns begin and end of the slots [position, position + rows) of a (1, kv_heads, slots, head_dim) state."""
         mb, zero = self._mb, np.zeros(1, np.int32)
         past = mb.add(x=position, y=np.int32(self._rows))
         begin = mb.concat(values=[zero, zero, position, zero], axis=0)
@@ -198,14 +198,14 @@ class _GraphBuilder:
         return mb.add(x=x, y=self._project(f"{name}.mlp.down_proj", inner))
 
     def _fresh(self, name: str, x: Any, rows: _Rows) -> _Memory:
-        """The keys and values of these rows, (1, kv_heads, rows, head_dim)."""
+        """Returns the keys and values of these rows, (1, kv_heads, rows, head_dim)."""
         shape = (1, self._sizes.kv_heads, self._rows, self._sizes.head_dim)
         keys = self._rotate(self._heads(f"{name}.k_proj", f"{name}.k_norm", x, 1), rows)
         values = self._heads(f"{name}.v_proj", None, x, 1)
         return _Memory(self._mb.reshape(x=keys, shape=shape), self._mb.reshape(x=values, shape=shape))
 
     def _attention(self, name: str, x: Any, rows: _Rows, memory: _Memory, fresh: _Memory) -> Any:
-        """Attention over the cache as it was and over the rows themselves, each read once."""
+        """Returns the attention over the old cache and over the rows themselves, each read once."""
         mb, sizes, count = self._mb, self._sizes, self._rows
         folded = (1, sizes.kv_heads, sizes.groups * count, sizes.head_dim)
         queries = self._heads(f"{name}.q_proj", f"{name}.q_norm", x, sizes.groups)
@@ -226,7 +226,7 @@ class _GraphBuilder:
         return self._project(f"{name}.o_proj", mixed)
 
     def _heads(self, projection: str, norm: str | None, x: Any, groups: int) -> Any:
-        """(1, hidden, 1, rows) -> (kv_heads, groups, rows, head_dim), normed where the family does so."""
+        """(1, hidden, 1, rows) -> (kv_heads, groups, rows, head_dim), normed if the family norms heads."""
         mb, sizes = self._mb, self._sizes
         heads = mb.reshape(
             x=self._project(projection, x), shape=(sizes.kv_heads, groups, sizes.head_dim, self._rows)
@@ -235,14 +235,14 @@ class _GraphBuilder:
         return self._norm(norm, heads, 3) if norm and sizes.normed_heads else heads
 
     def _rotate(self, heads: Any, rows: _Rows) -> Any:
-        """Rope by halves; the host gives sin with its first half negated."""
+        """Applies the rope by halves; the host passes sin with its first half negated."""
         mb = self._mb
         low, high = mb.split(x=heads, num_splits=2, axis=-1)
         swapped = self._concat([high, low], -1)
         return mb.add(x=mb.mul(x=heads, y=rows.cos), y=mb.mul(x=swapped, y=rows.sin))
 
     def _norm(self, name: str, x: Any, axis: int) -> Any:
-        """RMSNorm of x / max|x|, which float16 holds at every scale; the maximum cancels out."""
+        """Returns the RMSNorm of x / max|x|, which float16 can hold at every scale; the maximum cancels out."""
         mb = self._mb
         largest = mb.reduce_max(x=mb.abs(x=x), axes=[axis], keep_dims=True)
         largest = mb.maximum(x=largest, y=self._float(_FLOOR))
@@ -258,7 +258,7 @@ class _GraphBuilder:
         return self._mb.conv(x=x, weight=self._constants.matrix(name), **({} if bias is None else {"bias": bias}))
 
     def _logits(self, x: Any) -> list[Any]:
-        """(1, chunk, 1, rows) for each chunk of the vocabulary."""
+        """Returns logits (1, chunk, 1, rows) for each chunk of the vocabulary."""
         normed, first, outputs = self._norm(NORM, x, 1), 0, []
         for index, count in enumerate(self._sizes.head_chunks):
             weight = self._constants.matrix(HEAD, first, first + count)

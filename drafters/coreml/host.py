@@ -1,11 +1,11 @@
-"""Between tokens and a package's functions: embeds, rotates, masks, chooses the function, keeps the caches.
+"""Calls a package's functions with tokens: embeds, rotates, masks, and owns the caches.
 
-Each call says row by row which token sees which, so trees, ragged lengths and rollback are only data here. Each
-function has one set of input buffers, which is reused. Everything runs on the caller's thread.
+Each call has a mask row by row, so trees, ragged lengths and rollback are only data here. Each function has one set of
+input buffers, which is reused. Everything runs on the caller's thread.
 
-`LinearCache` feeds one text token after token, without a tree: slot i holds position i. `PackageReader` reads a prompt
-in an MLX model's place: the package keeps keys and values as MLX does, [kv_heads, position, head_dim] after the
-rotation, so nothing is transposed or computed again; only float16 rounding differs from MLX's own reading.
+`LinearCache` feeds one text without a tree: slot i holds position i. `PackageReader` reads a prompt in an MLX model's
+place: the package has keys and values in MLX's form, [kv_heads, position, head_dim] after the rotation, so nothing is
+transposed or computed again; only float16 rounding differs from MLX's own reading.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outrider.drafters.drafter import DrafterFault
 from outrider.engine.kv_transfer import KeysValues, ReadingFault
 from outrider.protocol.errors import OutriderError
 
-MASKED = -1e4  # float16 holds it, and exp() of it is 0
+MASKED = -1e4  # float16 can hold it, and exp() of it is 0
 
 
 @dataclass(slots=True)
 class PackageCache:
-    """One request's keys and values: `keys` and `values` [layers, kv_heads, slots, head_dim] here, or `state` there."""
+    """One request's keys and values: arrays [layers, kv_heads, slots, head_dim], or a `state` of the runtime."""
 
     keys: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
@@ -38,10 +38,10 @@ class PackageCache:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """What one call feeds, R tokens.
+    """The R tokens of one call.
 
-    `slots`: where each one's keys and values go. `past` [R, slots]: which places each sees, as they were before the
-    call. `own` [R, R]: which rows of the call it sees, itself included.
+    `slots`: the slot of each one's keys and values. `past` [R, slots]: the slots that each sees, as they were before
+    the call. `own` [R, R]: the rows of the call that each sees, including itself.
     """
 
     tokens: list[int]
@@ -62,7 +62,7 @@ class CallOutput:
 
 
 def cache_bytes(layout: PackageLayout) -> int:
-    """What a request's keys and values take: as much for a short text as for a long one, float32."""
+    """Returns the size of a request's keys and values in float32, which does not depend on the text's length."""
     sizes = layout.architecture
     return 2 * 4 * sizes.layers * sizes.kv_heads * layout.slots * sizes.head_dim
 
@@ -81,7 +81,7 @@ class PackageHost:
         self._sin = np.concatenate([-rope.sin, rope.sin], axis=-1)  # the graph rotates by x cos + swap(x) sin
 
     def new_cache(self) -> PackageCache:
-        """An empty cache. Buffers of closed ones are used again: a device may look at them after its call returned."""
+        """Returns an empty cache. Buffers of closed ones are reused, because a device may read them after a call."""
         if self.layout.mode.stateful:
             return PackageCache(state=self._runtime.new_state())
         if self._spare:
@@ -98,7 +98,7 @@ class PackageHost:
         """Feeds `rows` (at most the function's) and writes their keys and values into `cache`.
 
         Raises:
-            DrafterFault: the logits are no finite numbers.
+            DrafterFault: the logits are not finite.
             RuntimeFault: the device failed.
         """
         buffers = self._filled(function, rows)
@@ -111,7 +111,7 @@ class PackageHost:
         return fresh
 
     def _filled(self, function: PackageFunction, rows: HostRows) -> dict[str, Any]:
-        """The function's own buffers with `rows` in them; rows beyond are masked and written nowhere."""
+        """Returns the function's buffers filled with `rows`; further rows are masked and written nowhere."""
         if function.name not in self._buffers:
             self._buffers[function.name] = self._new_buffers(function)
         buffers, count, slots = self._buffers[function.name], len(rows.tokens), self.layout.slots
@@ -155,7 +155,7 @@ class PackageHost:
 
 
 class LinearCache:
-    """Reads a text through `host`, which must stay on the thread that made this."""
+    """Reads a text through `host`, on the thread that created this object."""
 
     def __init__(self, host: PackageHost) -> None:
         self._host = host
@@ -165,12 +165,12 @@ class LinearCache:
 
     def feed(self, tokens: Sequence[int], function: PackageFunction) -> CallOutput:
         """Feeds the next tokens, at most as many as `function` has rows."""
-        places = list(range(self.length, self.length + len(tokens)))
-        past = np.broadcast_to(self._seen, (len(places), self._seen.size))
-        own = np.tri(len(places), dtype=bool)
-        fresh = self._host.forward(HostRows(list(tokens), places, places, past, own), self._cache, function)
-        self._seen[places] = True
-        self.length += len(places)
+        positions = list(range(self.length, self.length + len(tokens)))
+        past = np.broadcast_to(self._seen, (len(positions), self._seen.size))
+        own = np.tri(len(positions), dtype=bool)
+        fresh = self._host.forward(HostRows(list(tokens), positions, positions, past, own), self._cache, function)
+        self._seen[positions] = True
+        self.length += len(positions)
         return fresh
 
     def close(self) -> None:
@@ -178,10 +178,10 @@ class LinearCache:
 
 
 class PackageReader:
-    """An `engine.kv_transfer.PromptReader`; the package must be of the model's own weights, and `runtime` runs it.
+    """An `engine.kv_transfer.PromptReader` that runs `package`, which must have the model's weights, on `runtime`.
 
     Args:
-        least: shorter prompts are left to the model.
+        least: the model itself reads shorter prompts.
     """
 
     def __init__(self, package: Package, runtime: Runtime, least: int) -> None:
@@ -191,7 +191,7 @@ class PackageReader:
         self._name = runtime.name
 
     def readable(self, count: int) -> int:
-        """What fits the package's context of a prompt that is long enough."""
+        """Returns how many tokens of a prompt the package reads: none if it is too short, at most its context."""
         return min(count, self._host.layout.context) if count >= self.least else 0
 
     def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
@@ -200,7 +200,7 @@ class PackageReader:
             for first in range(0, len(tokens), prefill.rows):
                 fresh = line.feed(tokens[first : first + prefill.rows], prefill)
                 if fresh.keys is None or fresh.values is None:
-                    raise ReadingFault(f"{prefill.name} hands out no keys")
+                    raise ReadingFault(f"{prefill.name} returns no keys")
                 if not (np.isfinite(fresh.keys).all() and np.isfinite(fresh.values).all()):
                     raise ReadingFault(f"{self._name} returned keys that are NaN or infinite")
                 yield KeysValues(fresh.keys, fresh.values)

@@ -1,10 +1,10 @@
 """The reference runtime: runs a saved package in numpy, on any machine.
 
-It computes what Core ML's documentation says of each operation, and rounds each result to the type that the graph
-declares for it (sums are taken in float32). So float16 packages show float16's errors. It is slow. Operations take
-float32, int32 or bool arrays by Core ML's argument names and return one array or a list of them.
+It computes each operation as in Core ML's documentation, and rounds each result to the type that the graph declares
+for it (sums are taken in float32). So float16 packages show float16's errors. It is slow. Operations take float32,
+int32 or bool arrays by Core ML's argument names and return one array or a list of them.
 
-`runtime_of` makes the runtime of a package by name: one of Core ML's compute units, or this interpreter.
+`runtime_of` returns the runtime of a package by name: one of Core ML's compute units, or this interpreter.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def split(x: Array, axis: Array, num_splits: Array | None = None, split_sizes: A
 def slice_update(
     x: Array, update: Array, begin: Array, end: Array, begin_mask: Array | None = None, end_mask: Array | None = None
 ) -> Array:
-    """`x` with [begin, end) replaced; a masked begin or end reaches to the edge."""
+    """Returns `x` with [begin, end) replaced; a masked begin or end reaches to the edge."""
     window = []
     for axis in range(x.ndim):
         first = None if begin_mask is not None and begin_mask[axis] else int(begin[axis])
@@ -89,7 +89,7 @@ def slice_update(
 
 
 def blockwise_shift_scale(data: Array, scale: Array, offset: Array | None = None) -> Array:
-    """scale * (data - offset), each scale standing for a block of the data."""
+    """Returns scale * (data - offset), with one scale for each block of the data."""
     for axis in range(data.ndim):
         block = data.shape[axis] // scale.shape[axis]
         if block > 1:
@@ -137,7 +137,7 @@ OPS: dict[str, Op] = {
 
 
 _STATE_OPS = ("read_state", "write_state")
-_MOVES = ("concat", "reshape", "slice_update", "split", "transpose")  # these make no new numbers to round
+_MOVES = ("concat", "reshape", "slice_update", "split", "transpose")  # these compute no numbers to round
 _CONSTEXPR = "constexpr_blockwise_shift_scale"
 
 
@@ -147,7 +147,7 @@ class NumpyState(dict[str, NDArray[Any]]):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operation ready to run: `fixed` arguments are known, `named` are looked up, `dead` is free afterwards."""
+    """One operation ready to run: `fixed` arguments are constants, `named` are looked up, `dead` is freed after it."""
 
     operation: SavedOperation
     run: Op | None
@@ -160,7 +160,7 @@ class NumpyRuntime:
     """A `Runtime` over the .mlpackage directory `package`.
 
     Raises:
-        ModelError: no package there, or an operation in it that this interpreter does not know.
+        ModelError: there is no package, or it has an operation that this interpreter does not support.
     """
 
     name = "the reference interpreter (numpy): exact and slow, for checking"
@@ -199,7 +199,7 @@ class NumpyRuntime:
 
 
 class _Planner:
-    """Turns a function's operations into steps; weights decoded once are shared through `weights`."""
+    """Converts a function's operations to steps; decoded weights are shared through `weights`."""
 
     def __init__(self, model: SavedModel, weights: dict[object, NDArray[Any]]) -> None:
         self._model = model
@@ -216,7 +216,7 @@ class _Planner:
             elif operation.kind in OPS or operation.kind in _STATE_OPS:
                 steps.append(self._step(operation))
             else:
-                raise ModelError(f"the reference interpreter does not know the operation {operation.kind!r}")
+                raise ModelError(f"the reference interpreter does not support the operation {operation.kind!r}")
         return _with_ends(steps, keep=set(spec.outputs))
 
     def _step(self, operation: SavedOperation) -> _Step:
@@ -229,7 +229,7 @@ class _Planner:
                 fixed[name] = values if many else values[0]
             else:
                 named[name] = [b if isinstance(b, str) else "" for b in bindings]
-                if many:  # a list may mix constants and results: constants become named values
+                if many:  # a list may have constants and results: constants become named values
                     fixed.update({b: v for b, v in zip(named[name], values, strict=True) if v is not None})
         return _Step(operation, OPS.get(operation.kind), fixed, named, ())
 
@@ -254,7 +254,7 @@ class _Planner:
 
 
 def _with_ends(steps: list[_Step], keep: set[str]) -> tuple[_Step, ...]:
-    """The steps, each with the values that nothing needs after it."""
+    """Returns the steps, each with the values that no later step needs."""
     seen, ended = set(keep), []
     for step in reversed(steps):
         touched = {port.name for port in step.operation.outputs}
@@ -270,9 +270,9 @@ def _with_ends(steps: list[_Step], keep: set[str]) -> tuple[_Step, ...]:
 def _execute(step: _Step, run: Op, values: dict[str, NDArray[Any]]) -> None:
     arguments = {name: value for name, value in step.fixed.items() if name in step.operation.arguments}
     for name, names in step.named.items():
-        found = [values[n] if n in values else step.fixed[n] for n in names]
-        arguments[name] = found if name == "values" else found[0]
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # overflow is for the host to judge
+        arrays = [values[n] if n in values else step.fixed[n] for n in names]
+        arguments[name] = arrays if name == "values" else arrays[0]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # the host checks for overflow
         result = run(**arguments)
         results = result if isinstance(result, list) else [result]
         for port, array in zip(step.operation.outputs, results, strict=True):
@@ -319,7 +319,7 @@ NAMES = (*UNITS, REFERENCE)
 
 
 def runtime_of(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
-    """A runtime for `package` on `units`, one of NAMES, with `functions` or all of them.
+    """Returns a runtime for `package` on `units`, one of NAMES, with `functions` or all of them.
 
     Raises:
         ModelError: there is no such device here, or it refuses the package.

@@ -1,8 +1,8 @@
-"""The predict thread's side of a tree: the slot of each node's keys, what each row sees, and the scores.
+"""The predict thread's side of a tree: the slot of each node's keys, the mask of each row, and the scores.
 
 Nothing here is called from another thread, but a `Node` is shared with the caller's thread; each field has one writer.
-A node's ancestors are found by walking up, so a call's mask is made from the tree as it is at that moment. `SlotMap`
-knows which places of a cache are free. Scores follow the engine's sampling contract, on the CPU.
+A node's ancestors are found by walking up, so a call's mask is that of the current tree. `SlotMap` tracks the free
+slots of a cache. Scores follow the engine's sampling contract, on the CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from outrider.protocol.sampling import SamplingParams
 class Node:
     """The caller's thread writes `number`, `fork`, `children`, `job`, `dropped`; the predict thread the rest.
 
-    `token` None: the parent's own choice, known once `job` is done, and so is what may follow: row `row` of `step`.
-    `fork` is the position of the last token down to it that was told, not chosen here. `slot` -1: not in the cache.
+    `token` None: the parent's own choice, known when `job` is done, as are the scores after it: row `row` of `step`.
+    `fork` is the position of the last token down to it that was given, not chosen here. `slot` -1: not in the cache.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Node:
 
 
 class SlotMap:
-    """`count` places, all free at first."""
+    """Tracks `count` slots, all free at first."""
 
     def __init__(self, count: int) -> None:
         self._free: NDArray[np.bool_] = np.ones(count, bool)
@@ -77,15 +77,15 @@ class SlotMap:
         return int(self._free.sum())
 
     def take(self, count: int) -> list[int] | None:
-        """The first `count` free places, taken; None when there are fewer."""
-        found = np.flatnonzero(self._free)[:count]
-        if len(found) < count:
+        """Takes and returns the first `count` free slots; None if there are fewer."""
+        slots = np.flatnonzero(self._free)[:count]
+        if len(slots) < count:
             return None
-        self._free[found] = False
-        return [int(slot) for slot in found]
+        self._free[slots] = False
+        return [int(slot) for slot in slots]
 
     def take_run(self, count: int, run: int) -> list[int] | None:
-        """The first `count` of `run` free places in a row, taken; the rest stay free but get written. None: no run."""
+        """Takes the first `count` of `run` consecutive free slots; the rest stay free but are written. None: no run."""
         ends = np.convolve(self._free, np.ones(run, int), mode="valid")
         starts = np.flatnonzero(ends == run)
         if not starts.size:
@@ -102,7 +102,7 @@ class SlotMap:
 
 
 class CoreMLKVRows:
-    """One request's cache and scores on `host`; with `draws` a row's own token is drawn from a q, else the best."""
+    """One request's cache and scores on `host`; a row's own token is the best, or with `draws` drawn from a q."""
 
     def __init__(
         self,
@@ -118,27 +118,27 @@ class CoreMLKVRows:
         self._sampler = Sampler(sampling, vocab_size, normalised=False, constraint=constraint)
         self._draws = draws
         self._slots = SlotMap(self._layout.slots)
-        self._seen = np.zeros(self._layout.slots, bool)  # where committed keys lie
+        self._seen = np.zeros(self._layout.slots, bool)  # the slots with committed keys
         self._committed: list[Node] = []
         self._pending: list[Node] = []
         self._fault: OutriderError | None = None
 
     def read(self, nodes: Sequence[Node]) -> None:
-        """Feeds the last committed tokens, few enough for logits; the very last gets its scores."""
+        """Feeds the last committed tokens, few enough for logits; the last one gets its scores."""
         fresh = self._feed_line(nodes, self._layout.smallest(len(nodes)) or self._layout.largest)
         self._committed += nodes
         self._score(nodes[-1:], None if fresh.logits is None else fresh.logits[-1:])
 
     def read_unscored(self, nodes: Sequence[Node]) -> None:
-        """Feeds the next committed tokens for their keys alone."""
+        """Feeds the next committed tokens for their keys only."""
         self._feed_line(nodes, self._layout.prefill)
         self._committed += nodes
 
     def grow(self, nodes: Sequence[Node]) -> None:
-        """Feeds new nodes behind their parents, except those that were dropped meanwhile.
+        """Feeds new nodes after their parents, except those that were dropped meanwhile.
 
         Raises:
-            OutriderError: this call failed, or an earlier one did: its nodes' descendants can't be fed.
+            OutriderError: this call failed, or an earlier one did, whose nodes' descendants can't be fed.
         """
         if self._fault is not None:
             raise self._fault
@@ -161,7 +161,7 @@ class CoreMLKVRows:
             self._score(batch, fresh.logits)
 
     def commit(self, path: Sequence[Node], lost: Sequence[Node]) -> None:
-        """Makes `path` committed and frees the slots of `lost`; of the committed, only the last keeps its scores."""
+        """Commits `path` and frees the slots of `lost`; only the last committed node keeps its scores."""
         self._committed[-1].step = None
         for node in path:
             node.committed = True
@@ -221,16 +221,16 @@ class CoreMLKVRows:
         if logits is None:
             return
         histories = [self._history(node) for node in nodes] if self._sampler.needs_history else None
-        asked = SamplingMetadata(self._sampler, [node.position + 1 for node in nodes], histories)
+        metadata = SamplingMetadata(self._sampler, [node.position + 1 for node in nodes], histories)
         with mx.stream(mx.cpu):  # on a Mac the GPU is the target's
             rows, forks = mx.array(logits), [node.fork for node in nodes]
-            step = score([asked], rows) if self._draws is None else self._draws.score(asked, rows, forks)
-            step.best()  # another thread may then ask the step what it knows
+            step = score([metadata], rows) if self._draws is None else self._draws.score(metadata, rows, forks)
+            step.best()  # so that another thread may read the step's results
         for row, node in enumerate(nodes):
             node.step, node.row = step, row
 
     def _history(self, node: Node) -> list[int]:
-        """The last tokens down to `node`, as many as its scores depend on."""
+        """Returns the last tokens down to `node`, as many as its scores depend on."""
         path: list[int] = []
         above: Node | None = node
         while above is not None and len(path) < self._sampler.reach:
@@ -239,7 +239,7 @@ class CoreMLKVRows:
         return path[::-1]
 
     def _place(self, nodes: Sequence[Node], function: PackageFunction) -> None:
-        """Gives each node a slot: any free one, or a run of them where the mode writes runs."""
+        """Gives each node a slot: any free one, or consecutive ones if the mode writes runs."""
         if self._layout.mode is Mode.HYBRID:
             slots = self._slots.take_run(len(nodes), function.rows)
             if slots is None and self._committed:
@@ -256,7 +256,7 @@ class CoreMLKVRows:
             node.slot = slot
 
     def _pack(self) -> None:
-        """Feeds everything again without gaps: freed slots lie scattered, and a run of them is needed."""
+        """Feeds everything again without gaps, because the free slots are scattered and a run of them is needed."""
         committed, self._committed = self._committed, []
         pending = sorted((node for node in self._pending if not node.dropped), key=lambda node: node.position)
         self._slots.clear()

@@ -1,8 +1,8 @@
-"""Which models the converter accepts, and what a package's functions take and return.
+"""The models that the converter accepts, and the inputs and outputs of a package's functions.
 
-`DecoderArchitecture` is read from config.json; models that do not fit the graph or the Neural Engine's grid are refused
-by name. `PackageLayout` gives the names, shapes and types of inputs, states and outputs, for the converter and the host
-alike. Slots are places in the cache, rows are the tokens of one call; the host decides which slot a token's keys go to.
+`DecoderArchitecture` is read from config.json; a model that does not fit the graph or the Neural Engine's grid is
+refused with the reason. `PackageLayout` has the names, shapes and types of inputs, states and outputs, for both the
+converter and the host. Slots are entries of the cache, rows are the tokens of one call; the host assigns slots.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-HEAD_GRID = 32  # the Neural Engine pads the last axis of a cache to this, and rejects states that are off it
-MAX_WIDTH = 16384  # the widest axis every Neural Engine takes
+HEAD_GRID = 32  # the Neural Engine pads the last axis of a cache to a multiple, and rejects other states
+MAX_WIDTH = 16384  # the widest axis that every Neural Engine supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,21 @@ class DecoderArchitecture:
 
     @property
     def normed_heads(self) -> bool:
-        """True when queries and keys are normed before the rotation."""
+        """Whether queries and keys are normed before the rotation."""
         return self.family == "qwen3"
 
     @property
     def head_chunks(self) -> list[int]:
-        """How many rows of the output head each chunk has; none is wider than MAX_WIDTH."""
+        """The rows of the output head in each chunk, at most MAX_WIDTH."""
         full, rest = divmod(self.vocab_size, MAX_WIDTH)
         return [MAX_WIDTH] * full + [rest] * (rest > 0)
 
 
 def read(config: Mapping[str, Any]) -> DecoderArchitecture:
-    """The architecture that config.json describes.
+    """Returns the architecture that config.json describes.
 
     Raises:
-        ModelError: the family is not one of FAMILIES, or a size is off what the Neural Engine takes.
+        ModelError: the family is not one of FAMILIES, or the Neural Engine does not support a size.
     """
     family = str(config.get("model_type", "none"))
     if family not in FAMILIES:
@@ -128,11 +128,11 @@ SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
 
 
 class Mode(StrEnum):
-    """Where the cache lives.
+    """The owner of the cache.
 
-    STATELESS: with the host, which passes it in and gets the new rows back (what the Neural Engine takes most readily).
-    HYBRID: in one state a layer and tensor, written in one run of slots a call.
-    ONEHOT: in two states, written to any slots through a matrix of ones, without integers.
+    STATELESS: the host, which passes it in and gets the new rows back (the Neural Engine accepts this most often).
+    HYBRID: one state for each layer and tensor; a call writes one run of slots.
+    ONEHOT: two states, written at any slots by a matrix of ones, without integers.
     """
 
     STATELESS = "stateless"
@@ -170,7 +170,7 @@ FUNCTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """A package's sizes: `context` positions, `slots` >= context places in the cache; `weights` as in weights.KINDS."""
+    """A package's sizes: `context` positions, `slots` >= context of the cache; `weights` as in weights.KINDS."""
 
     architecture: DecoderArchitecture
     mode: Mode
@@ -209,7 +209,7 @@ class PackageLayout:
                 return (Tensor("k_state", whole), Tensor("v_state", whole))
 
     def outputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
-        """`k_new` and `v_new` first, where the host needs them: without a state, and from every prefill."""
+        """Returns the outputs; `k_new` and `v_new` come first if the host needs them: without a state, or a prefill."""
         sizes, rows = self.architecture, function.rows
         fresh = (sizes.layers, sizes.kv_heads, rows, sizes.head_dim)
         outputs: tuple[Tensor, ...] = ()
@@ -221,13 +221,13 @@ class PackageLayout:
         return outputs
 
     def smallest(self, rows: int) -> PackageFunction | None:
-        """The smallest function with logits for at least `rows` rows, or None."""
+        """Returns the smallest function with logits for at least `rows` rows, or None."""
         fitting = [function for function in self.functions if function.logits and function.rows >= rows]
         return min(fitting, key=lambda function: function.rows, default=None)
 
     @property
     def largest(self) -> PackageFunction:
-        """The function with logits that takes most rows."""
+        """The function with logits that takes the most rows."""
         return max((function for function in self.functions if function.logits), key=lambda function: function.rows)
 
     @property

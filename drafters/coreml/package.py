@@ -1,9 +1,9 @@
 """A converted model on disk, opened and checked against its manifest: layout, embedding and rotations.
 
-The manifest says what the package was made from, what is in it, and the hash of each file. `RopeArrays` are the
-rotations of every position, found by letting the model's own rope module rotate unit vectors: there is no rotary
-formula here, so whatever scaling mlx-lm supports is right. `CheckpointSource` is the checkpoint that a package is made
-from, loaded lazily, with its fingerprint.
+The manifest names the package's source, its content, and the hash of each file. `RopeArrays` are the rotations of every
+position, found by rotating unit vectors with the model's own rope module: there is no rotary formula here, so any
+scaling that mlx-lm supports is right. `CheckpointSource` is the checkpoint that a package is made from, loaded lazily,
+with its fingerprint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`source_hash` is `source.fingerprint` of the checkpoint; `files` maps a path in the package to its SHA-256."""
+    """`source_hash` is `fingerprint` of the checkpoint; `files` maps a path in the package to its SHA-256."""
 
     layout: PackageLayout
     source: str
@@ -46,7 +46,7 @@ class Manifest:
 
     @property
     def key(self) -> str:
-        """Names the package's content: the same for the same weights, layout and converter."""
+        """Identifies the package's content: the same for the same weights, layout and converter."""
         return self.files["model.mlpackage/weights"][:16] + self.files["model.mlpackage/model"][:16]
 
     def write(self, directory: Path) -> None:
@@ -55,10 +55,10 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """The manifest of the package in `directory`.
+        """Returns the manifest of the package in `directory`.
 
         Raises:
-            ModelError: there is none, or it is of another format, or it is not a manifest.
+            ModelError: there is none, it has another format, or it is not a manifest.
         """
         path = directory / FILE
         try:
@@ -67,9 +67,9 @@ class Manifest:
             raise ModelError(
                 f"{directory} is not a converted model ({error}); create one with `outrider convert`"
             ) from error
-        found = fields.get("format") if isinstance(fields, dict) else None
-        if found != FORMAT:
-            raise ModelError(f"{path} has format {found!r}; this version reads {FORMAT}: convert the model again")
+        version = fields.get("format") if isinstance(fields, dict) else None
+        if version != FORMAT:
+            raise ModelError(f"{path} has format {version!r}; this version reads {FORMAT}: convert the model again")
         try:
             return cls(**{**fields, "layout": _layout(fields["layout"]), "notes": tuple(fields["notes"])})
         except (KeyError, TypeError, ValueError) as error:
@@ -99,7 +99,7 @@ class RopeArrays:
 
 
 def probe(rope: Callable[..., mx.array], head_dim: int, positions: int) -> RopeArrays:
-    """The table of `rope` for positions 0 .. `positions` - 1.
+    """Returns the table of `rope` for positions 0 .. `positions` - 1.
 
     Raises:
         ModelError: `rope` is not a rotation of the two halves of a head (a traditional or partial rope).
@@ -123,7 +123,7 @@ def probe(rope: Callable[..., mx.array], head_dim: int, positions: int) -> RopeA
 
 
 def apply(table: RopeArrays, x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`x` [head_dim] rotated to every position of the table: [positions, head_dim]."""
+    """Returns `x` [head_dim] rotated to every position of the table: [positions, head_dim]."""
     low, high = np.split(x, 2)
     return np.concatenate([low * table.cos - high * table.sin, high * table.cos + low * table.sin], axis=-1)
 
@@ -141,10 +141,10 @@ class CheckpointSource:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """The checkpoint in the directory `path`, if the converter knows it.
+    """Returns the checkpoint in the directory `path`.
 
     Raises:
-        ModelError: no model there, an architecture that is refused, or weights that contradict config.json.
+        ModelError: there is no model, its architecture is refused, or its weights contradict config.json.
     """
     config = _config(path)
     sizes = layout.read(config)
@@ -157,7 +157,7 @@ def open_source(path: Path) -> CheckpointSource:
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of the checkpoint's config.json and weight files: the same for the same weights, wherever they lie."""
+    """Returns a hash of the checkpoint's config.json and weight files, which does not depend on the folder."""
     digest = hashlib.sha256()
     for file in [path / "config.json", *_weight_files(path)]:
         digest.update(file.name.encode())
@@ -191,7 +191,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_head(path: Path, sizes: DecoderArchitecture) -> None:
-    """Holds config.json's word on tied embeddings against what the checkpoint has."""
+    """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
     heads = {name: file for file in _weight_files(path) for name in _tensor_names(file) if name == "lm_head.weight"}
     if not sizes.tied and not heads:
         raise ModelError(
@@ -221,7 +221,7 @@ def _tensor(file: Path, name: str) -> mx.array:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """The names in a safetensors header; [] when the header can't be read (loading will say so)."""
+    """Returns the names in a safetensors header; [] if it can't be read (loading will raise)."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         try:
@@ -243,7 +243,7 @@ _FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """`embedding` is [vocab, hidden], read from the file as needed; `rope` has a row for every position."""
+    """An opened package: `embedding` [vocab, hidden] is read from the file on demand; `rope` has a row per position."""
 
     path: Path
     manifest: Manifest
@@ -264,18 +264,18 @@ class Package:
 
 
 def file_hashes(directory: Path) -> dict[str, str]:
-    """The manifest's `files` for the package in `directory`."""
+    """Returns the manifest's `files` for the package in `directory`."""
     return {name: file_hash(directory / path) for name, path in _FILES.items()}
 
 
 def open_package(directory: Path, source: Path | None = None) -> Package:
-    """The package in `directory`, checked.
+    """Returns the package in `directory` after checking it.
 
     Args:
-        source: the checkpoint it should have been made from, when that is known.
+        source: the checkpoint that it should have been made from, if known.
 
     Raises:
-        ModelError: no package, a file that is not the manifest's, or other weights than `source` has.
+        ModelError: there is no package, a file is not the manifest's, or the weights are not those of `source`.
     """
     manifest = Manifest.read(directory)
     _check_files(directory, manifest)
@@ -288,11 +288,11 @@ def open_package(directory: Path, source: Path | None = None) -> Package:
 
 def check_source(directory: Path, manifest: Manifest, source: Path) -> None:
     """Raises ModelError unless the package was made from the checkpoint `source`."""
-    found = fingerprint(source)
-    if found != manifest.source_hash:
+    actual = fingerprint(source)
+    if actual != manifest.source_hash:
         raise ModelError(
             f"{directory} was made from {manifest.source} ({manifest.source_hash[:12]}), other weights than {source} "
-            f"has ({found[:12]}); convert that model, or name the one this package is of"
+            f"has ({actual[:12]}); convert that model, or name the one that this package was made from"
         )
 
 
@@ -305,13 +305,13 @@ def _check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_ports(directory: Path, layout: PackageLayout, model: SavedModel) -> None:
-    """Holds the functions on disk to what the manifest says they take."""
+    """Raises ModelError if the functions on disk do not take the inputs of the manifest."""
     for function in layout.functions:
         declared = {tensor.name: (tensor.shape, tensor.integer) for tensor in layout.inputs(function)}
         on_disk = model.functions.get(function.name)
         ports = on_disk.inputs if on_disk else ()
-        found = {port.name: (port.shape, port.dtype == "INT32") for port in ports}
-        if found != declared:
+        actual = {port.name: (port.shape, port.dtype == "INT32") for port in ports}
+        if actual != declared:
             raise ModelError(
                 f"{directory}: the manifest does not match the package's function {function.name}; "
                 "convert the model again"

@@ -1,11 +1,11 @@
-"""Which prompts a Core ML package reads in place of a drafter on MLX, and from which length on that is quicker.
+"""Decides which prompts a Core ML package reads in place of a drafter on MLX: those for which it is faster.
 
-`reader_for` follows the setting `draft_prefill`: `auto` (the package where a kept measurement found it quicker), `mlx`
+`reader_for` follows the setting `draft_prefill`: `auto` (the package if a kept measurement found it faster), `mlx`
 (never), `coreml` (always), or the directory of a package (always that one).
 
 `python -m outrider.drafters.coreml.prompts --model D` measures once for each package, system and MLX device, keeps the
 result and prints it as JSON. With `--result` it is the measurement itself: it reads prompts with both and may crash, so
-`found` runs it in a process of its own, as `trial` is.
+`kept_trial` runs it in a process of its own, as `trial` does.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ Tell = Callable[[str], None]
 
 
 def reader_for(model: str, prefill: str, tell: Tell) -> PackageReader | None:
-    """What reads prompts for the draft `model`; None: MLX does.
+    """Returns the package that reads prompts for the draft `model`; None: MLX does.
 
     Raises:
         InvalidRequest: `prefill` is neither one of the words nor a package.
-        ModelError: the package is of other weights, or the draft can't be converted.
+        ModelError: the package has other weights, or the draft can't be converted.
     """
     match prefill:
         case "mlx":
             return None
         case "auto":
-            return _measured_quicker(model, tell)
+            return _if_faster(model, tell)
         case "coreml":
             return _always(selection.packages_of(selection.checkpoint_of(model, tell), tell), tell)
     directory = Path(prefill).expanduser()
@@ -77,9 +77,9 @@ def _always(packages: PackageSource, tell: Tell) -> PackageReader | None:
     return _reader(placed.package, placed.units, 1, tell)
 
 
-def _measured_quicker(model: str, tell: Tell) -> PackageReader | None:
+def _if_faster(model: str, tell: Tell) -> PackageReader | None:
     memory = converter.probes()
-    if not any(memory.glob("*.prompts.json")):  # nothing was ever measured: spares hashing the weights
+    if not any(memory.glob("*.prompts.json")):  # without any measurement the weights need not be hashed
         return None
     try:
         packages = selection.packages_of(selection.checkpoint_of(model, tell), tell)
@@ -106,7 +106,7 @@ def _reader(package: Package, units: str, least: int, tell: Tell) -> PackageRead
 
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
-    """Median milliseconds to read prompts of `lengths` tokens, by MLX and by the package on `units`."""
+    """The median milliseconds to read prompts of `lengths` tokens, by MLX and by the package on `units`."""
 
     units: str
     lengths: tuple[int, ...]
@@ -116,7 +116,7 @@ class PromptTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptTrial:
-    """`times` as measured; None: the trial failed, for this `reason`."""
+    """The measured `times`; None: the trial failed, for this `reason`."""
 
     units: str
     times: PromptTimes | None
@@ -124,14 +124,14 @@ class PromptTrial:
 
     @property
     def least(self) -> int | None:
-        """The package reads prompts of at least this many tokens quicker; None: none."""
+        """The shortest prompt in tokens from which on the package is faster; None: it is not."""
         if self.times is None:
             return None
-        found = None
+        least = None
         for length, mlx, own in zip(self.times.lengths, self.times.mlx_ms, self.times.package_ms, strict=True):
-            quicker = own < _WORTH_IT * mlx
-            found = (found or length) if quicker else None
-        return found
+            faster = own < _WORTH_IT * mlx
+            least = (least or length) if faster else None
+        return least
 
     @property
     def sentence(self) -> str:
@@ -145,33 +145,35 @@ class PromptTrial:
 
 
 def recall(package: Package, memory: Path) -> PromptTrial | None:
-    """The trial of `package` that was kept on this machine, if there is one."""
+    """Returns the trial of `package` that was kept on this machine, or None."""
     kept = read(_file(package, memory), _prompts)
     return kept[0] if kept else None
 
 
-def found(checkpoint: Path, package: Package, units: str, memory: Path, measure: Measure | None = None) -> PromptTrial:
-    """The kept trial or, if there is none, a new one in a process that may die."""
-    known = recall(package, memory)
-    if known is not None and known.units == units:
-        return known
-    ending = (measure or measured)(checkpoint, package, units)
+def kept_trial(
+    checkpoint: Path, package: Package, units: str, memory: Path, measure: Measure | None = None
+) -> PromptTrial:
+    """Returns the kept trial or, if there is none, that of a new measurement in a process that may crash."""
+    kept = recall(package, memory)
+    if kept is not None and kept.units == units:
+        return kept
+    ending = (measure or run_measurement)(checkpoint, package, units)
     times = None if ending.written is None else _times(json.loads(ending.written))
     prompts = PromptTrial(units, times, ending.reason)
     write(_file(package, memory), [dataclasses.asdict(prompts)])
     return prompts
 
 
-def here(packages: OfCheckpoint, tell: Tell) -> PromptTrial:
-    """`found` for the package and the unit that a drafter would run on this machine. Raises ModelError."""
+def trial_here(packages: OfCheckpoint, tell: Tell) -> PromptTrial:
+    """Returns `kept_trial` of the package and unit that a drafter would run on this machine. Raises ModelError."""
     placed = selection.place(packages, tell)
     if placed.package is None or placed.units is None:
         return PromptTrial("no unit", None, placed.sentence)
-    return found(packages.checkpoint, placed.package, placed.units, converter.probes())
+    return kept_trial(packages.checkpoint, placed.package, placed.units, converter.probes())
 
 
-def measured(checkpoint: Path, package: Package, units: str) -> trial.Ending:
-    """The measurement itself."""
+def run_measurement(checkpoint: Path, package: Package, units: str) -> trial.Ending:
+    """Runs the measurement in a process of its own."""
     line = ["--model", str(checkpoint), "--package", str(package.path), "--units", units]
     return trial.run_program(MODULE, line, _SECONDS)
 
@@ -194,7 +196,7 @@ def _times(fields: dict[str, Any]) -> PromptTimes:
 
 
 def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
-    """Reads prompts as the drafter would.
+    """Measures the reading of prompts as the drafter would read them.
 
     Raises:
         OutriderError: the package can't be run, or its model can't draft.
@@ -220,10 +222,6 @@ def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
     return PromptTimes(units, lengths, mlx_ms, package_ms)
 
 
-def _measured(model: str, package: Path, units: str) -> PromptTimes:
-    return measure(load_model(model), open_package(package, source=Path(model)), units)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
@@ -232,15 +230,19 @@ def main() -> int:
     parser.add_argument("--result", type=Path, help="measure now, and write the times there")
     options = parser.parse_args()
     if options.result is not None:
-        return trial.written(options.result, lambda: _measured(options.model, options.package, options.units))
+        model, package = options.model, options.package
+        return trial.write_result(
+            options.result,
+            lambda: measure(load_model(model), open_package(package, source=Path(model)), options.units),
+        )
     try:
-        prompts = here(selection.packages_of(selection.checkpoint_of(options.model)), log.info)
+        prompts = trial_here(selection.packages_of(selection.checkpoint_of(options.model)), log.info)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     times = None if prompts.times is None else dataclasses.asdict(prompts.times)
-    told = {"least": prompts.least, "sentence": prompts.sentence, "times": times}
-    sys.stdout.write(json.dumps(told) + "\n")
+    result = {"least": prompts.least, "sentence": prompts.sentence, "times": times}
+    sys.stdout.write(json.dumps(result) + "\n")
     return 0
 
 

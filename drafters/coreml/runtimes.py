@@ -1,7 +1,7 @@
-"""The interface of what runs a package, and Core ML itself (macOS).
+"""The interface of runtimes, which run a package, and Core ML itself (macOS).
 
 `Runtime` has two implementations, this module's `CoreMLRuntime` and `interpreter.NumpyRuntime`, so that the host is the
-same on a Mac and elsewhere. `CoreMLRuntime` has one compiled model a function, all loaded before the first call.
+same on a Mac and elsewhere. `CoreMLRuntime` has one compiled model for each function, all loaded before the first call.
 coremltools' predict holds the GIL for the whole call, and releases inputs late, on Core ML's own queue. So its worker
 is a process of its own, every call comes from one thread, and input buffers outlive it.
 
@@ -36,22 +36,22 @@ class RuntimeState(Protocol):
 
 
 class Runtime(Protocol):
-    """Runs the functions of one package. Every call comes from one and the same thread.
+    """Runs the functions of one package. Every call comes from the same thread.
 
-    `name`: for a person: what runs it, and where.
+    `name`: the runtime and its device, for users.
     """
 
     name: str
 
     def new_state(self) -> RuntimeState | None:
-        """An empty cache; None for a package whose cache lies with the host."""
+        """Returns an empty cache; None for a package whose cache is owned by the host."""
         ...
 
     def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
         """Runs `function`. Inputs are float32 (int32 for positions) of the shapes in the package's layout.
 
-        The arrays handed in stay the caller's: it may write to them after the call, and must never free them between
-        calls. Raises RuntimeFault when the device fails.
+        The input arrays remain the caller's: it may write to them after the call, and must never free them between
+        calls. Raises RuntimeFault if the device fails.
         """
         ...
 
@@ -59,11 +59,11 @@ class Runtime(Protocol):
 
 
 class DeviceAbsent(ModelError):
-    """What is to run a package is not in this machine at all, whatever the package."""
+    """This machine lacks the device, for any package."""
 
 
 class RuntimeFault(WorkerError):
-    """The device that runs a package failed; drafting goes on elsewhere or not at all."""
+    """The device that runs a package failed."""
 
 
 UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
@@ -73,13 +73,13 @@ class CoreMLRuntime:
     """A `Runtime` over `package` on `units`, one of UNITS.
 
     Raises:
-        ModelError: this is no Mac with Core ML, or Core ML refuses the package.
+        ModelError: this is not a Mac with Core ML, or Core ML refuses the package.
     """
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
         """
         Args:
-            functions: only these (all by default); each takes its time and its memory to load.
+            functions: only these (default: all); each takes time and memory to load.
         """
         self.name = f"Core ML on {units}"
         coremltools = saved.coremltools()
@@ -122,14 +122,14 @@ class CoreMLRuntime:
 
 
 def compiled_path(package: Package) -> Path:
-    """The compiled model beside the package, made when it is not there; one for each build of macOS.
+    """Returns the compiled model next to the package, compiled if it is missing; one for each build of macOS.
 
     Raises:
-        DeviceAbsent: this is no Mac.
+        DeviceAbsent: this is not a Mac.
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     if sys.platform != "darwin":
-        raise DeviceAbsent("Core ML runs on macOS only; elsewhere the reference interpreter stands in for it")
+        raise DeviceAbsent("Core ML runs on macOS only; elsewhere the reference interpreter replaces it")
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
@@ -137,7 +137,7 @@ def compiled_path(package: Package) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             partial = Path(directory) / "model.mlmodelc"
             _compile(package, partial)
-            with suppress(OSError):  # another process was quicker, and its work is as good
+            with suppress(OSError):  # another process was faster, with the same result
                 partial.rename(path)
     except OSError as error:
         raise ModelError(f"{package.path} can't be written to ({error}); compiled models are kept there") from error
@@ -152,7 +152,7 @@ def _compile(package: Package, destination: Path) -> None:
 
 
 def os_build() -> str:
-    """macOS's build number (or the kernel's release elsewhere): a plan made on one does not hold on the next."""
+    """Returns macOS's build number (elsewhere the kernel's release): a plan of one build is not valid for another."""
     if sys.platform != "darwin":
         return platform.release()
     command = ["/usr/bin/sw_vers", "-buildVersion"]
@@ -161,23 +161,23 @@ def os_build() -> str:
 
 
 _NO_WORK = ("const", "constexpr")
-Told = TypeVar("Told")
+Answer = TypeVar("Answer")
 
 
 def has_engine() -> bool:
-    """Raises ModelError where Core ML does not tell its devices."""
+    """Whether there is a Neural Engine. Raises ModelError if Core ML does not report its devices."""
     devices = importlib.import_module("coremltools.models.compute_device")
-    found = _asked(lambda: list(devices.MLComputeDevice.get_all_compute_devices()))
-    return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in found)
+    present = _query(lambda: list(devices.MLComputeDevice.get_all_compute_devices()))
+    return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in present)
 
 
 def engine_share(package: Package, units: str) -> dict[str, float]:
-    """For each function Core ML has a plan for, the share of its operations planned for the Neural Engine.
+    """Returns, for each function with a plan, the share of its operations planned for the Neural Engine.
 
     Raises:
-        ModelError: Core ML makes no plan of the package.
+        ModelError: Core ML makes no plan for the package.
     """
-    return _asked(lambda: _shares(str(compiled_path(package)), units))
+    return _query(lambda: _shares(str(compiled_path(package)), units))
 
 
 def _shares(compiled: str, units: str) -> dict[str, float]:
@@ -195,14 +195,14 @@ def _shares(compiled: str, units: str) -> dict[str, float]:
             usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
             if usage is not None:
                 placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
-        if placed:  # of functions that a plan is not for, nothing is told
+        if placed:  # a plan reports nothing for functions that it does not cover
             shares[name] = round(sum(placed) / len(placed), 4)
     return shares
 
 
-def _asked(question: Callable[[], Told]) -> Told:
+def _query(query: Callable[[], Answer]) -> Answer:
     saved.coremltools()
     try:
-        return question()
+        return query()
     except Exception as error:  # coremltools raises it bare
-        raise ModelError(f"Core ML does not tell: {first_line(error)}") from error
+        raise ModelError(f"Core ML does not answer: {first_line(error)}") from error

@@ -1,10 +1,10 @@
 """Reads a .mlpackage from disk: its functions as plain records, the weights still in the file.
 
-Of coremltools only the protobuf classes are used, so a check of these records is a check of what was written.
-`BlobFile` reads weight.bin, Core ML's blob storage, through a memory map: each blob is a 64-byte header (sentinel,
-dtype, size, offset) and its bytes, and nothing is copied before it is used.
+Only coremltools' protobuf classes are used, so a check of these records is a check of the written file. `BlobFile`
+reads weight.bin, Core ML's blob storage, through a memory map: each blob is a 64-byte header (sentinel, dtype, size,
+offset) and its bytes, and nothing is copied before it is used.
 
-`coremltools` imports that module without the lines that it prints where Core ML, torch or scikit-learn is missing.
+`coremltools` imports that module without its warnings about missing Core ML, torch or scikit-learn.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BlobFile:
         self._bytes: NDArray[np.uint8] = np.memmap(path, np.uint8, mode="r")
 
     def read(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The array whose header lies at `offset`; UINT4 comes as uint8, one number an item.
+        """Returns the array whose header is at `offset`; UINT4 as uint8, one number per item.
 
         Raises:
-            ModelError: there is no such blob there.
+            ModelError: there is no such blob.
         """
         header = self._bytes[offset : offset + _HEADER.size].tobytes()
         sentinel, _, size, start = _HEADER.unpack(header) if len(header) == _HEADER.size else (0, 0, 0, 0)
@@ -56,15 +56,15 @@ class BlobFile:
 
 
 def unpack4(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """`count` 4-bit numbers, the low half of each byte first."""
+    """Returns `count` 4-bit numbers, the low half of each byte first."""
     return np.stack([data & 15, data >> 4], axis=-1).reshape(-1)[:count]
 
 
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # coremltools imports transformers, which then misses torch aloud
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # coremltools imports transformers, which warns that torch is missing
 
 
 def coremltools() -> Any:
-    """The coremltools module. Raises ModelError when it is not installed."""
+    """Returns the coremltools module. Raises ModelError if it is not installed."""
     logger = logging.getLogger("coremltools")
     level, advice = logger.level, os.environ.get(_ADVICE)
     logger.setLevel(logging.ERROR)
@@ -82,13 +82,13 @@ def coremltools() -> Any:
 
 
 def mil() -> Any:
-    """coremltools' package of program builders: Builder, Function, Program, types."""
+    """Returns coremltools' package of program builders: Builder, Function, Program, types."""
     coremltools()
     return importlib.import_module("coremltools.converters.mil.mil")
 
 
 def model_proto() -> Any:
-    """The protobuf module that model.mlmodel is written in."""
+    """Returns the protobuf module of model.mlmodel."""
     coremltools()
     return importlib.import_module("coremltools.proto.Model_pb2")
 
@@ -100,7 +100,7 @@ WEIGHTS = _DATA / "weights" / "weight.bin"
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A named value; `dtype` is CoreML's word (FLOAT16, INT32, ...). -1 in `shape` is an unknown size."""
+    """A named value; `dtype` is Core ML's name (FLOAT16, INT32, ...). -1 in `shape` is an unknown size."""
 
     name: str
     dtype: str
@@ -152,7 +152,7 @@ class SavedModel:
 
 
 def read(package: Path) -> SavedModel:
-    """The model in the .mlpackage directory `package`.
+    """Returns the model in the .mlpackage directory `package`.
 
     Raises:
         ModelError: `package` is not one.
@@ -197,7 +197,7 @@ class _Reader:
 
     def _operation(self, spec: Any) -> SavedOperation:
         if spec.blocks:
-            raise ModelError(f"{self._package} has a {spec.type} with blocks, which the interpreter does not know")
+            raise ModelError(f"{self._package} has a {spec.type} with blocks, which the interpreter does not support")
         arguments: dict[str, list[str | Constant]] = {
             name: [self._argument(binding) for binding in argument.arguments] for name, argument in spec.inputs.items()
         }

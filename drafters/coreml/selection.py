@@ -1,11 +1,11 @@
-"""Which package of a draft runs on which compute unit of this machine, by trials that are kept.
+"""Chooses the package of a draft and the compute unit of this machine that runs it, by trials that are kept.
 
 At first use, trials end with the first good one; a thorough selection tries everything and takes the fastest. The
-Neural Engine comes first, because there the drafter slows the target least; then the CPU; then MLX.
+Neural Engine comes first, because a drafter there slows the target least; then the CPU; then MLX.
 
-`try_out` runs one package on one unit in a process that may crash. `Verdicts` keeps the results: each holds for one
+`try_out` runs one package on one unit in a process that may crash. `Verdicts` keeps the results: each is valid for one
 package (by its hash), one build of macOS and one version of coremltools. The packages are those of a checkpoint
-(`OfCheckpoint`, converted when needed) or a single one that was named (`OnePackage`).
+(`OfCheckpoint`, converted on demand) or a single one that was named (`OnePackage`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MOST_DISTANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProbeVerdict:
-    """How one unit's trial ended: `trial` when it came to an end, `reason` when the unit is not to be used.
+    """The result of a trial on one unit: `trial` if it finished, `reason` if the unit must not be used.
 
-    `final`: no package will fare better on this unit, see `trial.Ending`.
+    `final`: no other package will do better on this unit, see `trial.Ending`.
     """
 
     units: str
@@ -69,13 +69,13 @@ def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> Pro
 
 
 def arguments(package: Package, units: str, predictions: int) -> list[str]:
-    """Of the trial's command line, all but the file for its result."""
+    """Returns the trial's command line without the file for its result."""
     return ["--package", str(package.path), "--units", units, "--predictions", str(predictions)]
 
 
 def judge(trial: Trial) -> ProbeVerdict:
-    """Holds a finished trial to the agreement gate."""
-    if not trial.agreement >= _LEAST_AGREEMENT:  # NaN is not either
+    """Returns the verdict on a finished trial, by its agreement with the reference."""
+    if not trial.agreement >= _LEAST_AGREEMENT:  # also for NaN
         reason = f"it agreed with the reference on {trial.agreement:.0%} of tokens; expected {_LEAST_AGREEMENT:.0%}"
     elif not trial.distance <= _MOST_DISTANCE:
         reason = f"its distributions are {trial.distance:.3f} from the reference; expected at most {_MOST_DISTANCE}"
@@ -89,7 +89,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to make a package of a draft."""
+    """One form of a draft's package."""
 
     mode: Mode
     weights: str
@@ -121,17 +121,17 @@ class Verdicts:
         self.rows: list[Tried] = read(self._file, _tried)
 
     def find(self, package: Package, units: str) -> ProbeVerdict | None:
-        found = [row for row in self.rows if row.key == package.manifest.key and row.verdict.units == units]
-        return found[-1].verdict if found else None
+        rows = [row for row in self.rows if row.key == package.manifest.key and row.verdict.units == units]
+        return rows[-1].verdict if rows else None
 
     def add(self, row: Tried) -> None:
-        known = (row.key, row.verdict.units)
-        self.rows = [other for other in self.rows if (other.key, other.verdict.units) != known] + [row]
+        key = (row.key, row.verdict.units)
+        self.rows = [other for other in self.rows if (other.key, other.verdict.units) != key] + [row]
         write(self._file, [dataclasses.asdict(kept) for kept in self.rows])
 
 
 def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
-    """The rows of `file`; none if it is missing or unreadable, so that trials run again."""
+    """Returns the rows of `file`; none if it is missing or unreadable, so that trials run again."""
     try:
         return [parse(fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -139,7 +139,7 @@ def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Writes `rows` in one step: a concurrent reader finds either the old rows or the new ones."""
+    """Writes `rows` atomically: a concurrent reader gets either the old rows or the new ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
@@ -147,15 +147,15 @@ def write(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _tried(fields: dict[str, Any]) -> Tried:
-    told = fields["verdict"]
-    trial = None if told["trial"] is None else Trial(**told["trial"])
-    verdict = ProbeVerdict(str(told["units"]), trial, str(told["reason"]), bool(told["final"]))
+    kept = fields["verdict"]
+    trial = None if kept["trial"] is None else Trial(**kept["trial"])
+    verdict = ProbeVerdict(str(kept["units"]), trial, str(kept["reason"]), bool(kept["final"]))
     variant = Variant(Mode(fields["variant"]["mode"]), str(fields["variant"]["weights"]))
     return Tried(variant, int(fields["context"]), str(fields["key"]), verdict)
 
 
 VARIANTS = tuple(Variant(mode, weights) for weights in ("fp16", "int8") for mode in Mode)
-"""In the order in which they are tried: the draft's own numbers first, and what the Neural Engine takes readily."""
+"""In the order of trials: the draft's own numbers first, and the modes that the Neural Engine accepts most often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +174,15 @@ class OfCheckpoint:
         return cls(checkpoint, context, package.fingerprint(checkpoint), progress)
 
     def made(self, variant: Variant) -> bool:
-        """Whether the package is there already."""
+        """Whether the package exists already."""
         return converter.directory_of(self.source_hash, self._options(variant), self.folder).exists()
 
     def get(self, variant: Variant) -> Package:
-        """The package, made now if need be. Raises ModelError when it can't be."""
+        """Returns the package, converted now if necessary. Raises ModelError if that fails."""
         return converter.package_of(self.checkpoint, self._options(variant), self.progress, self.folder)
 
     def discard(self, variant: Variant) -> None:
-        """Removes a package, which can be made again."""
+        """Removes a package, which can be converted again."""
         directory = converter.directory_of(self.source_hash, self._options(variant), self.folder)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -192,7 +192,7 @@ class OfCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class OnePackage:
-    """A package that was named: there is no other, and it stays."""
+    """A single package that was named, and is never removed."""
 
     package: Package
 
@@ -211,15 +211,15 @@ class OnePackage:
         return self.package
 
     def discard(self, variant: Variant) -> None:
-        """It is not ours to remove."""
+        """Does nothing: the package belongs to the user."""
 
 
 PackageSource = OfCheckpoint | OnePackage
-"""The packages that a draft can be had as on this machine."""
+"""The packages of a draft on this machine."""
 
 
-_WEIGHED = ("q1", "q8", "q16")  # what a round of drafting calls
-_WORTH_A_CHANGE = 0.9  # of the time of what is tried earlier
+_WEIGHED = ("q1", "q8", "q16")  # the functions that a round of drafting calls
+_WORTH_A_CHANGE = 0.9  # of the time of an earlier variant
 
 Try = Callable[[Package, str], ProbeVerdict]
 Tell = Callable[[str], None]
@@ -227,7 +227,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`package` and `units` to use, None for none; `sentence` says so to a person, with the reasons."""
+    """`package` and `units` to use, None for none; `sentence` tells users the choice and its reasons."""
 
     package: Package | None
     units: str | None
@@ -238,15 +238,15 @@ class Selection:
 def choose(
     packages: PackageSource, memory: Path, tell: Tell, thorough: bool = False, attempt: Try = try_out
 ) -> Selection:
-    """The package and unit to draft with.
+    """Returns the package and unit to draft with.
 
     Args:
-        memory: directory where verdicts are kept.
+        memory: the directory of verdicts.
         tell: receives a sentence before each trial, which may take minutes.
-        thorough: try every package on every unit; those made only for that are removed again.
+        thorough: try every package on every unit; packages made only for that are removed again.
 
     Raises:
-        ModelError: not one package of the draft can be made.
+        ModelError: no package of the draft can be made.
     """
     return _Selector(packages, Verdicts(memory, packages.source_hash), tell, attempt).choose(thorough)
 
@@ -270,7 +270,7 @@ class _Selector:
         return self._selection(chosen)
 
     def _known(self, units: str) -> list[Tried]:
-        """What is remembered of the packages that are there, if one of them is good."""
+        """Returns the kept verdicts on the packages that exist, if one of them is good."""
         rows = []
         for variant in filter(self._packages.made, self._packages.variants):
             package = self._packages.get(variant)
@@ -291,7 +291,7 @@ class _Selector:
         return rows
 
     def _try(self, units: str, number: int) -> list[Tried]:
-        """The verdict of one variant: remembered, or found now."""
+        """Returns the verdict on one variant: a kept one, or that of a trial now."""
         variant = self._packages.variants[number]
         try:
             package = self._packages.get(variant)
@@ -320,7 +320,7 @@ class _Selector:
 
 
 def quickest(rows: Sequence[Tried]) -> Tried | None:
-    """The first good row, unless a later one is quicker by a tenth; None when none is good."""
+    """Returns the first good row, unless a later one is faster by a tenth; None if none is good."""
     best: Tried | None = None
     for row in rows:
         trial = row.verdict.trial
@@ -340,10 +340,10 @@ def _final(rows: Sequence[Tried]) -> bool:
 
 
 def place(packages: PackageSource, tell: Tell) -> Selection:
-    """Which package runs where on this machine: what the trials chose or, without Core ML, the interpreter.
+    """Returns the package and unit for this machine, by the trials, or without Core ML the interpreter.
 
     Raises:
-        ModelError: not one package can be made.
+        ModelError: no package can be made.
     """
     if sys.platform == "darwin":
         return choose(packages, converter.probes(), tell)
@@ -351,31 +351,32 @@ def place(packages: PackageSource, tell: Tell) -> Selection:
 
 
 def packages_of(checkpoint: Path, tell: Tell = log.info) -> OfCheckpoint:
-    """The packages of a model directory in this machine's cache; `tell` receives the stages of conversions."""
+    """Returns the packages of a model directory in this machine's cache; `tell` gets the stages of conversions."""
     return OfCheckpoint.of(checkpoint, context_of(checkpoint), _stages(tell))
 
 
 def checkpoint_of(model: str, tell: Tell = log.info) -> Path:
-    """The directory of a model that is given as a directory or a Hugging Face id. Raises ModelError for neither."""
+    """Returns the directory of a model, given as a directory or a Hugging Face id. Raises ModelError if it is
+    neither."""
     from outrider.engine.loading import find
 
     return find(model, tell)
 
 
 def context_of(checkpoint: Path) -> int:
-    """The default context, or the model's own where that is shorter."""
+    """Returns the default context, or the model's own if that is shorter."""
     from mlx_lm.utils import load_config
 
     return min(converter.DEFAULT_CONTEXT, read_architecture(load_config(checkpoint)).max_positions)
 
 
 def _stages(tell: Tell) -> converter.Progress:
-    """Tells each stage of a conversion once."""
-    told: set[str] = set()
+    """Returns a callback that reports each stage of a conversion once."""
+    reported: set[str] = set()
 
     def progress(stage: str, done: int, total: int) -> None:
-        if stage not in told:
-            told.add(stage)
+        if stage not in reported:
+            reported.add(stage)
             tell(f"converting the draft for Core ML: {stage}")
 
     return progress

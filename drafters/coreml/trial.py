@@ -1,7 +1,7 @@
 """`python -m outrider.drafters.coreml.trial`: tries one package on one compute unit, and writes the result to a file.
 
 Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So this
-program runs in a process of its own, started by `run_program`; if it leaves no file, its `Ending` has the reason.
+program runs in a process of its own, started by `run_program`; if it writes no file, its `Ending` has the reason.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from outrider.drafters.coreml.runtimes import DeviceAbsent, compiled_path
 from outrider.protocol.errors import ModelError, OutriderError
 
 ABSENT = 20
-"""The exit code of a program whose device is not there at all."""
+"""The exit code of a program whose device does not exist on this machine."""
 _ROOT = Path(__file__).absolute().parents[3]
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """`written`: what the program left, None when it left nothing, and then `reason` says why.
+    """The end of a program: its `written` result, or None with the `reason`.
 
-    `final`: the device is not there or does not come back, so that another try of the like is of no use.
+    `final`: the device does not exist or does not respond, so that further trials are of no use.
     """
 
     written: str | None
@@ -50,18 +50,18 @@ class Ending:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line of one of this project's modules."""
+    """Returns the command line of one of this project's modules."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which the project is found from everywhere."""
+    """Returns this process's environment, with the project on the module path."""
     paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def run_program(module: str, arguments: list[str], seconds: float) -> Ending:
-    """Runs `module` with `arguments` and --result FILE, for at most so many seconds."""
+    """Runs `module` with `arguments` and --result FILE, for at most `seconds`."""
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         line = command(module, *arguments, "--result", str(result))
@@ -93,12 +93,12 @@ _TIE = 0.05  # of the logits' standard deviation
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a unit did with a package.
+    """The trial of a package on a unit.
 
-    `agreement`: share of compared rows whose best token is the interpreter's (see `agreement`); `distance`: mean total
-    variation between the two distributions. `ms`: median milliseconds a call by function; `engine_share`: the share of
-    its operations that Core ML plans for the Neural Engine, {} where it tells no plan. `compile_seconds` is 0 for what
-    was compiled before.
+    `agreement`: the share of compared rows whose best token is the interpreter's (see `agreement`); `distance`: the
+    mean total variation between the two distributions. `ms`: median milliseconds a call by function; `engine_share`:
+    the share of operations that Core ML plans for the Neural Engine, {} without a plan. `compile_seconds` is 0 if the
+    package was compiled before.
     """
 
     units: str
@@ -112,11 +112,11 @@ class Trial:
 
 
 def run(package: Package, units: str, predictions: int) -> Trial:
-    """Compiles, loads, compares with the interpreter, predicts `predictions` times, measures.
+    """Compiles, loads, compares with the interpreter, predicts `predictions` times, and measures.
 
     Raises:
         DeviceAbsent: this machine has no such unit.
-        OutriderError: the device refused or gave no numbers.
+        OutriderError: the device refused the package or returned no finite numbers.
     """
     started = time.monotonic()
     if units != REFERENCE:
@@ -125,28 +125,28 @@ def run(package: Package, units: str, predictions: int) -> Trial:
     compiled = time.monotonic()
     host = PackageHost(package, runtime_of(package, units))
     loaded = time.monotonic()
-    found, expected = _logits(host), _logits(PackageHost(package, NumpyRuntime(package.mlpackage)))
+    actual, expected = _logits(host), _logits(PackageHost(package, NumpyRuntime(package.mlpackage)))
     return Trial(
         units=units,
         compile_seconds=round(compiled - started, 3),
         load_seconds=round(loaded - compiled, 3),
         predictions=predictions,
-        agreement=agreement(found, expected),
-        distance=float(np.abs(_softmax(found) - _softmax(expected)).sum(axis=-1).mean() / 2),
+        agreement=agreement(actual, expected),
+        distance=float(np.abs(_softmax(actual) - _softmax(expected)).sum(axis=-1).mean() / 2),
         ms=_times(host, predictions),
         engine_share=_engine_share(package, units),
     )
 
 
 def _check_engine(units: str) -> None:
-    """Without a Neural Engine that unit would be the CPU by another name. Silence is no proof that there is none."""
+    """Raises DeviceAbsent if the unit needs a Neural Engine and Core ML reports none; it would be the CPU again."""
     if units != "CPU_AND_NE":
         return
     try:
-        there = runtimes.has_engine()
-    except ModelError:
+        has_engine = runtimes.has_engine()
+    except ModelError:  # not known
         return
-    if not there:
+    if not has_engine:
         raise DeviceAbsent("Core ML can't use a Neural Engine on this machine")
 
 
@@ -155,20 +155,20 @@ def _engine_share(package: Package, units: str) -> dict[str, float]:
         return {}
     try:
         return runtimes.engine_share(package, units)
-    except ModelError:  # it predicts well, wherever it does so
+    except ModelError:  # the plan is only informative
         return {}
 
 
-def agreement(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """The share of rows [R, vocab] that choose alike; where the two best are all but tied, either choice is alike."""
+def agreement(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """Returns the share of rows [R, vocab] with the same best token; if the two best are nearly tied, either counts."""
     top = np.argsort(-expected, axis=-1)[:, :2]
     first, second = np.take_along_axis(expected, top, axis=-1).T
-    tied = (first - second <= _TIE * expected.std(axis=-1)) & (found.argmax(axis=-1) == top[:, 1])
-    return float(((found.argmax(axis=-1) == top[:, 0]) | tied).mean())
+    tied = (first - second <= _TIE * expected.std(axis=-1)) & (actual.argmax(axis=-1) == top[:, 1])
+    return float(((actual.argmax(axis=-1) == top[:, 0]) | tied).mean())
 
 
 def _logits(host: PackageHost) -> NDArray[np.float32]:
-    """Rows of a fixed random text, read by the prefill, by eight at once and one by one."""
+    """Returns the logits of a fixed random text, read by the prefill, then eight tokens at once, then one by one."""
     layout = host.layout
     text = np.random.default_rng(0).integers(0, layout.architecture.vocab_size, layout.context).tolist()
     line, rows = LinearCache(host), []
@@ -183,7 +183,7 @@ def _logits(host: PackageHost) -> NDArray[np.float32]:
 
 
 def _times(host: PackageHost, predictions: int) -> dict[str, float]:
-    """Milliseconds a call: the single-row function as often as asked, the others a tenth as often."""
+    """Returns milliseconds a call: of the single-row function over `predictions` calls, of the others over a tenth."""
     single = host.layout.functions[0]
     return {
         function.name: round(_time(host, function, predictions if function is single else predictions // 10 + 1), 4)
@@ -207,7 +207,7 @@ def _time(host: PackageHost, function: PackageFunction, count: int) -> float:
 
 
 def median_ms(task: Callable[[], object], rounds: int, warm_up: int = _WARM_UP) -> float:
-    """Median milliseconds of so many calls of `task`, after some that warm it up."""
+    """Returns the median milliseconds of `rounds` calls of `task`, after `warm_up` calls."""
     taken = []
     for _ in range(rounds + warm_up):
         started = time.perf_counter()
@@ -221,14 +221,14 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
-def written(file: Path, result: Callable[[], object]) -> int:
-    """The exit code of a sacrificed program, which leaves its `result`, a dataclass, in `file` as JSON."""
+def write_result(file: Path, result: Callable[[], object]) -> int:
+    """Writes `result`, a dataclass, to `file` as JSON; returns the exit code of the program."""
     try:
-        found: Any = result()
+        value: Any = result()
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
-    file.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    file.write_text(json.dumps(dataclasses.asdict(value)), encoding="utf-8")
     return 0
 
 
@@ -239,7 +239,7 @@ def main() -> int:
     parser.add_argument("--predictions", type=int, default=300)
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    return written(options.result, lambda: run(open_package(options.package), options.units, options.predictions))
+    return write_result(options.result, lambda: run(open_package(options.package), options.units, options.predictions))
 
 
 if __name__ == "__main__":

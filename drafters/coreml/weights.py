@@ -1,10 +1,10 @@
-"""A model's weights as numpy arrays, in the form that the package will hold, read one matrix at a time.
+"""A model's weights as numpy arrays in the package's form, read one matrix at a time.
 
-Each matrix is released on the MLX side as soon as it is read, so that a conversion needs little more memory than the
-weights themselves. Knows mlx-lm's module names; knows nothing of graphs.
+MLX releases each matrix as soon as it is read, so that a conversion needs little more memory than the weights. Knows
+mlx-lm's module names; knows nothing of graphs.
 
 A matrix is dense, `Int8` or `Int4`, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
-MLX s * q + b, both in float16. They agree bit for bit where b = -z * s, and s has so few significant bits that every
+MLX s * q + b, both in float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every
 product is exact in float16's eleven.
 """
 
@@ -75,7 +75,7 @@ Form = DenseMatrix | Int8 | Int4
 
 @dataclass(frozen=True, slots=True)
 class Int4Grid:
-    """The sixteen levels each group of an earlier quantisation had: `low` + `step` * i, float32 [rows, groups]."""
+    """The sixteen levels of each group of an earlier quantization: `low` + `step` * i, float32 [rows, groups]."""
 
     step: NDArray[np.float32]
     low: NDArray[np.float32]
@@ -83,7 +83,7 @@ class Int4Grid:
 
 @dataclass(frozen=True, slots=True)
 class MlxTriple:
-    """The same matrix as mlx.nn's quantised layers hold it (affine, groups of GROUP)."""
+    """The same matrix in the form of mlx.nn's quantized layers (affine, groups of GROUP)."""
 
     weight: mx.array
     scales: mx.array
@@ -96,7 +96,7 @@ class MlxTriple:
 
 
 def int8(dense: NDArray[np.floating]) -> Int8:
-    """`dense` [rows, columns] with one scale a row, of three significant bits."""
+    """Quantizes `dense` [rows, columns] with one scale for each row, of three significant bits."""
     data, scale = np.empty(dense.shape, np.int8), np.empty((dense.shape[0], 1), np.float16)
     for rows in _blocks(dense):
         wide = dense[rows].astype(np.float32)
@@ -107,7 +107,7 @@ def int8(dense: NDArray[np.floating]) -> Int8:
 
 
 def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> Int4:
-    """`dense` [rows, columns] in groups of 64 along the row; `grid` is the one it was quantised on before, if any.
+    """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: its earlier levels, if any.
 
     Raises:
         ModelError: the columns do not divide into groups.
@@ -129,19 +129,19 @@ def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | N
 
 
 def _blocks(matrix: NDArray[Any]) -> list[slice]:
-    """Rows a few million numbers at a time, so that the float32 in between stays small."""
+    """Returns slices of rows with a few million numbers each, so that temporary float32 arrays stay small."""
     rows = max(1, _BLOCK // matrix.shape[1])
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
 
 def _levels(grouped: NDArray[np.float32]) -> Int4Grid:
-    """Sixteen levels of each group that span it and zero."""
+    """Returns sixteen levels of each group that span its values and zero."""
     low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
     return Int4Grid((high - low) / 15, low)
 
 
 def to_mlx(form: Int8 | Int4) -> MlxTriple:
-    """The same numbers as mlx.nn.QuantizedLinear keeps them; columns must divide by GROUP."""
+    """Returns the same numbers in the form of mlx.nn.QuantizedLinear; GROUP must divide the columns."""
     if isinstance(form, Int8):
         data = (form.data.astype(np.int16) + 128).astype(np.uint32)
         scale = np.repeat(form.scale, data.shape[1] // GROUP, axis=1)
@@ -158,7 +158,7 @@ def _pack(data: NDArray[np.uint32], bits: int) -> mx.array:
 
 
 def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDArray[np.float16]:
-    """`x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
+    """Returns `x` >= 0 rounded to `bits` significant bits on float16's grid; never 0."""
     mantissa, exponent = np.frexp(x.astype(np.float64))
     floor = np.maximum(exponent - bits, _FINEST)
     rounded = np.ldexp(rounding(np.ldexp(mantissa, exponent - floor)), floor)
@@ -177,7 +177,7 @@ NORM = "model.norm"
 class Weights:
     """`matrices` by module name ("model.layers.0.mlp.up_proj", "lm_head"), `vectors` for norms and biases.
 
-    `embedding` is [vocab, hidden] in float16 (float32 for kind fp32), the head's own numbers when the model is tied.
+    `embedding` is [vocab, hidden] in float16 (float32 for kind fp32), with the head's numbers if the model is tied.
     """
 
     architecture: DecoderArchitecture
@@ -198,7 +198,7 @@ class Weights:
 
 @dataclass(slots=True)
 class _Range:
-    """What happened to numbers on their way to float16."""
+    """The effect of a conversion to float16."""
 
     source: str = ""
     largest: float = 0.0
@@ -215,7 +215,7 @@ class _Range:
 
 
 class WeightReader:
-    """Takes the weights of an mlx-lm `model` apart. `kind` is one of KINDS."""
+    """Reads and releases the weights of an mlx-lm `model`. `kind` is one of KINDS."""
 
     def __init__(self, model: nn.Module, architecture: DecoderArchitecture, kind: str) -> None:
         if kind not in KINDS:
@@ -227,7 +227,7 @@ class WeightReader:
         self._range = _Range()
 
     def read(self, progress: Callable[[int, int], None] | None = None) -> Weights:
-        """Everything; `progress(done, total)` counts matrices.
+        """Reads all weights; `progress(done, total)` counts matrices.
 
         Raises:
             ModelError: a weight does not fit float16, or its width does not divide into int4's groups.
@@ -273,13 +273,13 @@ class WeightReader:
         yield NORM
 
     def _matrix(self, name: str) -> Form:
-        """The module's weight [rows, columns] in this reader's kind."""
+        """Returns the module's weight [rows, columns] in this reader's kind."""
         module = self._modules[name]
         dense = self._narrow(name, _dense(module))
-        stays = name == EMBEDDING and not self._architecture.tied
-        if self._kind == "int8" and not stays:
+        stays_dense = name == EMBEDDING and not self._architecture.tied
+        if self._kind == "int8" and not stays_dense:
             return int8(dense)
-        if self._kind == "int4" and not stays:
+        if self._kind == "int4" and not stays_dense:
             return int4(dense, name, _grid(module))
         return DenseMatrix(dense)
 
@@ -288,7 +288,7 @@ class WeightReader:
         return None if vector is None else self._narrow(f"{name}.{key}", vector)
 
     def _narrow(self, name: str, array: mx.array) -> NDArray[np.floating]:
-        """`array` as this reader's float type; counts what that changes."""
+        """Returns `array` in this reader's float type, and counts the numbers that this changes."""
         if self._dtype is np.float32:
             return np.array(array.astype(mx.float32))
         narrow = np.array(array.astype(mx.float16))
@@ -299,14 +299,14 @@ class WeightReader:
             self._range.largest = max(self._range.largest, float(mx.abs(array).max()))
         if not np.isfinite(narrow).all():
             raise ModelError(
-                f"{name} holds values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or no numbers"
-                " at all); the Neural Engine computes in float16 (use --draft-backend mlx for this model)"
+                f"{name} has values up to {float(mx.abs(array).max()):.3g}, beyond float16's 65504 (or NaN); the Neural"
+                " Engine computes in float16 (use --draft-backend mlx for this model)"
             )
         return narrow
 
 
 def _dense(module: nn.Module) -> mx.array:
-    """The weight of a plain or quantised Linear or Embedding, [rows, columns]."""
+    """Returns the weight of a plain or quantized Linear or Embedding, [rows, columns]."""
     if "scales" not in module:
         weight: mx.array = module.weight
         return weight
@@ -320,7 +320,7 @@ def _dense(module: nn.Module) -> mx.array:
 
 
 def _grid(module: nn.Module) -> Int4Grid | None:
-    """The levels of a module that is quantised in the very groups that int4 wants."""
+    """Returns the levels of a module that is already quantized in int4's groups."""
     if "scales" not in module or (module.mode, module.bits, module.group_size) != ("affine", 4, GROUP):
         return None
     scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))

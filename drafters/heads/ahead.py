@@ -1,17 +1,17 @@
-"""A head in a draft worker: it works ahead like a draft model, on token trees fed with the target's rows.
+"""A head in a draft worker: it works ahead like a draft model, on token trees fed with the target's features.
 
-Of the target's files only the weights that the head needs are read, such as the embedding. The trees are
-`FeatureTree`s, which cannot grow before the first rows arrive:
+Only the weights that the head needs, such as the embedding, are read from the target's files. The trees are
+`FeatureTree`s, which can't grow before the first features arrive:
 
-- `HeadTree` has pairs. Where a row is not known yet a guess stands for it. Once the target's row arrives, nodes fed
-  with the guess no longer count, and committed tokens are fed again with the true row. Where rows were missed, as those
-  of a remembered prompt are, reading begins behind the gap.
-- `BlockTree` has blocks, of known tokens and masks. Each outcome opens a block of its own: the tokens since the last
-  feature, then the bonus. What follows the block's own choice is in the block already. A block has a limited number of
-  slots, so there is `room` for that many tokens only.
+- `HeadTree` consists of pairs. A feature that is not known yet is replaced by a guess. When the true one arrives, nodes
+  fed with the guess become stale, and committed tokens are fed again. If features are missing, as those of a prompt
+  from the cache, reading begins after the gap.
+- `BlockTree` consists of blocks of known tokens and masks. Each outcome opens a block of its own: the tokens since the
+  last feature, then the bonus token. The tokens after the block's own choice are in the block already. A block has a
+  limited number of slots, so there is `room` for that many tokens only.
 
-`agrees` tries at load whether numpy may grow a head's trees: ragged branches of several texts in one forward, behind
-true rows and behind guesses, and what is left after commits, are compared with MLX's.
+`agrees` checks at load whether numpy may grow a head's trees: it compares the logits of ragged branches of several
+texts in one forward, after true features, after guesses and after commits, with those of MLX.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from outrider.protocol.stats import KvCost
 
 
 class HeadTree(Tree):
-    """One request's tree of pairs. Tokens before the first pair's are committed and have no column."""
+    """One request's tree of pairs. Committed tokens before the first pair have no column."""
 
     kv_rows: PairKVRows
 
     def __init__(
         self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int], numpy: NumpyHead | None = None
     ) -> None:
-        """`numpy` makes the forwards of few pairs."""
+        """`numpy` makes forwards of few pairs."""
         columns = PairKVRows(head) if numpy is None else HostKVRows(head, numpy)
         super().__init__(columns, sampler, head.context_length, tokens)
 
@@ -59,7 +59,7 @@ class HeadTree(Tree):
         return bool(self._nodes) or len(self._committed) + ahead - 2 in self.kv_rows.features
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """The target's rows [N, W] of committed tokens, the first at `position`. Waits where they are read."""
+        """Adds the features [N, W] of committed tokens from `position` on. Waits if they are read."""
         self.kv_rows.add_features(position, rows)
         if not self._nodes:
             self._read_on(True)
@@ -81,15 +81,15 @@ class HeadTree(Tree):
         self._read_on(not more)
 
     def _read_on(self, to_end: bool) -> None:
-        """Feeds the committed tokens whose rows have arrived; with `to_end` the last one becomes the root."""
-        heard, total = self.kv_rows.features, len(self._committed)
-        if heard.begin == heard.end:
+        """Feeds the committed tokens whose features have arrived; with `to_end` the last one becomes the root."""
+        features, total = self.kv_rows.features, len(self._committed)
+        if features.begin == features.end:
             return
-        if not self._column_tokens or heard.begin > self._origin + len(self._column_tokens) - 1:
-            self._origin, self._column_tokens = heard.begin + 1, []
+        if not self._column_tokens or features.begin > self._origin + len(self._column_tokens) - 1:
+            self._origin, self._column_tokens = features.begin + 1, []
             self.kv_rows.begin_at(self._origin)
             self._layout = TreeLayout(0)
-        fed, end = self._origin + len(self._column_tokens), min(heard.end + 1, total)
+        fed, end = self._origin + len(self._column_tokens), min(features.end + 1, total)
         if end <= fed:
             return
         has_root = to_end and end == total
@@ -101,11 +101,11 @@ class HeadTree(Tree):
             last = self._committed.pop()
             (root,) = feed_together([self], [TreeFeed([NOWHERE], [last])])[0]
             self._settle(root)
-        heard.forget(self._origin + len(self._column_tokens) - 1)
+        features.forget(self._origin + len(self._column_tokens) - 1)
 
 
 class BlockTree(Tree):
-    """One request's tree. Every committed token has a column; only rows are read of them."""
+    """One request's tree of blocks. Every committed token has a column; only their features are read."""
 
     kv_rows: BlockKVRows
 
@@ -122,13 +122,13 @@ class BlockTree(Tree):
         return bool(self._nodes) or self.kv_rows.end >= len(self._committed) + ahead - 1
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """The target's rows [N, W] of committed tokens, the first at `position`. Waits where many are read."""
+        """Adds the features [N, W] of committed tokens from `position` on. Waits if many are read."""
         self.kv_rows.add_features(position, rows)
-        self._plant()
+        self._set_root()
 
     def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """With `told` False a block's own choice; else a token that opened a block of its own. Neither counts once its
-        features have arrived."""
+        """Returns a block's own choice (`told` False), or else a token that opened a block of its own; neither is
+        returned when its features have arrived."""
         parent, own = self._node(node), told is False
         for child in parent.children:
             entry = self._nodes[child]
@@ -145,26 +145,26 @@ class BlockTree(Tree):
         return replace(growth, new=blocks)
 
     def _opened(self, feed: TreeFeed) -> list[OpenedBlock | None]:
-        """The block of each token; None for what goes on in that of its parent."""
+        """Returns the block that each token opens; None if it continues its parent's."""
         first, wanted = self._next, feed.wanted or [self._depth] * len(feed.tokens)
-        found: list[OpenedBlock | None] = []
+        blocks: list[OpenedBlock | None] = []
         for index, (parent, token) in enumerate(zip(feed.parents, feed.tokens, strict=True)):
             goes_on = token is None and parent < first and self.kv_rows.goes_on(self._node(parent).column)
-            found.append(None if goes_on else self._block(self._down_to(feed, index), wanted[index]))
-        return found
+            blocks.append(None if goes_on else self._block(self._pending_path(feed, index), wanted[index]))
+        return blocks
 
     def _block(self, path: list[int], wanted: int) -> OpenedBlock:
-        """That of the last token of a path behind the committed ones."""
+        """Returns the block that the last token of a pending path opens."""
         last = len(self._committed) + len(path) - 1
         anchor = self.kv_rows.anchor(last)
         pending = anchor - len(self._committed)
         tokens = path[pending:] if pending > 0 else [*self._committed[anchor:], *path]
         return OpenedBlock(anchor, tokens, max(1, min(wanted, self._depth - (last - anchor))))
 
-    def _down_to(self, feed: TreeFeed, index: int) -> list[int]:
-        """The pending tokens down to this token of the feed, its own included. Waits for unread ones."""
+    def _pending_path(self, feed: TreeFeed, index: int) -> list[int]:
+        """Returns the pending tokens down to this token of the feed. Waits for tokens that were not read yet."""
         parent, token = feed.parents[index], feed.tokens[index]
-        above = self._path(parent) if parent < self._next else self._down_to(feed, parent - self._next)
+        above = self._path(parent) if parent < self._next else self._pending_path(feed, parent - self._next)
         return [*above, self._best(self._node(parent)) if token is None else token]
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
@@ -173,10 +173,10 @@ class BlockTree(Tree):
         self._recent, self._nodes = [], {}
         self._layout = TreeLayout(len(self._committed))
         if not more:
-            self._plant()
+            self._set_root()
 
-    def _plant(self) -> None:
-        """Makes the last committed token the root, once the rows before it have arrived."""
+    def _set_root(self) -> None:
+        """Makes the last committed token the root, if the features before it have arrived."""
         if self._nodes or not self.ready():
             return
         last = self._committed.pop()
@@ -189,29 +189,29 @@ class BlockTree(Tree):
 
 
 _LENGTHS = (9, 2, 14)
-# Behind what of the root (0) and these each token is fed. Of the first so many branches end that columns are moved.
+# The parent of each token: the root (0) or an earlier token. The first has so many branches that columns are moved.
 _PARENTS = ((0,) * 10 + (1, 11, 11, 2), (0, 0), (0, 1, 2, 2, 0))
 _FINAL = ((1, 11), (2,), (1, 2))
 _ROUNDS = 3
 
 
 def agrees(head: GuessingHead, numpy: NumpyHead, target: LoadedModel) -> bool:
-    """Whether trees over texts of no meaning get the logits that MLX gives them."""
+    """Whether numpy and MLX give the same logits for trees over random texts."""
     draws = np.random.default_rng(0)
     texts = [draws.integers(0, 9, length).tolist() for length in _LENGTHS]
-    ways = [[_open(head, target, text, by) for text in texts] for by in (None, numpy)]
-    heard = [0] * len(texts)
+    forests = [[_open(head, target, text, host) for text in texts] for host in (None, numpy)]
+    read = [0] * len(texts)
     for _ in range(_ROUNDS):
-        for number, tree in enumerate(ways[0]):
-            known = tree.committed_len - 1
-            raw = draws.standard_normal((known - heard[number], head.points.count * int(target.config["hidden_size"])))
+        for number, tree in enumerate(forests[0]):
+            count = tree.committed_len - 1
+            raw = draws.standard_normal((count - read[number], head.points.count * int(target.config["hidden_size"])))
             rows = np.array(head.fuse(mx.array(raw, mx.float32)).astype(mx.float32))
-            for way in ways:
-                way[number].add_features(heard[number], rows)
-            heard[number] = known
+            for forest in forests:
+                forest[number].add_features(read[number], rows)
+            read[number] = count
         tokens = [draws.integers(0, 9, len(parents)).tolist() for parents in _PARENTS]
-        own, found = (_grown(way, tokens) for way in ways)
-        if not all(alike(*both) for both in zip(own, found, strict=True)):
+        expected, actual = (_grow(forest, tokens) for forest in forests)
+        if not all(alike(*pair) for pair in zip(expected, actual, strict=True)):
             return False
     return True
 
@@ -221,27 +221,28 @@ def _open(head: GuessingHead, target: LoadedModel, text: Sequence[int], numpy: N
     return HeadTree(head, sampler, text, numpy)
 
 
-def _grown(trees: Sequence[HeadTree], tokens: Sequence[Sequence[int]]) -> list[mx.array]:
-    """The logits at the root and behind all that is fed, tree by tree; then some of them are final."""
+def _grow(trees: Sequence[HeadTree], tokens: Sequence[Sequence[int]]) -> list[mx.array]:
+    """Feeds and returns the logits of root and new nodes, tree by tree; then commits a path of each."""
     feeds = []
     for tree, parents, own in zip(trees, _PARENTS, tokens, strict=True):
         names = [tree.root, *range(tree.next_node, tree.next_node + len(parents))]
         feeds.append(TreeFeed([names[parent] for parent in parents], own))
-    found = []
+    logits = []
     for tree, nodes, final in zip(trees, feed_together(trees, feeds), _FINAL, strict=True):
-        found.append(mx.stack([tree.scores(node) for node in (tree.root, *nodes)]))
+        logits.append(mx.stack([tree.scores(node) for node in (tree.root, *nodes)]))
         tree.commit([nodes[name - 1] for name in final])
-    return found
+    return logits
 
 
 UNTRAINED = (
     "this head was not trained for blocks whose first tokens are known (dflash_config's loss_type variable_prefix), as"
-    " outcomes are: what it prepares holds less often than what it drafts; expected one that was, or head_in target"
+    " those of outcomes are, so its branches are accepted less often than its chains; expected one that was, or head_in"
+    " target"
 )
 
 
 class AheadHead:
-    """A `FeatureDrafter` with `head`. `features`: of what its rows are to be made."""
+    """A `FeatureDrafter` with `head`. `features`: the required source of the features."""
 
     def __init__(
         self,
@@ -251,13 +252,13 @@ class AheadHead:
         features: str = "",
         numpy: NumpyHead | None = None,
     ) -> None:
-        """`vocab_size`: the target's. `numpy` makes the forwards of few pairs.
+        """`vocab_size`: the target's. `numpy` makes forwards of few pairs.
 
         Raises:
-            CannotDraft: it can't continue where the target's rows have not arrived yet.
+            CannotDraft: it can't continue where the target's features have not arrived yet.
         """
         self._numpy = numpy
-        self.note = _doubt(head, backend)
+        self.note = _note(head, backend)
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length = vocab_size, head.context_length
         self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
@@ -266,7 +267,7 @@ class AheadHead:
 
     @classmethod
     def load(cls, kind: str, path: str, target: str, progress: Callable[[str], None]) -> AheadHead:
-        """The head of this kind in a folder, for the target in another.
+        """Loads the head of this kind in folder `path`, for the target in folder `target`.
 
         Raises:
             CannotDraft: there is none, or it can't draft for this target.
@@ -285,7 +286,7 @@ class AheadHead:
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
     ) -> TokenTree:
-        """A tree that reads `tokens` as their rows arrive."""
+        """Returns a tree that reads `tokens` when their features arrive."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         if isinstance(self.head, BlockHead):
             return BlockTree(self.head, sampler, tokens)
@@ -295,8 +296,8 @@ class AheadHead:
         return feed_together(cast(Sequence[Tree], trees), feeds)
 
 
-def _doubt(head: GuessingHead | BlockHead, backend: str) -> str:
-    """What a person should know about such a head in a process of its own."""
+def _note(head: GuessingHead | BlockHead, backend: str) -> str:
+    """Returns a note for users about a head that works ahead. Raises CannotDraft: it can't."""
     if not isinstance(head, BlockHead):
         return ""
     if head.link is not None and head.link.recalls:

@@ -1,10 +1,10 @@
 """The KV rows of a block head's tree: slots of blocks in place of columns of tokens.
 
-A block stands behind the features of all tokens before its first one, its *anchor*. The known tokens from there on come
-first in it, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by the
-caller opens a block, which also has slots for what follows, so that continuing with the block's own choice needs no
-forward. All blocks that are opened at once, of all texts, are one forward. Features keep their positions, so missed
-rows only leave a gap. Knows rows and blocks; nothing of nodes or sampling.
+A block follows the features of all tokens before its first token, its *anchor*. It consists of the known tokens from
+the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by
+the caller opens a block, which also has slots for the next tokens, so that continuing with the block's own choice needs
+no forward. All blocks that are opened together, of all texts, share a forward. Features keep their positions, so
+missing ones only leave a gap. Knows rows and blocks; nothing of nodes or sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE = 512
 
 @dataclass(frozen=True, slots=True)
 class OpenedBlock:
-    """One to be opened: its first position, the tokens known from there on, and how many slots it is to have."""
+    """A block to open: its first position, the known tokens from there on, and its number of slots."""
 
     anchor: int
     tokens: Sequence[int]
@@ -38,14 +38,14 @@ class OpenedBlock:
 
 @dataclass(frozen=True, slots=True)
 class NewBlocks(NewRows):
-    """`opened`: the block of each token; None: what follows it has a slot in that of the token before."""
+    """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before."""
 
     opened: Sequence[OpenedBlock | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSlot:
-    """Says what follows the token at `position`: row `row` of what a forward made. `left`: slots behind it."""
+    """The slot that predicts the token after `position`: row `row` of a forward's result. `left`: slots after it."""
 
     logits: mx.array
     hidden: mx.array
@@ -60,7 +60,7 @@ class BlockSlot:
 
 
 class BlockKVRows:
-    """`engine.kv_rows.KVRows` of one text; a column is a token that was fed, as its slot."""
+    """`engine.kv_rows.KVRows` of one text; a column is the slot of a token that was fed."""
 
     lazy = True
     whole = False
@@ -76,8 +76,8 @@ class BlockKVRows:
         self._slots: dict[int, BlockSlot] = {}
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """The target's rows of committed tokens, the first at `position`; known ones are skipped. Many are read at
-        once, and evaluated."""
+        """Adds the features of committed tokens from `position` on, without known ones. Reads and evaluates them if
+        there are many."""
         known = max(self.end - position, 0)
         if known >= len(rows):
             return
@@ -88,51 +88,51 @@ class BlockKVRows:
             mx.eval([layer.state for layer in self.layers])
 
     def anchor(self, position: int) -> int:
-        """Where a block begins in which the token at `position` is known, and what follows it is not.
+        """Returns where a block begins whose last known token is at `position`.
 
-        At the first token without a feature; no farther back than leaves a slot.
+        That is the first token without a feature, or later if the block would have no slot left.
         """
         return max(min(self.end, position), position - self._head.depth + 1)
 
     def reach(self, position: int) -> int:
-        """How many tokens such a block drafts at most."""
+        """Returns the most tokens that such a block drafts."""
         return self._head.depth - max(position - self.end, 0)
 
     def goes_on(self, column: int) -> bool:
-        """Whether the block of this column's token has a slot behind its own choice."""
+        """Whether the block of this column's token has a slot after its own choice."""
         return self._slots[column].left > 0
 
     def is_stale(self, column: int) -> bool:
-        """Whether features have arrived since for tokens that its block had to read without them."""
+        """Whether features have arrived for tokens that its block read without them."""
         slot = self._slots[column]
         return slot.anchor < min(self.end, slot.position)
 
     def is_sound(self, column: int) -> bool:
-        """Whether its block's vectors are numbers. Waits."""
+        """Whether its block's vectors are finite. Waits."""
         return bool(mx.isfinite(self._slots[column].hidden).all().item())
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        """Nothing: features alone are read."""
+        """Does nothing: only features are read."""
 
     @staticmethod
     def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `KVRows.forward`: features that arrived are read, then all blocks are opened."""
+        """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
         head = texts[0]._head
-        asked = [(text, one) for text, one in zip(texts, new, strict=True) if isinstance(one, NewBlocks)]
+        pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
         _read(head, texts)
-        _open(head, [part for text, one in asked if (part := BlockSegment.of(text, one)).blocks])
+        _open(head, [segment for text, rows in pairs if (segment := BlockSegment.of(text, rows)).blocks])
         slots = []
-        for text, one in asked:
-            for column, parent, block in zip(range(one.start, one.end), one.parents, one.opened, strict=True):
+        for text, rows in pairs:
+            for column, parent, block in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
                 if block is None:
                     text._slots[column] = text._slots[parent].next
                 slots.append(text._slots[column])
         logits = picked([(slot.logits, slot.row) for slot in slots], mx.float32)
         if head.link is None:
             return logits
-        before = mx.concatenate([one.lazy_tokens() for one in new])
+        before = mx.concatenate([rows.lazy_tokens() for rows in new])
         return head.link.over(logits, before, picked([(slot.hidden, slot.row) for slot in slots], texts[0]._dtype))
 
     def keep(self, prefix: int, columns: Ints) -> None:
@@ -140,16 +140,16 @@ class BlockKVRows:
         self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
 
     def save(self, count: int) -> SavedPrefix:
-        """Nothing is kept for other texts."""
+        """Returns an empty prefix: nothing is kept for other texts."""
         return SavedPrefix(0, ())
 
     def restore(self, start: CachedPrefix) -> None:
-        """Nothing was kept."""
+        """Does nothing: no prefix is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSegment:
-    """A text's blocks in one forward, and the columns that open them. `begin`: the place of the first row there."""
+    """A text's blocks in one forward, and the columns that open them."""
 
     text: BlockKVRows
     columns: Sequence[int]
@@ -162,11 +162,11 @@ class BlockSegment:
         return cls(text, [column for column, _ in opened], [block for _, block in opened])
 
     def lengths(self, masks_more: int) -> Ints:
-        """The number of rows of each block, with `masks_more` more masks than slots behind its last known token."""
+        """Returns the number of rows of each block, with `masks_more` more masks than slots after its known tokens."""
         return np.array([len(block.tokens) + block.slots - 1 + masks_more for block in self.blocks], np.int32)
 
     def mask(self, lengths: Ints, window: int | None) -> mx.array | None:
-        """What each row sees: the features before its block's anchor, and its block; None: everything."""
+        """Returns what each row sees: the features before its block's anchor, and its block; None: everything."""
         if window not in self.masks:
             anchors = np.array([block.anchor for block in self.blocks], np.int32)
             number, own = np.arange(len(lengths)).repeat(lengths), _places(lengths) + anchors.repeat(lengths)
@@ -181,12 +181,12 @@ class BlockSegment:
 
     @property
     def context(self) -> int:
-        """How many features the farthest block sees."""
+        """The number of features that the farthest block sees."""
         return int(np.searchsorted(self.text.places, max(block.anchor for block in self.blocks)))
 
 
 class BlockCache:
-    """One layer while blocks are open: their own keys and values go with the forward."""
+    """The cache of one layer for a forward of blocks, whose own keys and values are not kept."""
 
     def __init__(self, parts: Sequence[BlockSegment], lengths: Sequence[Ints], number: int, offset: mx.array) -> None:
         self._parts, self._lengths, self._number, self.offset = parts, lengths, number, offset
@@ -199,25 +199,25 @@ class BlockCache:
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
-        """The attention of all blocks' queries [1, H, T, D], a text at a time."""
-        found, begin = [], 0
+        """Returns the attention of all blocks' queries [1, H, T, D], computed text by text."""
+        outputs, begin = [], 0
         for part, lengths in zip(self._parts, self._lengths, strict=True):
             own = slice(begin, begin := begin + int(lengths.sum()))
             keys, values, mask = self._keys[:, :, own], self._values[:, :, own], part.mask(lengths, window)
-            if known := part.context:
-                before, more = part.text.layers[self._number].state
-                keys = mx.concatenate([before[..., :known, :], keys], axis=2)
-                values = mx.concatenate([more[..., :known, :], values], axis=2)
-            found.append(
+            if count := part.context:
+                context_keys, context_values = part.text.layers[self._number].state
+                keys = mx.concatenate([context_keys[..., :count, :], keys], axis=2)
+                values = mx.concatenate([context_values[..., :count, :], values], axis=2)
+            outputs.append(
                 mx.fast.scaled_dot_product_attention(
                     queries[:, :, own], keys, values, scale=scale, mask=mask, sinks=sinks
                 )
             )
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
 def _read(head: BlockHead, texts: Sequence[BlockKVRows]) -> None:
-    """Remembers the features that wait, of all texts in one forward. Lazy."""
+    """Reads the waiting features of all texts in one forward. Lazy."""
     reading = [text for text in texts if text._waiting]
     if not reading:
         return
@@ -237,7 +237,7 @@ def _read(head: BlockHead, texts: Sequence[BlockKVRows]) -> None:
 
 
 def _open(head: BlockHead, parts: Sequence[BlockSegment]) -> None:
-    """Makes these blocks, and the first slot of each that of the column that opened it. Lazy."""
+    """Computes these blocks; the first slot of each becomes that of the column that opens it. Lazy."""
     if not parts:
         return
     masks_more = 0 if head.from_anchor else 1
@@ -264,7 +264,7 @@ def _open(head: BlockHead, parts: Sequence[BlockSegment]) -> None:
 
 
 def _places(lengths: Ints) -> Ints:
-    """0, 1, .. in each of rows of these lengths, one behind the other."""
+    """Returns 0, 1, ... for each block of these lengths, concatenated."""
     starts = np.cumsum(lengths) - lengths
     places: Ints = (np.arange(lengths.sum()) - starts.repeat(lengths)).astype(np.int32)
     return places

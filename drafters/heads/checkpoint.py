@@ -1,6 +1,6 @@
-"""Reads a head's config.json and tensors, and puts these into a module. Every failure is one sentence.
+"""Reads a head's config.json and tensors, and loads them into a module. Every failure is one sentence.
 
-Which tensors a kind of head has, and under which names, is known to that kind's module only.
+Only the module of a kind of head knows its tensors and their names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raises CannotDraft."""
+    """Reads a head's config.json. Raises CannotDraft."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -41,22 +41,22 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stranger(folder: Path, target: Path | None) -> str:
-    """What a head's config.json says against this target: that it was trained for another one; else nothing.
+    """Returns a text if a head was trained for another target, by its config.json; else an empty one.
 
-    Its `target` is a fingerprint (`protocol.digest`), which heads that were made here have.
+    Its `target` is a fingerprint (`protocol.digest`), which heads trained here have.
     """
-    known = read_config(folder).get("target")
-    if target is None or not isinstance(known, str) or not _FINGERPRINT.fullmatch(known):
+    fingerprint = read_config(folder).get("target")
+    if target is None or not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
         return ""
-    return "" if fits(known, digest(target)) else "the head was trained for another target by its fingerprint"
+    return "" if fits(fingerprint, digest(target)) else "by its fingerprint, the head was trained for another target"
 
 
 def read_weights(folder: Path) -> Weights:
-    """All tensors of a folder. Raises CannotDraft."""
+    """Returns all tensors of a folder. Raises CannotDraft."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        other = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
-        raise CannotDraft(f"{folder} has no weights; expected those of a draft head{other}")
+        hint = ", as safetensors: pytorch_model.bin has to be converted" if any(folder.glob("*.bin")) else ""
+        raise CannotDraft(f"{folder} has no weights; expected those of a draft head{hint}")
     weights: Weights = {}
     try:
         for file in files:
@@ -67,20 +67,20 @@ def read_weights(folder: Path) -> Weights:
 
 
 def refuse_quantised(config: Mapping[str, Any], weights: Weights, name: str) -> None:
-    """Raises CannotDraft: it is quantised."""
+    """Raises CannotDraft if the head is quantized."""
     if "quantization" in config or any(key.endswith(".scales") for key in weights):
         raise CannotDraft(f"{name} is quantized; use the head as it was published")
 
 
 def rope_of(sizes: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """A rope's base and scaling, which transformers 5 writes side by side."""
-    both = sizes.get("rope_parameters") or {}
-    scaling = sizes.get("rope_scaling") or (dict(both) if both.get("rope_type", "default") != "default" else None)
-    return float(sizes.get("rope_theta") or both.get("rope_theta") or 10000.0), scaling
+    """Returns a rope's base and scaling; transformers 5 writes both into `rope_parameters`."""
+    rope = sizes.get("rope_parameters") or {}
+    scaling = sizes.get("rope_scaling") or (dict(rope) if rope.get("rope_type", "default") != "default" else None)
+    return float(sizes.get("rope_theta") or rope.get("rope_theta") or 10000.0), scaling
 
 
 def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, Any]) -> LayerSizes:
-    """Sizes by the config of its layers, switches by the weights that are there; to be read where it is `complete`."""
+    """Returns sizes by the config of the layers, and switches by the weights present. Call it within `complete`."""
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
     theta, scaling = rope_of(layer)
     return LayerSizes(
@@ -92,7 +92,7 @@ def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, An
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
-        # Positions count from where it begins to read, and the target has its own end.
+        # Positions count from the first feature, so the target's context is the limit.
         context_length=int(target.get("max_position_embeddings") or layer.get("max_position_embeddings") or 32768),
         qk_norm="layers.0.self_attn.q_norm.weight" in weights,
         attention_bias="layers.0.self_attn.q_proj.bias" in weights,
@@ -101,7 +101,7 @@ def sizes_of(layer: Mapping[str, Any], weights: Weights, target: Mapping[str, An
 
 @contextmanager
 def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
-    """Raises CannotDraft where what is read from a config.json is not there, or no number."""
+    """Raises CannotDraft if a field of a config.json is missing or not a number."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
@@ -109,14 +109,14 @@ def complete(name: str, what: str = "a head's sizes") -> Iterator[None]:
 
 
 def settings_of(kind: type[Settings], config: Mapping[str, Any], name: str, what: str = "a head's sizes") -> Settings:
-    """A dataclass of numbers and texts from the fields of a config.json. Raises CannotDraft as `complete` does."""
+    """Returns a dataclass filled from the fields of a config.json. Raises CannotDraft as `complete` does."""
     with complete(name, what):
         wanted = [field for field in fields(cast(Any, kind)) if field.default is MISSING or field.name in config]
         return kind(**{field.name: _PLAIN[field.type](config[field.name]) for field in wanted})
 
 
 def check_taps(taps: Sequence[int], layers: int, name: str) -> None:
-    """Raises CannotDraft: the target has no such layer."""
+    """Raises CannotDraft if the target lacks a tapped layer."""
     if not all(0 <= number < layers for number in taps):
         raise CannotDraft(
             f"{name} reads the target's layers {taps}, but this target has {layers};"
@@ -125,7 +125,7 @@ def check_taps(taps: Sequence[int], layers: int, name: str) -> None:
 
 
 def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
-    """Raises CannotDraft: the target's rows are of another width."""
+    """Raises CannotDraft if the target has another width."""
     size = int(target["hidden_size"])
     if own != size:
         raise CannotDraft(
@@ -134,10 +134,10 @@ def check_width(own: int, target: Mapping[str, Any], name: str) -> None:
 
 
 def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = ()) -> None:
-    """Puts the weights in, all in the format of most of them; `exact` ones stay float32.
+    """Loads the weights, all in the format of the largest one; `exact` ones become float32.
 
     Raises:
-        CannotDraft: some are missing, of another shape, or no numbers.
+        CannotDraft: some are missing, have another shape, or are not finite.
     """
     wanted = dict(tree_flatten(head.parameters()))
     missing = sorted(set(wanted) - set(weights))
@@ -156,7 +156,7 @@ def fill(head: nn.Module, weights: Weights, name: str, exact: Container[str] = (
 
 
 def _computed_in(stored: mx.Dtype) -> mx.Dtype:
-    """What computes well: float16 overflows where heads are trained in bfloat16."""
+    """Returns the format to compute in: float16 overflows, because heads are trained in bfloat16."""
     if mx.default_device().type == mx.cpu:
         return mx.float32
     return mx.bfloat16 if stored == mx.float16 else stored

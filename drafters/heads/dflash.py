@@ -1,13 +1,13 @@
-"""DFlash (arXiv 2602.06036): a block of masks over the target's fused rows, all of whose tokens are drafted at once.
+"""DFlash (arXiv 2602.06036): a block of masks over the target's features drafts all its tokens in one forward.
 
-One forward serves z-lab's heads and those derived from them; their differences are switches: DSpark's Markov head and
-confidence, DFlash2's convolutions (`BlockConvolution`) and selector. Names of weights are z-lab's. A layer's keys and
-values are those of the features, projected, and of the block's own rows; features do not depend on the layer below, so
+One module serves z-lab's heads and those derived from them; their differences are switches: DSpark's Markov head and
+confidence, DFlash2's convolutions (`BlockConvolution`) and selector. Weights have z-lab's names. A layer's keys and
+values are those of the projected features and of the block's own rows; features do not depend on the layer below, so
 they are written once.
 
 `read` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
-converts what they count differently: layers are the target's outputs from 0 on, tokens its own, and a block's depth is
-the number of tokens that it drafts. If a head can't be used, the reason is one sentence.
+converts their conventions: layers are the target's outputs counted from 0, tokens are the target's, and the depth of a
+block is the number of tokens that it drafts. If a head can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ from outrider.protocol.heads import head_kind
 
 
 class BlockConvolution(nn.Module):  # type: ignore[misc]
-    """Two of them, one before and one behind a layer's part; both kernels are made of what goes into the first."""
+    """Two convolutions, before and after a part of a layer; both kernels are computed from the input of the first."""
 
     def __init__(self, size: int, taps: int, group: int) -> None:
-        """`taps`: how many rows each sees, its own first. `group`: how many numbers share what a row adds."""
+        """`taps`: the number of rows that a row sees, its own first. `group`: channels that share a kernel's offset."""
         super().__init__()
         self._taps, self._group = taps, group
         self.base_kernel = mx.zeros((2, taps, size))
         self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
 
     def __call__(self, inner: Callable[[mx.array], mx.array], x: mx.array, places: mx.array) -> mx.array:
-        """Of rows [1, T, H] at these places in their blocks [T]."""
-        own = self.kernel_projection(x).reshape(x.shape[1], 2, self._taps, -1)
-        kernels = self.base_kernel + mx.repeat(own, self._group, axis=-1)
-        before = _convolved(x, kernels[:, 0], places)
-        return _convolved(inner(before), kernels[:, 1], places)
+        """Convolves rows [1, T, H], which are at these `places` [T] in their blocks, before and after `inner`."""
+        offsets = self.kernel_projection(x).reshape(x.shape[1], 2, self._taps, -1)
+        kernels = self.base_kernel + mx.repeat(offsets, self._group, axis=-1)
+        before = _convolve(x, kernels[:, 0], places)
+        return _convolve(inner(before), kernels[:, 1], places)
 
 
-def _convolved(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
-    """Row by row, kernel [T, taps, H]; nothing comes from another block."""
-    found = kernel[:, 0] * x
+def _convolve(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
+    """Convolves each row with its kernel [T, taps, H], without rows of other blocks."""
+    total = kernel[:, 0] * x
     for back in range(1, kernel.shape[1]):
         earlier = mx.where((places >= back)[:, None], mx.roll(x, back, axis=1), 0)  # type: ignore[call-arg]
-        found = found + kernel[:, back] * earlier
-    return found
+        total = total + kernel[:, back] * earlier
+    return total
 
 
 Layer = Callable[[mx.array], mx.array]
@@ -83,12 +83,11 @@ Layer = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashConfig(LayerSizes):
-    """Sizes and switches. `taps`: layers' outputs. `depth`: the most tokens that a block drafts.
+    """Sizes and switches. `taps`: the tapped layers. `depth`: the most tokens that a block drafts.
 
-    `from_anchor`: the last token's own row drafts the first. `windows`: what each layer sees, None for everything.
-    `sees_prefixes`: it was trained with more than a block's first token known.
-    `own_output`: it has an output layer of its own, over its own tokens. `multiplier`, `softcap`: what becomes of
-    vectors before the output layer, and of logits behind it.
+    `from_anchor`: the last token's own row drafts the first token. `windows`: the window of each layer (None: all).
+    `sees_prefixes`: trained with more than the first token of a block known. `own_output`: it has its own output layer
+    and vocabulary. `multiplier` scales vectors before the output layer, `softcap` limits the logits after it.
     """
 
     taps: tuple[int, ...]
@@ -110,7 +109,7 @@ class DFlashConfig(LayerSizes):
 
 
 class DFlashBlock(nn.Module):  # type: ignore[misc]
-    """A layer: attention and MLP, each between the halves of a convolution where there are any."""
+    """A layer: attention and MLP, each between the two halves of a convolution if there are any."""
 
     def __init__(self, config: DFlashConfig, window: int | None) -> None:
         super().__init__()
@@ -126,17 +125,17 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array, places: mx.array, cache: FlatCache) -> mx.array:
         mask = cache.make_mask(x.shape[1], window_size=self._window)
-        attend: Layer = lambda seen: self.self_attn(seen, mask, cache)  # noqa: E731
+        attend: Layer = lambda rows: self.self_attn(rows, mask, cache)  # noqa: E731
         x = x + self._between("attention_conv", attend, self.input_layernorm(x), places)
         return x + self._between("mlp_conv", self.mlp, self.post_attention_layernorm(x), places)
 
     def _between(self, name: str, inner: Layer, x: mx.array, places: mx.array) -> mx.array:
-        around: mx.array = self[name](inner, x, places) if name in self else inner(x)
-        return around
+        out: mx.array = self[name](inner, x, places) if name in self else inner(x)
+        return out
 
 
 class DFlash(HeadModule):
-    """A `BlockHead`. `embed`, `output`: the target's own."""
+    """A `BlockHead`. `embed` and `output` are the target's layers."""
 
     def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
         super().__init__()
@@ -168,8 +167,8 @@ class DFlash(HeadModule):
 
     @property
     def link(self) -> BlockLink | None:
-        found: BlockLink | None = self.get("candidate_selector", self.get("markov_head"))
-        return found
+        link: BlockLink | None = self.get("candidate_selector", self.get("markov_head"))
+        return link
 
     def fuse(self, rows: mx.array) -> mx.array:
         fused: mx.array = self.hidden_norm(self.fc(rows.astype(self.fc.weight.dtype)))
@@ -189,23 +188,23 @@ class DFlash(HeadModule):
     def logits(self, hidden: mx.array) -> mx.array:
         config = self._config
         output = self.lm_head if "lm_head" in self else self._output
-        found = output(hidden * config.multiplier if config.multiplier != 1 else hidden).astype(mx.float32)
+        logits = output(hidden * config.multiplier if config.multiplier != 1 else hidden).astype(mx.float32)
         if config.softcap:
-            found = mx.tanh(found / config.softcap) * config.softcap
-        return self._vocabulary.spread(found)
+            logits = mx.tanh(logits / config.softcap) * config.softcap
+        return self._vocabulary.spread(logits)
 
 
 _FAMILIES = ("qwen3", "llama", "dflash", "dspark", "")
 _TARGETS = ("embed_tokens.", "lm_head.", "verifier_norm.", "verifier_lm_head.", "rotary_emb.", "t2d")
 _BLOCK = 16
-_VISIBLE = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's way to train
+_VISIBLE = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's training method
 
 
 def read(folder: Path, target: LoadedModel) -> DFlash:
-    """The head in `folder` for its target.
+    """Returns the head in `folder` for its target.
 
     Raises:
-        CannotDraft: it is no head of this kind, not whole, or one for another target.
+        CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     backbone, _ = backbone_of(target.model)
     inner = getattr(target.model, "language_model", target.model)
@@ -225,7 +224,7 @@ def build(
     output: Layer,
     name: str = "the head",
 ) -> DFlash:
-    """The same from what was read. Raises CannotDraft."""
+    """Returns the same from its config and weights. Raises CannotDraft."""
     if head_kind(config) != "dflash":
         raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
@@ -254,12 +253,12 @@ def _renamed(key: str) -> str:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings side by side: formats nest the sizes, or what is the method's own."""
+    """Returns all settings in one dict: some formats nest the sizes, or the settings of the method."""
     return {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
 
 
 def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:
-    """Sizes by the config, switches by the config or by the weights that are there."""
+    """Returns sizes by the config, and switches by the config or the weights present."""
     block, from_anchor = int(config.get("block_size") or _BLOCK), _from_anchor(config)
     markov = int(config.get("markov_rank") or 0)
     kind = str(config.get("markov_head_type") or "vanilla").lower()
@@ -287,34 +286,34 @@ def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, 
 
 
 def _from_anchor(config: Mapping[str, Any]) -> bool:
-    """DSpark's blocks draft from their first row on, DFlash's from the second, unless they say otherwise."""
-    said = config.get("sample_from_anchor", config.get("shift_label"))
-    return bool(said) if said is not None else _is_dspark(config)
+    """Whether blocks draft from their first row on; by default DSpark's do, and DFlash's from the second."""
+    setting = config.get("sample_from_anchor", config.get("shift_label"))
+    return bool(setting) if setting is not None else _is_dspark(config)
 
 
 def _is_dspark(config: Mapping[str, Any]) -> bool:
-    named = [config.get("projector_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
-    return any("dspark" in str(name).lower() for name in named)
+    names = [config.get("projector_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    return any("dspark" in str(name).lower() for name in names)
 
 
 def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
-    """Layers' outputs, counted from 0, as z-lab and DeepSpec do; speculators' j is the output of j - 1."""
+    """Returns the tapped layers, counted from 0 as in z-lab and DeepSpec; speculators' j is the output of j - 1."""
     inputs = config.get("aux_hidden_state_layer_ids")
     if inputs:
         taps = tuple(int(number) - 1 for number in inputs)
     elif config.get("target_layer_ids"):
         taps = tuple(int(number) for number in config["target_layer_ids"])
     else:
-        taps = _usual_taps(layers, int(config["num_hidden_layers"]))
+        taps = _default_taps(layers, int(config["num_hidden_layers"]))
     check_taps(taps, layers, name)
     return taps
 
 
-def _usual_taps(layers: int, own: int) -> tuple[int, ...]:
-    """As many as the head has layers, evenly from the second to the last but two."""
-    if own == 1:
+def _default_taps(layers: int, count: int) -> tuple[int, ...]:
+    """Returns one tap for each of the head's `count` layers, evenly from the second layer to the last but two."""
+    if count == 1:
         return (layers // 2,)
-    return tuple(round(1 + number * (layers - 4) / (own - 1)) for number in range(own))
+    return tuple(round(1 + number * (layers - 4) / (count - 1)) for number in range(count))
 
 
 def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:

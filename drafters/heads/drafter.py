@@ -1,15 +1,15 @@
 """A head as a drafter in the target's process: the features of each text, and chains in forwards that requests share.
 
-After each verify the head reads the true pairs of what was accepted; drafted pairs are dropped. `proposers` grows the
+After each verify the head reads the true pairs of the accepted tokens; drafted pairs are dropped. `proposers` grows the
 chains. Tokens are chosen by the target's own contract (`engine.sampling`), with its noise and its vocabulary.
 
-`FeatureFollower` collects the features of one text. The target's slot reports the hidden rows of committed tokens as
-they are made; they are read when drafting is first wanted, so plain decoding only costs their storage. Of many, only
-the newest are kept. Where some were missed, reading begins behind the gap: positions count from there, and the head
-sees less of the text. For a prompt that the target remembers, the head uses its own prompt cache, or begins behind it.
+`FeatureFollower` collects the features of one text. The target's slot reports the features of committed tokens as they
+are computed; they are read when a draft is first requested, so plain decoding only costs their storage. Only the newest
+of many are kept. If some are missing, reading begins after the gap: positions count from there, and the head sees less
+of the text. For a prompt in the target's prompt cache, the head uses its own prompt cache, or begins after it.
 
-`SavedPairs` is what a head read of a text, for later texts with the same beginning. Pair j is made of tokens j and
-j + 1, so a common prefix of n tokens has n - 1 usable pairs.
+`SavedPairs` holds the pairs that a head read of a text, for later texts with the same beginning. Pair j consists of
+tokens j and j + 1, so a common prefix of n tokens has n - 1 usable pairs.
 """
 
 from __future__ import annotations
@@ -45,65 +45,65 @@ class SavedPairs(SavedPrefix):
         return shared if shared - 1 - self.begin >= LEAST else 0
 
     def up_to(self, position: int) -> CachedPrefix:
-        """The pairs before this position, as the head's own texts begin with them."""
+        """Returns the pairs before this position in the form that the head's texts begin with."""
         count = position - self.begin
         return CachedPrefix(SavedPrefix(count, tuple(self.columns(count))), count)
 
 
 MOST_WAITING = 2048
 PIECE = 512
-READ_AGAIN = 16  # remembered tokens that the target reads again, so that the head can continue its own prefix
+READ_AGAIN = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
 
 
 class FeatureFollower:
-    """One text's features. `sampler` chooses its tokens; `reach`: only so many of the newest features matter."""
+    """The features of one text. `sampler` chooses its tokens; `reach`: the number of newest features that matter."""
 
     def __init__(
         self, texts: HeadKVCache, sampler: Sampler, reach: int | None = None, cache: PromptCache | None = None
     ) -> None:
-        """`cache`: what the head remembers of other texts."""
+        """`cache` is the head's prompt cache."""
         self.sampler = sampler
         self._kv_cache, self._cache = texts, cache
         self._most, self._kept = reach or MOST_WAITING, reach or MOST_WAITING // 2
         self._text: FlatSequence | None = None
         self._waiting: list[mx.array] = []
-        self.waiting = 0  # how many features are to be read
-        self._begin, self._next = 0, 0  # the positions of its first feature and of the one to come
-        self._start: CachedPrefix | None = None  # what it begins with, when it begins
+        self.waiting = 0  # the number of features to read
+        self._begin, self._next = 0, 0  # the positions of its first feature and of the next one
+        self._start: CachedPrefix | None = None  # the cached prefix that it begins with
         self._closed = False
 
     def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
-        """The position from which the target should report rows; it remembers the first `length` of these tokens.
+        """Returns the position from which the target should report features; it has the first `length` tokens cached.
 
-        `exact`: the target can forget some of them, and read them again.
+        `exact`: the target can drop some of them and read them again.
         """
-        found = self._cache.find(tokens) if self._cache is not None else None
-        if found is None or not isinstance(found.saved, SavedPairs):
+        cached = self._cache.find(tokens) if self._cache is not None else None
+        if cached is None or not isinstance(cached.saved, SavedPairs):
             return length
-        known = min(found.length - 1, length)
-        if known <= found.saved.begin or known < length - (READ_AGAIN if exact else 0):
+        count = min(cached.length - 1, length)
+        if count <= cached.saved.begin or count < length - (READ_AGAIN if exact else 0):
             return length
-        self._begin, self._next, self._start = found.saved.begin, known, found.saved.up_to(known)
-        return known
+        self._begin, self._next, self._start = cached.saved.begin, count, cached.saved.up_to(count)
+        return count
 
     def add_features(self, position: int, features: mx.array) -> None:
-        """The features [R, W] of committed tokens, the first at `position`."""
+        """Adds the features [R, W] of committed tokens from `position` on."""
         if self._closed:
             return
         if position != self._next:
-            self._begin_anew(position)
+            self._restart(position)
         self._waiting.append(features)
         self._next = position + features.shape[0]
         self.waiting += features.shape[0]
         if self.waiting > self._most:
             newest = mx.contiguous(mx.concatenate(self._waiting)[-self._kept :])
-            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # else it holds on to the older ones
-            self._begin_anew(self._next - newest.shape[0])
+            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # otherwise it keeps the older ones alive
+            self._restart(self._next - newest.shape[0])
             self._wait_for(newest)
 
     @property
     def text(self) -> FlatSequence:
-        """Its place among the head's texts."""
+        """The text in the head's KV cache."""
         if self._text is None:
             self._text = self._kv_cache.open()
             if self._start is not None:
@@ -113,7 +113,7 @@ class FeatureFollower:
 
     @property
     def length(self) -> int:
-        """How many pairs have been read."""
+        """The number of pairs read."""
         return self._text.length if self._text is not None else 0
 
     def is_up_to(self, tokens: Sequence[int]) -> bool:
@@ -121,9 +121,9 @@ class FeatureFollower:
         return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
 
     def catch_up(self, tokens: Sequence[int]) -> PairFeed:
-        """The last piece of the unread pairs of committed `tokens`; earlier pieces are read here.
+        """Reads the unread pairs of committed `tokens` except the last piece, which it returns.
 
-        Call `has_read` once it was fed.
+        Call `has_read` when that was fed.
         """
         waiting = mx.concatenate(self._waiting)
         while waiting.shape[0] > PIECE:
@@ -134,7 +134,7 @@ class FeatureFollower:
         return self._feed(tokens, waiting)
 
     def has_read(self) -> None:
-        """The piece that `catch_up` returned has been fed."""
+        """Records that the piece that `catch_up` returned was fed."""
         self._waiting, self.waiting = [], 0
 
     def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
@@ -143,16 +143,16 @@ class FeatureFollower:
         return PairFeed(self.text, behind, features)
 
     def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The first of these committed tokens whose pairs have all been read; none if it began behind a gap."""
+        """Returns the first of these committed tokens, whose pairs have all been read; none if it began after a gap."""
         return tokens[: self.length + 1] if self.length and not self._begin else ()
 
     def save(self, length: int) -> SavedPairs:
-        """A copy of what was read of the first `length` tokens."""
+        """Returns a copy of the pairs of the first `length` tokens."""
         pairs = self._kv_cache.save(self.text, length - 1 - self._begin)
         return SavedPairs(length, pairs.layers, begin=self._begin)
 
     def read_all(self, tokens: Sequence[int]) -> int:
-        """Reads the unread pairs of committed `tokens`. Returns how many tokens it knows then; 0: nothing to keep."""
+        """Reads the unread pairs of committed `tokens`. Returns the number of tokens read; 0: none to keep."""
         if self._text is None or self._next >= len(tokens):
             return 0
         if self._waiting:
@@ -161,11 +161,11 @@ class FeatureFollower:
         return self._next + 1
 
     def close(self) -> None:
-        """Ignores further features, and frees its place."""
+        """Ignores further features, and frees the text in the KV cache."""
         self._closed = True
-        self._begin_anew(0)
+        self._restart(0)
 
-    def _begin_anew(self, position: int) -> None:
+    def _restart(self, position: int) -> None:
         if self._text is not None:
             self._kv_cache.close(self._text)
         self._text, self._waiting, self.waiting = None, [], 0
@@ -179,8 +179,8 @@ log = logging.getLogger(__name__)
 
 
 class HeadDrafter:
-    """Drafts with `head` in the target's process. `note`: what a person should know about it. `agreement`: how often it
-    predicted the target's next token in a trial, if there was one."""
+    """Drafts with `head` in the target's process. `note` is a note for users; `agreement` how often the head predicted
+    the target's next token in a trial, if there was one."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class HeadDrafter:
         proposer: HeadProposer | None = None,
         agreement: float | None = None,
     ) -> None:
-        """`vocab_size`: the target's. `proposer`: None: its kind's."""
+        """`vocab_size`: the target's. `proposer`: None for that of the head's kind."""
         self.head, self.note, self.agreement = head, note, agreement
         self.vocab_size, self.weight_bytes = vocab_size, head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
@@ -199,15 +199,15 @@ class HeadDrafter:
 
     @property
     def kv_cache(self) -> HeadKVCache:
-        """What the head remembers."""
+        """The head's KV cache."""
         return self._proposer.kv_cache
 
     def follow(self, sampling: SamplingParams, constraint: Constraint | None = None) -> FeatureFollower:
-        """Collects the features of a text to draft for."""
+        """Returns a collector of the features of a text to draft for."""
         return FeatureFollower(self.kv_cache, self.sampler(sampling, constraint), self.head.reach, self.prompt_cache)
 
     def keep(self, follower: FeatureFollower, tokens: Sequence[int]) -> None:
-        """Keeps what was read of these committed tokens for later texts."""
+        """Keeps the pairs of these committed tokens for later texts."""
         if not self.prompt_cache.wants(tokens):
             return
         try:
@@ -222,14 +222,14 @@ class HeadDrafter:
         return Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
 
     def continuations(self, chains: Sequence[ChainState], depths: Sequence[int]) -> list[Continuation]:
-        """The `depths` tokens that follow each committed text; empty where features are missing. Waits.
+        """Returns the `depths` tokens after each committed text; empty if features are missing. Waits.
 
         If a joint forward fails, each request is tried alone. One that fails alone gets no further drafts.
         """
         for chain, depth in zip(chains, depths, strict=True):
             room = self.head.context_length - len(chain.tokens)
             chain.depth = min(depth, room, self._proposer.depth) if chain.follower.is_up_to(chain.tokens) else 0
-        # Rows of the buffers are fed in their order.
+        # Texts are fed in the order of their rows in the buffers.
         able = sorted((chain for chain in chains if chain.depth > 0), key=lambda chain: chain.follower.text.row)
         try:
             self._grow(able)
@@ -239,10 +239,10 @@ class HeadDrafter:
                 self._grow_alone(chain, able)
         return [chain.continuation for chain in chains]
 
-    def _grow_alone(self, chain: ChainState, company: Sequence[ChainState]) -> None:
+    def _grow_alone(self, chain: ChainState, chains: Sequence[ChainState]) -> None:
         chain.picks.clear()
         try:
-            if len(company) > 1:
+            if len(chains) > 1:
                 self._grow([chain])
                 return
         except OutriderError as error:

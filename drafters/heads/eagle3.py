@@ -1,11 +1,11 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a layer over the fused rows of three of the target's layers.
 
-One forward serves the official, SpecForge's and speculators' heads; their differences are switches: where the residual
-begins, and which norms there are. Names of weights are speculators'.
+One module serves the official, SpecForge's and speculators' heads; their differences are switches: where the residual
+begins, and which norms there are. Weights have speculators' names.
 
-`read` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts what they count
-differently: layers are the target's outputs from 0 on, tokens its own. If a head can't be used, the reason is one
-sentence.
+`read` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts their
+conventions: layers are the target's outputs counted from 0, tokens are the target's. If a head can't be used, the
+reason is one sentence.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from outrider.protocol.heads import head_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(LayerSizes):
-    """Sizes and switches. `taps`: layers' outputs. `embeds`: it has an embedding of its own.
+    """Sizes and switches. `taps`: the tapped layers. `embeds`: it has an embedding of its own.
 
     `norm_before_residual`: the residual of the first layer is the normed feature. `fc_norm`: each tapped row is normed
-    before they are fused, `input_norm`: all of them as one. `norm_output`: what stands in for a feature is normed.
+    before fusing, `input_norm`: all of them as one. `norm_output`: the vector that replaces a feature is normed.
     """
 
     target_hidden_size: int
@@ -60,7 +60,7 @@ class Eagle3Config(LayerSizes):
 
 
 class Eagle3Layer(nn.Module):  # type: ignore[misc]
-    """A Llama layer; the `first` one sees the token's embedding beside the feature."""
+    """A Llama layer; the `first` one sees the token's embedding and the feature."""
 
     def __init__(self, config: Eagle3Config, first: bool) -> None:
         super().__init__()
@@ -76,18 +76,18 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
     def __call__(self, x: mx.array, embedded: mx.array | None, mask: Any, cache: FlatCache) -> mx.array:
         residual = x
         if embedded is None:
-            seen = self.input_layernorm(x)
+            rows = self.input_layernorm(x)
         else:
             normed = self.hidden_norm(x)
             residual = normed if self._norm_before_residual else x
-            seen = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
-        h = residual + self.self_attn(seen, mask, cache)
+            rows = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
+        h = residual + self.self_attn(rows, mask, cache)
         out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
         return out
 
 
 class Eagle3(HeadModule):
-    """A `StepHead`. `embed`: the target's embedding, for one without."""
+    """A `StepHead`. `embed`: the target's embedding, for a head without one."""
 
     def __init__(
         self, config: Eagle3Config, embed: Callable[[mx.array], mx.array], vocabulary: DraftVocabulary
@@ -137,23 +137,23 @@ class Eagle3(HeadModule):
         return normed if self.config.norm_output else hidden
 
     def on_host(self, ends: Ends) -> NumpyHead:
-        """Its forwards by numpy. Raises AttributeError, TypeError or KeyError: its layers are not served."""
+        """Returns its forwards by numpy. Raises AttributeError, TypeError or KeyError for unsupported layers."""
         table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
         layers, output = [NumpyLayer(block) for block in self.layers], BlockedLinear([self.lm_head])
-        seen, norm, config = Norm(self.layers[0].hidden_norm), Norm(self.norm), self.config
-        known = None if self.vocabulary.ids is None else np.array(self.vocabulary.ids)
+        hidden_norm, norm, config = Norm(self.layers[0].hidden_norm), Norm(self.norm), self.config
+        ids = None if self.vocabulary.ids is None else np.array(self.vocabulary.ids)
 
         def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-            normed = seen(features)
+            normed = hidden_norm(features)
             both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
             return normed if config.norm_before_residual else features, both
 
         def scores(hidden: Floats) -> Floats:
             own = output(norm(hidden))
-            if known is None:
+            if ids is None:
                 return own
             whole = np.full((len(own), self.vocabulary.size), -np.inf, np.float32)
-            whole[:, known] = own
+            whole[:, ids] = own
             return whole
 
         def stands_in(hidden: Floats) -> Floats:
@@ -168,9 +168,9 @@ class Eagle3(HeadModule):
 
 
 class PEagle(Eagle3):
-    """P-EAGLE (arXiv 2602.01469), a `MaskedHead`: it has learned what stands for a feature that is not known.
+    """P-EAGLE (arXiv 2602.01469), a `MaskedHead`: a learned vector replaces a feature that is not known.
 
-    `depth`: how many tokens it was trained to draft at once.
+    `depth`: the number of tokens that it was trained to draft at once.
     """
 
     def __init__(
@@ -190,14 +190,14 @@ class PEagle(Eagle3):
         return self.fuse(self.mask_hidden[0])
 
 
-_DEPTHS = 8  # what the published recipes train
+_DEPTHS = 8  # of the published training recipes
 
 
 def read(folder: Path, target: Mapping[str, Any], vocab_size: int, embed: Callable[[mx.array], mx.array]) -> Eagle3:
-    """The head in `folder` for a target with this config, so many tokens and this embedding.
+    """Returns the head in `folder` for a target with this config, vocabulary size and embedding.
 
     Raises:
-        CannotDraft: it is no head of this kind, not whole, or one for another target.
+        CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     config, weights = read_config(folder), read_weights(folder)
     return build(config, weights, target, vocab_size, embed, str(folder))
@@ -211,7 +211,7 @@ def build(
     embed: Callable[[mx.array], mx.array],
     name: str = "the head",
 ) -> Eagle3:
-    """The same from what was read. Raises CannotDraft."""
+    """Returns the same from its config and weights. Raises CannotDraft."""
     if head_kind(config) != "eagle3":
         raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
@@ -238,7 +238,7 @@ def _renamed(key: str) -> str:
 def _settings(
     config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str
 ) -> tuple[Eagle3Config, int]:
-    """Sizes by the config, switches by the config or by the weights that are there; and how many tokens it has."""
+    """Returns sizes by the config, switches by the config or the weights present, and the head's vocabulary size."""
     layer = config.get("transformer_layer_config") or config
     with complete(name):
         sizes = sizes_of(layer, weights, target)
@@ -258,7 +258,7 @@ def _settings(
 
 
 def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, int]:
-    """P-EAGLE's mask token, and how many tokens it drafts at once."""
+    """Returns P-EAGLE's mask token, and the number of tokens that it drafts at once."""
     token = config.get("mask_token_id", (config.get("eagle_config") or {}).get("mask_token_id"))
     if token is None or not 0 <= int(token) < vocab_size:
         raise CannotDraft(
@@ -269,10 +269,10 @@ def _masks(config: Mapping[str, Any], vocab_size: int, name: str) -> tuple[int, 
 
 
 def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
-    """Layers' outputs, counted from 0.
+    """Returns the tapped layers, as outputs counted from 0.
 
-    SpecForge's `eagle_config` counts so, too. A list at the top, speculators', counts inputs: its j is the output of
-    j - 1. Who names none means the official three.
+    SpecForge's `eagle_config` counts in the same way. A list at the top level, of speculators, counts inputs: its j is
+    the output of j - 1. The default are the official three.
     """
     nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     listed = config.get("eagle_aux_hidden_state_layer_ids")

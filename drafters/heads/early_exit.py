@@ -1,11 +1,11 @@
 """Early exit: drafts by the target's own first layers, its final norm and its output layer.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early rows can be read in this way. For other
-models an *adapter*, a normed low-rank map that is added to the row, is trained while the target stays as it is.
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models whose early rows predict tokens in this way. For other
+models an *adapter*, a normed low-rank map that is added to the row, is trained with a frozen target.
 
-`load` makes a target's early exit, of its layers alone or with an adapter from a folder; if there is none, the reason
-is one sentence. `agreements` tries on a text of the target after which layers it predicts its own final tokens.
-`ExitDrafter` and `ExitProposer` draft in the target's own KV cache: the verify overwrites what they wrote there.
+`load` creates a target's early exit, from its layers alone or with an adapter from a folder; if there is none, the
+reason is one sentence. `agreements` measures on a text of the target how often its first layers predict its tokens.
+`ExitDrafter` and `ExitProposer` draft in the target's own KV cache: the verify overwrites the rows that they wrote.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Layer = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter's config.json says, beside its model_type: it reads the rows behind the first `exit_layer` layers
-    of a target of these sizes. `target`: that one's fingerprint, if known (`protocol.digest`).
+    """The config.json of an adapter, which reads the rows after the first `exit_layer` layers of a target of these
+    sizes. `target`: the target's fingerprint, if known (`protocol.digest`).
     """
 
     exit_layer: int
@@ -62,7 +62,7 @@ class AdapterConfig:
 
 
 class ExitAdapter(nn.Module):  # type: ignore[misc]
-    """Rows [.., H] of an early layer as the final norm should see them. Its weights are the checkpoint's, by name."""
+    """Maps rows [.., H] of an early layer to rows for the final norm. Weights have the checkpoint's names."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ class ExitAdapter(nn.Module):  # type: ignore[misc]
         self.up = nn.Linear(config.rank, config.hidden_size, bias=False)
 
     def __call__(self, rows: mx.array) -> mx.array:
-        seen = rows.astype(self.down.weight.dtype)
-        out: mx.array = rows + self.up(self.down(self.norm(seen))).astype(rows.dtype)
+        cast_rows = rows.astype(self.down.weight.dtype)
+        out: mx.array = rows + self.up(self.down(self.norm(cast_rows))).astype(rows.dtype)
         return out
 
 
 class EarlyExit(HeadModule):
-    """A `Head` whose vectors are the target's rows behind its first `layers` layers; nothing is tapped for it."""
+    """A `Head` whose vectors are the target's rows after its first `layers` layers; it needs no features."""
 
     reach = 1
     bytes_per_pair = 0
@@ -86,7 +86,7 @@ class EarlyExit(HeadModule):
     def __init__(
         self, layers: int, norm: Layer, output: Layer, context_length: int, adapter: ExitAdapter | None = None
     ) -> None:
-        """`norm`, `output`: the target's last."""
+        """`norm` and `output` are the target's last layers."""
         super().__init__()
         self.layers, self.context_length, self.adapter = layers, context_length, adapter
         self._norm, self._output = norm, output
@@ -104,28 +104,28 @@ _LENGTH = 64  # of a trial
 
 
 def trial_text(model: LoadedModel) -> list[int]:
-    """What the target writes by itself."""
+    """Returns a text that the target writes."""
     slot = open_slots(model, [[0]], [SamplingParams(temp=1.0, seed=1)])[0]
     return [0, *(verify(slot).bonus for _ in range(_LENGTH))]
 
 
 def agreements(target: LoadedModel, exits: Iterable[EarlyExit]) -> dict[int, float]:
-    """How often each agrees with the target, by its number of layers."""
+    """Returns how often each exit agrees with the target, by its number of layers."""
     tried, rows = list(exits), list[mx.array]()
     if not tried:
         return {}
     text = mx.array([trial_text(target)])
     hidden_states = HiddenStates(target.model, HiddenStatePoints(tuple(exit.layers - 1 for exit in tried)))
-    truth = hidden_states.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
-    wanted = mx.argmax(truth, axis=-1)
-    found = {}
+    logits = hidden_states.forward(lambda: target.model(text)[0], [(text.shape[1], rows.append)])
+    truth = mx.argmax(logits, axis=-1)
+    shares = {}
     for exit, own in zip(tried, mx.split(rows[0], len(tried), axis=-1), strict=True):
-        found[exit.layers] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == wanted).mean().item())
-    return found
+        shares[exit.layers] = cast(float, (mx.argmax(exit.logits(own), axis=-1) == truth).mean().item())
+    return shares
 
 
 def reproduces(target: LoadedModel, last: EarlyExit) -> bool:
-    """Whether the norm and the output layer, called by hand behind all layers, make the model's own logits."""
+    """Whether norm and output layer, applied to the rows after all layers, give the model's own logits."""
     rows: list[mx.array] = []
     tokens = mx.arange(8)[None]
     hidden_states = HiddenStates(target.model, HiddenStatePoints((last.layers - 1,)))
@@ -135,13 +135,13 @@ def reproduces(target: LoadedModel, last: EarlyExit) -> bool:
 
 
 def speedup(agreement: float, share: float) -> float:
-    """Tokens a verify over the time of chain and verify, for the best chain, where a draft step takes `share` of it."""
+    """Returns the best speedup over all chain lengths, if a draft step takes `share` of a verify."""
     depths = range(1, _MOST + 1)
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
 class ExitProposer(HeadProposer):
-    """Grows chains in the target's own texts, once `kv_cache` is theirs: the verify overwrites what it wrote there."""
+    """Grows chains in the target's own `kv_cache`, once that is set: the verify overwrites its rows."""
 
     kv_cache: Any = None
 
@@ -157,7 +157,7 @@ class ExitProposer(HeadProposer):
 
 
 class ExitFollower:
-    """A text of the target, fed but for its last token. `sampler` chooses what is drafted for it."""
+    """A text of the target, fed except for its last token. `sampler` chooses the drafted tokens."""
 
     def __init__(self, sequence: FlatSequence, sampler: Sampler) -> None:
         self.text, self.sampler = sequence, sampler
@@ -171,19 +171,19 @@ class ExitFollower:
         return not self._closed and self.length == len(tokens) - 1
 
     def catch_up(self, tokens: Sequence[int]) -> PairFeed:
-        """The last token; what its keys and values are the verify finds anew."""
+        """Returns the last token, whose keys and values the verify computes again."""
         return PairFeed(self.text, mx.array(list(tokens[-1:]), mx.int32), mx.zeros((1, 0)), stays=False)
 
     def has_read(self) -> None:
-        """There is nothing to forget."""
+        """Does nothing: no features wait."""
 
     def close(self) -> None:
-        """It drafts no more; the text is the target's."""
+        """Ends drafting; the text remains the target's."""
         self._closed = True
 
 
 class ExitDrafter(HeadDrafter):
-    """A drafter of heads that needs the target's texts, `attach_kv_cache` which it stands from then on."""
+    """A `HeadDrafter` that drafts in the target's KV cache, which `attach_kv_cache` sets."""
 
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
         self._exits = ExitProposer(exit, FirstLayers(target.model, exit.layers))
@@ -195,21 +195,21 @@ class ExitDrafter(HeadDrafter):
     def follow_text(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
     ) -> ExitFollower:
-        """What drafts are wanted for."""
+        """Returns the follower of a text to draft for."""
         return ExitFollower(sequence, self.sampler(sampling, constraint))
 
 
 log = logging.getLogger(__name__)
 
 _LEAST = 0.1
-_MOST_TRIED = 8  # numbers of layers: each takes a pass of the output layer over the trial's text
+_MOST_TRIED = 8  # numbers of layers; each needs the output layer over the whole trial text
 
 
 def load(folder: Path, target: LoadedModel) -> ExitDrafter:
-    """Drafts by the target's first layers, as many as seem best, or as the adapter in `folder` was trained for.
+    """Returns a drafter by the target's first layers: the best number of them, or that of the adapter in `folder`.
 
     Raises:
-        CannotDraft: there is no adapter, it is for another target, or this one's rows can't be read early.
+        CannotDraft: there is no adapter, it is for another target, or this target's rows can't be read early.
     """
     if not isinstance(open_kv_cache(target), FlatKVCache):
         raise CannotDraft(f"a {target.model_type} model can't batch requests, which early exit needs")
@@ -217,8 +217,8 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
     count = len(layers)
     if not reproduces(target, _exit(target, count)):
         raise CannotDraft(
-            f"a {target.model_type} model does more after its layers than norm and output layer, so"
-            " early exit is not supported"
+            f"a {target.model_type} model does more after its layers than norm and output layer, so early exit is"
+            " not supported"
         )
     if target.folder is not None and folder.samefile(target.folder):
         return _best(target, count)
@@ -234,16 +234,16 @@ def _exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) 
 
 def _best(target: LoadedModel, count: int) -> ExitDrafter:
     tried = range(1, count, -(-count // _MOST_TRIED))
-    found = agreements(target, (_exit(target, layers) for layers in tried))
-    if not found:
+    shares = agreements(target, (_exit(target, layers) for layers in tried))
+    if not shares:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
-    gains = {layers: speedup(agreement, layers / count) for layers, agreement in found.items()}
+    gains = {layers: speedup(agreement, layers / count) for layers, agreement in shares.items()}
     layers = max(gains, key=gains.__getitem__)
-    note = f"drafting by the first {layers} of {count} layers, which agree with all in {found[layers]:.0%} of a trial"
+    note = f"drafting by the first {layers} of {count} layers, which agree with all in {shares[layers]:.0%} of a trial"
     if gains[layers] < 1:
         note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
         log.warning("%s", note)
-    return ExitDrafter(_exit(target, layers), target, note, found[layers])
+    return ExitDrafter(_exit(target, layers), target, note, shares[layers])
 
 
 def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
@@ -271,14 +271,14 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
 
 
 def _check(settings: AdapterConfig, target: LoadedModel, count: int, name: str) -> None:
-    """Raises CannotDraft: it is for another target."""
+    """Raises CannotDraft if the adapter is for another target."""
     config = target.config.get("text_config") or target.config
-    its = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)
-    have = (int(config["hidden_size"]), count, int(config["vocab_size"]))
-    if its != have:
+    expected = (settings.hidden_size, settings.num_hidden_layers, settings.vocab_size)
+    actual = (int(config["hidden_size"]), count, int(config["vocab_size"]))
+    if expected != actual:
         raise CannotDraft(
-            f"{name} is for a target with a width of {its[0]}, {its[1]} layers and {its[2]} tokens, and this one has"
-            f" {have[0]}, {have[1]} and {have[2]}; expected one that was trained for it"
+            f"{name} is for a target with a width of {expected[0]}, {expected[1]} layers and {expected[2]} tokens, and"
+            f" this one has {actual[0]}, {actual[1]} and {actual[2]}; expected one that was trained for it"
         )
     if not 0 < settings.exit_layer < count:
-        raise CannotDraft(f"{name} leaves after {settings.exit_layer} layers of {count}; expected 1 to {count - 1}")
+        raise CannotDraft(f"{name} exits after {settings.exit_layer} layers of {count}; expected 1 to {count - 1}")

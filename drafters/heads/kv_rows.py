@@ -1,11 +1,11 @@
 """The KV rows of a head's tree: columns of pairs in place of a model's columns of tokens, by MLX or by numpy.
 
-A pair is a token and the feature of the token before it: the target's, if that has arrived, else a stand-in. A masked
-head has learned one stand-in for any feature; for other heads it is what the head made of the pair before, so tokens in
-a row whose features have not arrived are fed one a forward. Knows columns and rows; nothing of nodes or sampling.
+A pair is a token and the feature of the token before it: the target's, if that has arrived, or else a stand-in. A
+masked head has learned one stand-in for any feature; for other heads it is the head's vector of the pair before, so
+consecutive tokens without features are fed one a forward. Knows columns and rows; nothing of nodes or sampling.
 
-`FeatureBuffer` holds the target's rows that arrived and are not fed yet, of consecutive committed tokens. Of many, the
-newest are kept. `HostKVRows` computes tree nodes and short pieces of text by numpy, over the same buffers, and leaves
+`FeatureBuffer` holds features that have arrived and are not fed yet, of consecutive committed tokens. Only the newest
+of many are kept. `HostKVRows` computes tree nodes and short pieces of text by numpy, over the same buffers, and leaves
 long pieces to MLX. It is not lazy: a forward returns when it is done.
 """
 
@@ -33,18 +33,18 @@ from outrider.protocol.errors import ModelFault
 MOST = 2048
 
 Row = tuple[mx.array | Floats, int]
-"""A row, as one of an array's [N, W]."""
+"""An array [N, W] and the index of one of its rows."""
 
 
 class FeatureBuffer:
-    """Rows of the positions `begin`..`end`-1."""
+    """The features of the positions `begin`..`end`-1."""
 
     def __init__(self) -> None:
         self.begin = self.end = 0
         self._parts: list[tuple[int, Floats]] = []
 
     def add(self, position: int, rows: Floats) -> None:
-        """Adds rows, the first at `position`. Known ones are skipped; after a gap only the new ones are kept."""
+        """Adds rows from `position` on. Known ones are skipped; after a gap only the new ones are kept."""
         end = position + rows.shape[0]
         if end <= self.end:
             return
@@ -66,12 +66,12 @@ class FeatureBuffer:
         return self.begin <= position < self.end
 
     def row(self, position: int) -> Row:
-        """The row of a position that it has."""
+        """Returns the row of a position that the buffer has."""
         first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
         return rows, position - first
 
     def between(self, begin: int, end: int) -> Floats:
-        """The rows of these positions, all of which it has: [end - begin, W]."""
+        """Returns the rows [end - begin, W] of these positions, all of which the buffer has."""
         parts = [
             rows[max(begin - first, 0) : max(end - first, 0)]
             for first, rows in self._parts
@@ -84,7 +84,7 @@ PIECE = 512
 
 
 class PairKVRows:
-    """`engine.kv_rows.KVRows` of one text. The token of column 0 stands at position `origin`."""
+    """`engine.kv_rows.KVRows` of one text. The token of column 0 is at position `origin`."""
 
     lazy = True
     whole = False
@@ -99,24 +99,24 @@ class PairKVRows:
         self.begin_at(0)
 
     def begin_at(self, origin: int) -> None:
-        """Forgets everything; the text is read from this position on."""
+        """Drops everything; the text is read from this position on."""
         self.origin = origin
         self.leaves = [KVRowCache(self._frame, window_of(cache)) for cache in make_prompt_cache(self._head)]
-        self._stand_ins: dict[int, Row] = {}  # what stands for the feature of a column's token
-        self._guessed: dict[int, int] = {}  # columns that were fed such a one, and the position that it was for
+        self._stand_ins: dict[int, Row] = {}  # by column: the stand-in for the feature of its token
+        self._guessed: dict[int, int] = {}  # by column that was fed a stand-in: the position of the missing feature
 
     def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
-        """The target's rows of committed tokens, the first at `position`."""
+        """Adds the features of committed tokens from `position` on."""
         self.features.add(position, np.array(rows, np.float32))
 
     def is_stale(self, column: int) -> bool:
-        """Whether it was fed a guess, and the target's row has arrived since."""
+        """Whether it was fed a stand-in for a feature that has arrived since."""
         return column in self._guessed and self._guessed[column] in self.features
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        """See `KVRows.prefill`; the target's rows of all of them have arrived."""
+        """Implements `KVRows.prefill`; the features of all tokens have arrived."""
         for begin in range(start, len(tokens), PIECE):
             piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
             before = self.origin + begin - 1
@@ -130,23 +130,23 @@ class PairKVRows:
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
-        """See `KVRows.forward`. All texts share forwards: one for each token in a row whose feature has not arrived."""
-        depths = [text._depths(one) for text, one in zip(texts, new, strict=True)]
-        found: list[Any] = []
+        """Implements `KVRows.forward`. All texts share forwards: one for each consecutive token without a feature."""
+        depths = [text._depths(rows) for text, rows in zip(texts, new, strict=True)]
+        vectors: list[Any] = []
         order: list[tuple[int, int]] = []
         for depth in range(1 + max(int(own.max()) for own in depths)):
             parts: list[PairSegment] = []
-            for number, (text, one, own) in enumerate(zip(texts, new, depths, strict=True)):
+            for number, (text, new_rows, own) in enumerate(zip(texts, new, depths, strict=True)):
                 rows: Ints = np.flatnonzero(own == depth).astype(np.int32)
                 if len(rows):
                     begin = parts[-1].span.stop if parts else 0
-                    parts.append(PairSegment(text, one, rows, begin))
+                    parts.append(PairSegment(text, new_rows, rows, begin))
                     order += [(number, int(row)) for row in rows]
-            found.append(texts[0].hidden(parts))
-        return texts[0].logits(found, sorted(range(len(order)), key=order.__getitem__))
+            vectors.append(texts[0].hidden(parts))
+        return texts[0].logits(vectors, sorted(range(len(order)), key=order.__getitem__))
 
     def hidden(self, parts: Sequence[PairSegment]) -> Any:
-        """Hidden vectors [T, H] of these pairs; those of a `StepHead` then stand in for what is to come."""
+        """Returns the hidden vectors [T, H] of these pairs; a `StepHead`'s become stand-ins for the next features."""
         tokens = [part.tokens for part in parts]
         features = picked([row for part in parts for row in part.features()], self._dtype)
         offset = mx.array(np.concatenate([part.places for part in parts]))
@@ -154,17 +154,17 @@ class PairKVRows:
         flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
         hidden = self._head(flat[None], features[None], caches)[0]
         if not isinstance(self._head, MaskedHead):
-            made(parts, self._head.onward(hidden))
+            set_stand_ins(parts, self._head.onward(hidden))
         return hidden
 
-    def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
-        """The logits [R, V] of the vectors that forwards made, in a row, at these places."""
-        hidden = found[0] if len(found) == 1 else mx.concatenate(list(found))
+    def logits(self, vectors: Sequence[Any], back: Sequence[int]) -> mx.array:
+        """Returns the logits [R, V] of the concatenated vectors of several forwards, at these indices."""
+        hidden = vectors[0] if len(vectors) == 1 else mx.concatenate(list(vectors))
         in_order = list(back) == list(range(len(back)))
         return self._head.logits(hidden if in_order else mx.take(hidden, mx.array(list(back)), axis=0))
 
     def _depths(self, new: NewRows) -> Ints:
-        """The number of forwards that each token waits for, until the token before it has made its stand-in feature."""
+        """Returns the number of forwards that each token waits for, until the one before it has a stand-in."""
         depths: list[int] = []
         for parent, place in zip(new.parents, new.positions[new.start :].tolist(), strict=True):
             known = parent < new.start or self._missing is not None or self.origin + place - 1 in self.features
@@ -172,7 +172,7 @@ class PairKVRows:
         return np.array(depths, np.int32)
 
     def feature(self, column: int, parent: int, position: int) -> Row:
-        """The feature that the token of this column is fed, at `position`, behind the token of column `parent`."""
+        """Returns the feature for the token of a column, at `position`, after the token of column `parent`."""
         before = position - 1
         if before in self.features:
             self._guessed.pop(column, None)
@@ -180,7 +180,7 @@ class PairKVRows:
         self._guessed[column] = before
         return self._missing or self._stand_ins[parent]
 
-    def made(self, column: int, row: Row) -> None:
+    def set_stand_in(self, column: int, row: Row) -> None:
         """Sets the stand-in for the feature of this column's token."""
         self._stand_ins[column] = row
 
@@ -189,7 +189,7 @@ class PairKVRows:
         self.renumber(prefix, columns)
 
     def renumber(self, prefix: int, columns: Ints) -> None:
-        """Moves what is known of columns along with them."""
+        """Moves the state of columns along with them."""
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
         self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
@@ -203,7 +203,7 @@ class PairKVRows:
 
 @dataclass(frozen=True, slots=True)
 class PairSegment:
-    """The tokens of one text in one forward: `rows` of those that are fed, from the place `begin` of it on."""
+    """The tokens of one text in one forward: `rows` of its new tokens, from index `begin` of the forward on."""
 
     text: PairKVRows
     new: NewRows
@@ -226,10 +226,10 @@ class PairSegment:
 
     @property
     def place(self) -> slice | Ints:
-        """Where the columns stand in a buffer."""
+        """The columns as an index of a buffer."""
         columns = self.columns
-        in_a_row = columns[-1] - columns[0] + 1 == len(columns)
-        return slice(int(columns[0]), int(columns[-1]) + 1) if in_a_row else columns
+        contiguous = columns[-1] - columns[0] + 1 == len(columns)
+        return slice(int(columns[0]), int(columns[-1]) + 1) if contiguous else columns
 
     @property
     def places(self) -> Ints:
@@ -242,7 +242,7 @@ class PairSegment:
         return [text.feature(column, parent, place) for column, parent, place in triples]
 
     def mask(self, window: int | None) -> mx.array | None:
-        """Which columns each token sees, [rows, end]; None: all of them."""
+        """Returns the columns that each token sees [rows, end]; None: all of them."""
         seen: Bools = self.new.seen[self.rows]
         if window is not None:
             seen = seen & (self.places[:, None] - self.new.positions < window)
@@ -250,7 +250,7 @@ class PairSegment:
 
 
 class PairRowCache:
-    """One layer's columns of the texts in a forward, standing in for its cache."""
+    """The cache of one layer for a forward, over the columns of its texts."""
 
     def __init__(self, parts: Sequence[PairSegment], number: int, offset: mx.array) -> None:
         self._parts = [(part, part.text.leaves[number]) for part in parts]
@@ -260,7 +260,7 @@ class PairRowCache:
         return WindowMask(window_size or self._parts[0][1].window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Each text remembers its own; the result is not used."""
+        """Writes each text's own; the result is not used."""
         for part, leaf in self._parts:
             end = part.new.end
             place = part.place if isinstance(part.place, slice) else mx.array(part.place)
@@ -270,38 +270,38 @@ class PairRowCache:
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
-        """The attention of flat queries [1, H, T, D], each over its own text."""
-        found = []
+        """Returns the attention of flat queries [1, H, T, D], each over its own text."""
+        outputs = []
         for part, leaf in self._parts:
             keys, values = (b[..., : part.new.end, :] for b in (leaf.keys, leaf.values))  # type: ignore[index]
             own, mask = queries[:, :, part.span], part.mask(window)
-            found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
-        return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+            outputs.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
 
-def made(parts: Sequence[PairSegment], onward: mx.array | Floats) -> None:
-    """Sets the stand-ins that a forward of these parts made."""
+def set_stand_ins(parts: Sequence[PairSegment], onward: mx.array | Floats) -> None:
+    """Sets the stand-ins that a forward of these parts computed."""
     for part in parts:
         for index, column in enumerate(part.columns.tolist(), part.begin):
-            part.text.made(column, (onward, index))
+            part.text.set_stand_in(column, (onward, index))
 
 
 def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
-    """These rows as one array [T, W]; those of one array in a row are taken from it at once."""
-    found = []
+    """Returns the rows as one array [T, W]; consecutive rows of one array are taken from it together."""
+    parts = []
     for _, group in groupby(rows, key=lambda row: id(row[0])):
         own = list(group)
         array, indices = own[0][0], [index for _, index in own]
         if not isinstance(array, mx.array):
-            found.append(mx.array(array[indices]).astype(dtype))
+            parts.append(mx.array(array[indices]).astype(dtype))
             continue
         whole = indices == list(range(array.shape[0]))
-        found.append(array if whole else mx.take(array, mx.array(indices), axis=0))
-    return found[0] if len(found) == 1 else mx.concatenate(found)
+        parts.append(array if whole else mx.take(array, mx.array(indices), axis=0))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 class HostKVRows(PairKVRows):
-    """`PairKVRows` of a head in float32 on a CPU."""
+    """`PairKVRows` by numpy, for a head in float32 on a CPU."""
 
     lazy = False
 
@@ -331,13 +331,13 @@ class HostKVRows(PairKVRows):
         tokens = np.concatenate([np.array(part.new.tokens)[part.rows] for part in parts])
         features = np.stack([array[index] for part in parts for array, index in part.features()])
         places, own = np.concatenate([part.places for part in parts]), list(map(_spans, parts))
-        found = self._numpy.rows(tokens, features, places, zip(*own, strict=True))
+        vectors = self._numpy.rows(tokens, features, places, zip(*own, strict=True))
         if self._missing is None:
-            made(parts, self._numpy.stands_in(found))
-        return found
+            set_stand_ins(parts, self._numpy.stands_in(vectors))
+        return vectors
 
-    def logits(self, found: Sequence[Any], back: Sequence[int]) -> mx.array:
-        rows = found[0] if len(found) == 1 else np.concatenate(found)[list(back)]
+    def logits(self, vectors: Sequence[Any], back: Sequence[int]) -> mx.array:
+        rows = vectors[0] if len(vectors) == 1 else np.concatenate(vectors)[list(back)]
         return mx.array(self._numpy.scores(rows))
 
     def keep(self, prefix: int, columns: Ints) -> None:
@@ -347,7 +347,7 @@ class HostKVRows(PairKVRows):
         self.renumber(prefix, columns)
 
     def buffers(self, end: int) -> Iterator[tuple[Floats, Floats]]:
-        """Each layer's keys and values [kv heads, columns, D] themselves, with room for so many columns."""
+        """Yields each layer's keys and values [kv heads, columns, D] without a copy, with room for `end` columns."""
         for leaf, layer in zip(self.leaves, self._numpy.layers, strict=True):
             like = mx.zeros((1, layer.kv_heads, 1, layer.width))
             leaf.keys, leaf.values = with_room(leaf.keys, 1, end, like), with_room(leaf.values, 1, end, like)
@@ -356,7 +356,7 @@ class HostKVRows(PairKVRows):
 
 
 def _spans(part: PairSegment) -> Iterator[NumpySegment]:
-    """Where each layer's attention finds this part's text."""
+    """Yields the buffers of this part's text for each layer's attention."""
     masked = hidden(part.new.seen[part.rows])
     for keys, values in part.text.buffers(part.new.end):  # type: ignore[attr-defined]
         yield NumpySegment(part.span, keys, values, part.place, part.new.end, masked)

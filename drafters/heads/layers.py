@@ -1,9 +1,9 @@
-"""What heads are made of: layers by Llama's and Qwen3's names, a draft vocabulary, links between a block's tokens.
+"""The parts of heads: layers with Llama's and Qwen3's names, a draft vocabulary, links between a block's tokens.
 
-A block's slots are drafted at once and do not know each other's choice. A `BlockLink` scores each slot's candidates
-anew once the token before is known: DSpark (arXiv 2607.05147) adds a product of low rank of the token before and the
-token to come, DFlash2's selector one that also looks at the slot's vector. Along a walk both are asked about a few
-candidates only; the selector never looks at more than `FEW`.
+A block's slots are drafted at once and do not know each other's token. A `BlockLink` scores each slot's candidates
+again when the token before is known: DSpark (arXiv 2607.05147) adds a low-rank product of the token before and the
+candidate, DFlash2's selector one that also depends on the slot's vector. A walk along the block scores only a few
+candidates with either; the selector never scores more than `FEW`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LayerSizes:
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """Over vectors of `width`, which may be wider than what it gives."""
+    """Attention over vectors of `width`, which may be wider than its output."""
 
     def __init__(self, sizes: LayerSizes, width: int) -> None:
         super().__init__()
@@ -55,19 +55,19 @@ class Attention(nn.Module):  # type: ignore[misc]
     def __call__(self, x: mx.array, mask: Any, cache: FlatCache) -> mx.array:
         queries = self.rope(self._by_head(self.q_proj(x), self.n_heads, "q_norm"), offset=cache.offset)
         keys, values = self.read(x, cache)
-        found = attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
-        out: mx.array = self.o_proj(found.swapaxes(1, 2).reshape(1, x.shape[1], -1))
+        attended = attention(queries, keys, values, cache=cache, scale=self.scale, mask=mask)
+        out: mx.array = self.o_proj(attended.swapaxes(1, 2).reshape(1, x.shape[1], -1))
         return out
 
     def read(self, x: mx.array, cache: FlatCache) -> tuple[mx.array, mx.array]:
-        """Remembers what x [1, T, width] makes; all keys and values then."""
+        """Adds the keys and values of x [1, T, width] to the cache; returns all of them."""
         keys = self._by_head(self.k_proj(x), self.n_kv_heads, "k_norm")
         values = self._by_head(self.v_proj(x), self.n_kv_heads)
         return cache.update_and_fetch(self.rope(keys, offset=cache.offset), values)
 
     def _by_head(self, x: mx.array, heads: int, norm: str = "") -> mx.array:
-        parted = x.reshape(1, x.shape[1], heads, self._dim)
-        return (self[norm](parted) if norm in self else parted).swapaxes(1, 2)
+        split = x.reshape(1, x.shape[1], heads, self._dim)
+        return (self[norm](split) if norm in self else split).swapaxes(1, 2)
 
 
 class Mlp(nn.Module):  # type: ignore[misc]
@@ -84,9 +84,9 @@ class Mlp(nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """`ids` [V_d]: the target's name of each of the head's tokens; None: they are the target's `size` tokens.
+    """The head's tokens: `ids` [V_d] are the target's ids of them; None: they are the target's `size` tokens.
 
-    `numbers` [size]: the head's of each of the target's, 0 for one that it does not know.
+    `numbers` [size]: the head's id of each of the target's tokens, 0 for one that it does not know.
     """
 
     size: int
@@ -95,7 +95,8 @@ class DraftVocabulary:
 
     @classmethod
     def read(cls, d2t: mx.array | None, count: int, size: int, name: str) -> DraftVocabulary:
-        """By `d2t` [count], what each number is to be raised by. Raises CannotDraft: it is another target's."""
+        """Returns the vocabulary by `d2t` [count], the offset of each id. Raises CannotDraft if it is for another
+        target."""
         if d2t is None:
             if count > size:
                 raise CannotDraft(f"{name} has {count} tokens and this target {size}; expected a head for this target")
@@ -103,9 +104,9 @@ class DraftVocabulary:
         if d2t.shape != (count,):
             raise CannotDraft(f"{name} maps {d2t.shape} tokens and its config says {count}; download the head again")
         ids = mx.arange(count) + d2t.astype(mx.int32)
-        known = cast("list[int]", ids.tolist())
-        if min(known) < 0 or max(known) >= size:
-            raise CannotDraft(f"{name} knows tokens beyond this target's {size}; expected a head for its vocabulary")
+        listed = cast("list[int]", ids.tolist())
+        if min(listed) < 0 or max(listed) >= size:
+            raise CannotDraft(f"{name} has tokens beyond this target's {size}; expected a head for its vocabulary")
         return cls._of(size, ids)
 
     @classmethod
@@ -116,11 +117,11 @@ class DraftVocabulary:
 
     @property
     def known(self) -> int:
-        """How many tokens the head has."""
+        """The number of tokens that the head has."""
         return self.size if self.ids is None else int(self.ids.shape[0])
 
     def spread(self, own: mx.array) -> mx.array:
-        """Logits [R, V] of the head's own [R, V_d]; -inf for tokens that it does not know."""
+        """Returns the logits [R, V] from the head's own [R, V_d]; -inf for tokens that it does not know."""
         if self.ids is None:
             return own
         whole = mx.full((own.shape[0], self.size), -mx.inf)
@@ -128,7 +129,7 @@ class DraftVocabulary:
         return whole
 
     def own(self, tokens: mx.array) -> mx.array:
-        """The head's numbers of tokens that it knows."""
+        """Returns the head's ids of tokens that it knows."""
         return tokens if self.numbers is None else self.numbers[tokens]
 
 
@@ -136,40 +137,37 @@ FEW = 16
 
 
 class BlockLink(nn.Module):  # type: ignore[misc]
-    """Arrays: R rows, C candidates of each, H the width of hidden vectors.
+    """Shapes: R rows, C candidates of each, H the width of hidden vectors.
 
-    `recalls`: what it says depends on more of the chain than the token before.
+    `recalls`: the scores depend on more of the chain than the token before.
     """
 
     recalls = False
 
     def begin(self, rows: int) -> mx.array:
-        """What it remembers of so many chains before their first token, [R, ...]."""
+        """Returns the memory [R, ...] of chains before their first token."""
         return mx.zeros((rows, 0))
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """What candidates [R, C] gain behind tokens `before` [R] in slots of these vectors [R, H], in logits [R, C].
-
-        And what it remembers then.
-        """
+        """Returns the gains in logits [R, C] of candidates [R, C] after the tokens `before` [R], in slots with these
+        vectors [R, H], and the new memory."""
         raise NotImplementedError
 
     def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        """Logits [R, V] behind tokens `before` [R] of what these slots say alone; -inf for what it does not look at.
-
-        Only of a link that recalls nothing.
-        """
+        """Returns the logits [R, V] of slots after the tokens `before` [R], from their own; -inf for tokens that are
+        not scored. Only for a link that does not recall."""
         raise NotImplementedError
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
-        """The chance [R] that what such slots draft holds where the token before does, if it can tell."""
+        """Returns the probability [R] that these slots' tokens are accepted if those before are; None: not known."""
         return None
 
 
 class Confidence(nn.Module):  # type: ignore[misc]
-    """DSpark's: the chance that a slot's token holds, by its vector and `rank` numbers of the token before (or 0)."""
+    """DSpark's probability that a slot's token is accepted, from its vector and `rank` numbers of the token before (or
+    0)."""
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
@@ -178,12 +176,12 @@ class Confidence(nn.Module):  # type: ignore[misc]
 
 
 class Markov(BlockLink):
-    """DSpark's head: `kind` vanilla, gated (the slot's vector opens it) or rnn (it knows the chain so far)."""
+    """DSpark's Markov head: `kind` vanilla, gated (by the slot's vector) or rnn (with a memory of the chain)."""
 
     def __init__(
         self, kind: str, rank: int, size: int, vocabulary: DraftVocabulary, confidence: Confidence | None = None
     ) -> None:
-        """`confidence` belongs to the head: its weights are not among these."""
+        """`confidence` belongs to the head, which has its weights."""
         super().__init__()
         self._kind, self._rank, self._vocabulary, self._confidence = kind, rank, vocabulary, confidence
         self.recalls = kind == "rnn"
@@ -198,34 +196,34 @@ class Markov(BlockLink):
         return mx.zeros((rows, self._rank), self.markov_w2.weight.dtype)
 
     def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
-        found, _ = self._found(self.markov_w1(before), hidden, self.begin(before.shape[0]))
-        return logits + self._vocabulary.spread(self.markov_w2(found).astype(mx.float32))
+        code, _ = self._code(self.markov_w1(before), hidden, self.begin(before.shape[0]))
+        return logits + self._vocabulary.spread(self.markov_w2(code).astype(mx.float32))
 
     def odds(self, before: mx.array, hidden: mx.array) -> mx.array | None:
         confidence = self._confidence
         if confidence is None:
             return None
-        seen = mx.concatenate([hidden, self.markov_w1(before)], axis=-1) if confidence.sees_token else hidden
-        return mx.sigmoid(confidence.proj(seen)[:, 0].astype(mx.float32))
+        x = mx.concatenate([hidden, self.markov_w1(before)], axis=-1) if confidence.sees_token else hidden
+        return mx.sigmoid(confidence.proj(x)[:, 0].astype(mx.float32))
 
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
-        found, memory = self._found(self.markov_w1(before), hidden, memory)
-        return _products(self.markov_w2.weight[self._vocabulary.own(candidates)], found), memory
+        code, memory = self._code(self.markov_w1(before), hidden, memory)
+        return _products(self.markov_w2.weight[self._vocabulary.own(candidates)], code), memory
 
-    def _found(self, known: mx.array, hidden: mx.array, memory: mx.array) -> tuple[mx.array, mx.array]:
+    def _code(self, embedded: mx.array, hidden: mx.array, memory: mx.array) -> tuple[mx.array, mx.array]:
         if self._kind == "gated":
-            return mx.sigmoid(self.gate_proj(mx.concatenate([hidden, known], axis=-1))) * known, memory
+            return mx.sigmoid(self.gate_proj(mx.concatenate([hidden, embedded], axis=-1))) * embedded, memory
         if self._kind == "rnn":
-            gate, new, out = mx.split(self.joint_proj(mx.concatenate([memory, known, hidden], axis=-1)), 3, axis=-1)
+            gate, new, out = mx.split(self.joint_proj(mx.concatenate([memory, embedded, hidden], axis=-1)), 3, axis=-1)
             kept = mx.sigmoid(gate)
             return mx.tanh(out), kept * memory + (1 - kept) * mx.tanh(new)
-        return known, memory
+        return embedded, memory
 
 
 class Selector(BlockLink):
-    """DFlash2's: a token fits behind another as far as the slot's vector lets their codes meet."""
+    """DFlash2's selector: the product of the codes of two tokens, weighted by the slot's vector."""
 
     def __init__(self, rank: int, size: int, vocab_size: int) -> None:
         super().__init__()
@@ -236,16 +234,16 @@ class Selector(BlockLink):
     def __call__(
         self, before: mx.array, hidden: mx.array, candidates: mx.array, memory: mx.array
     ) -> tuple[mx.array, mx.array]:
-        wanted = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        return _products(self.successor_codebook[candidates], wanted), memory
+        weights = self.predecessor_codebook[before] * self.hidden_projection(hidden)
+        return _products(self.successor_codebook[candidates], weights), memory
 
     def over(self, logits: mx.array, before: mx.array, hidden: mx.array) -> mx.array:
         few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
         gains, _ = self(before, hidden, few, hidden)
-        found = mx.take_along_axis(logits, few, axis=-1) + gains
-        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), few, found, axis=-1)
+        scores = mx.take_along_axis(logits, few, axis=-1) + gains
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), few, scores, axis=-1)
 
 
-def _products(codes: mx.array, wanted: mx.array) -> mx.array:
-    """[R, C] of codes [R, C, rank] with what is wanted [R, rank]."""
-    return (codes @ wanted[..., None])[..., 0].astype(mx.float32)
+def _products(codes: mx.array, weights: mx.array) -> mx.array:
+    """Returns the products [R, C] of codes [R, C, rank] and weights [R, rank]."""
+    return (codes @ weights[..., None])[..., 0].astype(mx.float32)

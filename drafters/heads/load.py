@@ -1,11 +1,11 @@
-"""From a checkpoint to a drafter beside its target, tried at load. A new kind of head is its file and a line here.
+"""Loads a head as a drafter in the target's process, and checks it. A new kind of head is its file and a line here.
 
-- `agreement`: is the head fed what it was trained on? Which row goes with which token, and how layers are counted,
-  differs among formats. A mistake raises no error and only lowers the acceptance rate. So the head is fed a text of the
-  target rightly and in a few wrong ways, and its guesses of the target's next token are compared.
-- `agrees`: may numpy compute the head's forwards? Pairs of ragged texts and a rollback are compared with MLX's.
-- `step_cost`: the time of a drafted token over that of a target's step, in the target's process, both in turns. The
-  minimum of a few turns counts, so that most of what else runs on the machine is left out.
+- `agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count layers
+  in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of the
+  target as configured and in a few other ways, and its predictions of the target's next token are compared.
+- `agrees`: whether numpy may compute the head's forwards, by a comparison of ragged texts and a rollback with MLX.
+- `step_cost`: the time of a drafted token over that of a target step, in the target's process, both in turns. The
+  minimum of a few turns counts, which excludes most of the other load of the machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
 
 
 def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
-    """The head of this kind at a path or Hugging Face id, for `model`.
+    """Returns the head of this kind at a path or Hugging Face id, for `model`.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
@@ -67,10 +67,10 @@ def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
 
 
 def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:
-    """The same as a drafter beside the target; its `note` tells where head and target look wrong together.
+    """Returns the same as a drafter; its `note` warns if head and target do not seem to fit.
 
-    `alone`: the model is whole in this process. With one that several ranks share a head is not tried, for forwards
-    are all ranks' affair, and one that needs the target's output layer finds a part of it only.
+    `alone`: the model is whole in this process. With several ranks a head is not tried, because a forward needs all
+    ranks, and one that needs the target's output layer is refused, because each rank has a part of it.
 
     Raises:
         CannotDraft: there is none, or it can't draft for this target.
@@ -85,26 +85,26 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         numpy = host_of(head, model)
         progress("testing the head with the target")
         with _named(f"trying the head {path}"):
-            found = agreement(head, model)
-            doubts = filter(None, (stranger(find(path, progress), model.folder), found.doubt))
-            doubt, agrees = "; ".join(doubts), found.own
+            trial = agreement(head, model)
+            doubts = filter(None, (stranger(find(path, progress), model.folder), trial.doubt))
+            doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
     return HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, numpy), agrees)
 
 
 def features_of(head: Head, folder: Path, target: Path) -> str:
-    """Of what its features are made: the head, the target, and where that is tapped. Two that differ don't fit."""
+    """Returns the source of the features: the head, the target and the taps, which must be equal on both sides."""
     points = head.points
     taps = [*points.layers, *["before"] * points.before_norm, *["after"] * points.after_norm]
     return f"head {digest(folder)} at {','.join(map(str, taps))} of {digest(target)}"
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Whatever goes wrong is a reason why the head can't draft."""
+def _named(action: str) -> Iterator[None]:
+    """Converts any error into CannotDraft."""
     try:
-        with named_errors(what):
+        with named_errors(action):
             yield
     except CannotDraft:
         raise
@@ -118,20 +118,20 @@ _CLEARLY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often the head says the target's next token: as it is fed, and fed in other ways, by their names."""
+    """How often the head predicts the target's next token: as configured, and fed in other ways, by their names."""
 
     own: float
     others: dict[str, float]
 
     @property
     def doubt(self) -> str:
-        """What looks wrong, in a sentence; empty if nothing does."""
+        """A warning that head and target do not fit, or an empty text."""
         best = max(self.others, key=self.others.__getitem__, default="")
         if best and self.others[best] > self.own + _CLEARLY:
             return (
                 f"the head agrees with the target in {self.own:.0%} of the tokens of a trial, and in"
-                f" {self.others[best]:.0%} with {best}: its config.json may count layers differently;"
-                " few drafts will be accepted"
+                f" {self.others[best]:.0%} with {best}: its config.json may count layers differently; few drafts will"
+                " be accepted"
             )
         if self.own < _LEAST:
             return (
@@ -142,7 +142,7 @@ class Agreement:
 
 
 def agreement(head: Head, model: LoadedModel) -> Agreement:
-    """Writes a text with the target and lets the head foretell it."""
+    """Generates a text with the target and lets the head predict it."""
     text = trial_text(model)
     own = _share(head, proposer_of(head), model, text)
     others = {f"tokens {_away(by)}": _share(head, proposer_of(head), model, text, tokens=by) for by in (-1, 1)}
@@ -175,18 +175,15 @@ def _share(
     points: HiddenStatePoints | None = None,
     tokens: int = 0,
 ) -> float:
-    """How often it is right with rows from these points, and tokens so far from where they belong."""
+    """Returns how often the head is right with rows from these points, and with the tokens shifted by `tokens`."""
     rows: list[mx.array] = []
     logits = HiddenStates(model.model, points or head.points, head.fuse).forward(
         lambda: model.model(mx.array([text]))[0], [(len(text), rows.append)]
     )
     begin, end = 0, len(text) - 1 - max(tokens, 0)
-    behind = slice(begin + 1 + tokens, end + 1 + tokens)
-    said, truth = (
-        proposer.foretell(mx.array(text[behind], mx.int32), rows[0][begin:end]),
-        mx.argmax(logits[behind], axis=-1),
-    )
-    return cast(float, (said == truth).mean().item())
+    following = slice(begin + 1 + tokens, end + 1 + tokens)
+    predicted = proposer.predict(mx.array(text[following], mx.int32), rows[0][begin:end])
+    return cast(float, (predicted == mx.argmax(logits[following], axis=-1)).mean().item())
 
 
 _COUNTS = ((9, 1, 4), (4, 2, 5))  # pairs of three texts, in two forwards
@@ -195,95 +192,96 @@ _NEAR = 1e-3  # of the largest
 
 
 def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
-    """Whether pairs of no meaning get the vectors and logits that MLX gives them."""
-    draws, ways = np.random.default_rng(0), (PairKVCache(head), PairKVCache(head, numpy))
-    texts = [[way.open() for _ in _COUNTS[0]] for way in ways]
+    """Whether numpy and MLX give the same vectors and logits for random pairs."""
+    draws, caches = np.random.default_rng(0), (PairKVCache(head), PairKVCache(head, numpy))
+    texts = [[cache.open() for _ in _COUNTS[0]] for cache in caches]
     for counts in _COUNTS:
         rows = draws.standard_normal((sum(counts), head.points.count * int(target.config["hidden_size"])))
         features, tokens = head.fuse(mx.array(rows, mx.float32)), mx.array(draws.integers(0, 9, sum(counts)), mx.int32)
         begins = np.cumsum((0, *counts)).tolist()
-        own, found = (
-            way.hidden(
+        expected, actual = (
+            cache.hidden(
                 [
                     PairFeed(sequence, tokens[begin : begin + count], features[begin : begin + count])
-                    for sequence, begin, count in zip(of_way, begins, counts, strict=False)
+                    for sequence, begin, count in zip(own, begins, counts, strict=False)
                 ]
             )
-            for way, of_way in zip(ways, texts, strict=True)
+            for cache, own in zip(caches, texts, strict=True)
         )
-        same = (own, found), (head.logits(own), numpy.logits(found)), (head.onward(own), numpy.onward(found))
-        if not all(alike(*both) for both in same):
+        logits, onward = (head.logits(expected), numpy.logits(actual)), (head.onward(expected), numpy.onward(actual))
+        if not all(alike(*pair) for pair in ((expected, actual), logits, onward)):
             return False
-        for of_way in texts:
-            of_way[0].roll_back(counts[0] - _BACK)
+        for own in texts:
+            own[0].roll_back(counts[0] - _BACK)
     return True
 
 
 def host_of(
     head: Head, target: LoadedModel, trial: Callable[[StepHead, NumpyHead, LoadedModel], bool] = agrees
 ) -> NumpyHead | None:
-    """What makes its forwards of few pairs; None: MLX does. `trial`: whether it does so rightly."""
+    """Returns the head's forwards of few pairs by numpy; None: MLX computes them. `trial` checks them against MLX."""
     if not isinstance(head, StepHead):
         return None
     try:
         with named_errors("numpy's forwards of the head", logging.INFO):
-            found = _numpy_head(head, target)
-            if trial(head, found, target):
-                return found
+            numpy_head = _numpy_head(head, target)
+            if trial(head, numpy_head, target):
+                return numpy_head
         reason = "its vectors differ"
     except ModelError as error:
         reason = first_line(error)
-    log.info("numpy's forwards are not for this head: %s", reason)
+    log.info("numpy is not used for this head: %s", reason)
     return None
 
 
 def _numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
-    """The head's weights, laid out for the host.
+    """Returns the head's weights, laid out for the host.
 
     Raises:
-        ModelError: numpy does not serve the target, or not such a head.
+        ModelError: numpy does not support the target or such a head.
     """
     if target.number_format != "float32":
-        raise ModelError(f"numpy serves heads of a target in float32, not in {target.number_format}")
+        raise ModelError(f"numpy supports heads of a target in float32, not in {target.number_format}")
     ends = ends_of(target)
     if not isinstance(head, mtp.Mtp | eagle3.Eagle3):
-        raise ModelError(f"numpy serves heads of kind mtp and eagle3; this is a {type(head).__name__}")
+        raise ModelError(f"numpy supports heads of kind mtp and eagle3; this is a {type(head).__name__}")
     try:
         return head.on_host(ends)
     except (AttributeError, TypeError, KeyError) as error:
-        raise ModelError(f"numpy can't serve this head: {error}") from error
+        raise ModelError(f"numpy does not support this head: {error}") from error
 
 
-def alike(own: mx.array, found: mx.array) -> bool:
-    largest = cast(float, mx.abs(mx.where(mx.isinf(own), 0.0, own)).max().item())
-    return bool(mx.allclose(own, found, rtol=0.0, atol=_NEAR * max(largest, 1.0)).item())
+def alike(expected: mx.array, actual: mx.array) -> bool:
+    """Whether two arrays are equal up to the rounding of float32."""
+    largest = cast(float, mx.abs(mx.where(mx.isinf(expected), 0.0, expected)).max().item())
+    return bool(mx.allclose(expected, actual, rtol=0.0, atol=_NEAR * max(largest, 1.0)).item())
 
 
-DEPTH = 4  # as deep as chains are by default: a block's price is that of all its tokens
+DEPTH = 4  # the default K: the cost of a block is that of all its tokens
 _PROMPT, _TURNS = 16, 6
 
 
 def step_cost(
     drafter: HeadDrafter, target: LoadedModel, seconds: Callable[[], float] = time.perf_counter
 ) -> float | None:
-    """None: it drafts nothing here. Rows are of no meaning: what they are changes no time."""
+    """Returns the cost of a drafted token in target steps; None: it drafts nothing. Random rows take the same time."""
     draws, sampling = np.random.default_rng(0), SamplingParams(temp=1.0, seed=1)
     tokens = draws.integers(0, min(target.vocab_size, 9), _PROMPT).tolist()
     slot, follower = open_slots(target, [tokens], [sampling])[0], drafter.follow(sampling)
-    width, heard = drafter.head.points.count * int(target.config["hidden_size"]), 0
+    width, read_len = drafter.head.points.count * int(target.config["hidden_size"]), 0
     steps, chains = list[float](), list[float]()
     try:
         for _ in range(_TURNS):
             began = seconds()
             tokens.append(verify(slot).bonus)
             verified = seconds()
-            rows = mx.array(draws.standard_normal((len(tokens) - 1 - heard, width)), mx.float32)
-            follower.add_features(heard, drafter.head.fuse(rows))
-            heard = len(tokens) - 1
-            (found,) = drafter.continuations([ChainState(follower, tokens)], [DEPTH])
-            if not found.chain:
+            rows = mx.array(draws.standard_normal((len(tokens) - 1 - read_len, width)), mx.float32)
+            follower.add_features(read_len, drafter.head.fuse(rows))
+            read_len = len(tokens) - 1
+            (continuation,) = drafter.continuations([ChainState(follower, tokens)], [DEPTH])
+            if not continuation.chain:
                 return None
-            chains.append((seconds() - verified) / len(found.chain))
+            chains.append((seconds() - verified) / len(continuation.chain))
             steps.append(verified - began)
     finally:
         follower.close()

@@ -1,11 +1,11 @@
-"""Heads for multi-token prediction that come with a target: one of its own layers over a row and the token behind it.
+"""Heads for multi-token prediction that come with a target: one layer like its own over a row and the next token.
 
-The embedding and the output layer are mostly the target's. `MtpForm` says what families do differently (which row, in
-which order), `MtpFamily` where their tensors are. A family's layer is mlx-lm's, and so is the conversion of a
-repository's tensors into it, where mlx-lm has one.
+The embedding and the output layer are mostly the target's. `MtpForm` holds the differences between families (which row,
+in which order), `MtpFamily` the names of their tensors. A family's layer is mlx-lm's, and so is the conversion of a
+repository's tensors if mlx-lm has one.
 
-`read` reads the heads that mlx-lm leaves out of a target, from the original repository or a copy of their tensors
-alone. If there is none to use, the reason is one sentence.
+`read` reads the heads that mlx-lm leaves out of a target, from the original repository or from a copy of their tensors.
+If there is none that can be used, the reason is one sentence.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Layer = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class MtpForm:
-    """`after_norm`: it reads rows behind the final norm, the target's and then its own. `embedding_first`: so they are
-    fused with the token. `together`: its attention takes several texts at once.
+    """`after_norm`: it reads rows after the final norm, the target's and then its own. `embedding_first`: the token's
+    embedding comes before the row. `together`: its attention takes several texts at once.
     """
 
     after_norm: bool
@@ -47,7 +47,7 @@ class MtpForm:
 
 
 class Mtp(HeadModule):
-    """A `StepHead`. `block`: a layer of the target's kind; `embed`, `output`: the target's own."""
+    """A `StepHead`. `block` is a layer of the target's kind; `embed` and `output` are the target's own."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Mtp(HeadModule):
         own_embedding: int = 0,
         own_output: int = 0,
     ) -> None:
-        """`own_embedding`, `own_output`: of so many tokens in place of the target's, if any."""
+        """`own_embedding`, `own_output`: the number of tokens of its own embedding and output layer, 0 for none."""
         super().__init__()
         self.form, self._embed, self._output, self.context_length = form, embed, output, context_length
         self.points = HiddenStatePoints(before_norm=not form.after_norm, after_norm=form.after_norm)
@@ -79,8 +79,8 @@ class Mtp(HeadModule):
     @property
     def bytes_per_pair(self) -> int:
         attention = self.layers[0].self_attn
-        kept = [attention[name].weight for name in ("k_proj", "v_proj", "kv_a_proj_with_mqa") if name in attention]
-        return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in kept)
+        cached = [attention[name].weight for name in ("k_proj", "v_proj", "kv_a_proj_with_mqa") if name in attention]
+        return sum(int(weight.shape[0]) * int(weight.dtype.size) for weight in cached)
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows.astype(self.fc.weight.dtype)
@@ -88,8 +88,8 @@ class Mtp(HeadModule):
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         embed = self.embed_tokens if "embed_tokens" in self else self._embed
         embedded = self.norm_embedding(embed(tokens).astype(features.dtype))
-        seen = self.norm_hidden(features)
-        both = [embedded, seen] if self.form.embedding_first else [seen, embedded]
+        normed = self.norm_hidden(features)
+        both = [embedded, normed] if self.form.embedding_first else [normed, embedded]
         x = self.fc(mx.concatenate(both, axis=-1))
         mask = caches[0].make_mask(tokens.shape[1], return_array=not self.form.together)
         out: mx.array = self.layers[0](x, mask, caches[0])
@@ -105,14 +105,14 @@ class Mtp(HeadModule):
         return normed if self.form.after_norm else hidden
 
     def on_host(self, ends: Ends) -> NumpyHead:
-        """Its forwards by numpy. Raises AttributeError, TypeError or KeyError: its layers are not served."""
+        """Returns its forwards by numpy. Raises AttributeError, TypeError or KeyError for unsupported layers."""
         table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
         output = BlockedLinear([self.lm_head]) if "lm_head" in self else ends.head
-        embedding, seen, norm = Norm(self.norm_embedding), Norm(self.norm_hidden), Norm(self.norm)
+        embedding, norm_hidden, norm = Norm(self.norm_embedding), Norm(self.norm_hidden), Norm(self.norm)
         fuse, layer, form = BlockedLinear([self.fc]), NumpyLayer(self.layers[0]), self.form
 
         def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-            both = [embedding(table[tokens]), seen(features)]
+            both = [embedding(table[tokens]), norm_hidden(features)]
             x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
             return x, layer.before(x)
 
@@ -128,9 +128,8 @@ _THEIR_LAYER = "model.layers.0."
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
-    """`prefix`: of the head's tensors. `named`: these by our names. `block`: its layer, of which the head holds one.
-
-    `exact`: tensors that stay float32.
+    """A family of heads: the `prefix` of their tensors, a function that renames these to ours (`named`), and the
+    head's layer (`block`). `exact`: tensors that stay float32.
     """
 
     form: MtpForm
@@ -141,7 +140,7 @@ class MtpFamily:
 
 
 def family_of(target: LoadedModel) -> MtpFamily:
-    """Raises CannotDraft: heads of such models are not known here."""
+    """Returns the family of a target's heads. Raises CannotDraft if it is not supported."""
     model = target.model
     args: Any = getattr(model, "language_model", model).args
     match model:
@@ -151,7 +150,7 @@ def family_of(target: LoadedModel) -> MtpFamily:
             return _qwen(qwen3_next.Qwen3NextDecoderLayer(args, args.full_attention_interval - 1))
         case mimo.Model():
             return _mimo(mimo.TransformerBlock(args))
-        case llama.Model():  # none is published with one; `models/train.py` makes them in MiMo's layout
+        case llama.Model():  # none is published; `models/train.py` trains them in MiMo's layout
             return _mimo(llama.TransformerBlock(args))
         case deepseek_v3.Model():
             block = deepseek_v3.DeepseekV3DecoderLayer(args, args.num_hidden_layers)
@@ -169,13 +168,13 @@ def family_of(target: LoadedModel) -> MtpFamily:
 
 
 def _qwen(block: nn.Module) -> MtpFamily:
-    """Norms are stored as what is above 1, experts one by one or all in one tensor."""
+    """Returns Qwen's family: norms are stored as differences from 1, experts one by one or all in one tensor."""
 
     def named(weights: Weights) -> Weights:
         names = {"pre_fc_norm_embedding.": "norm_embedding.", "pre_fc_norm_hidden.": "norm_hidden."}
         ours = _renamed(weights, names)
-        lifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
-        return _joined_experts(_parted_experts(lifted))
+        shifted = {key: value + (value.ndim == 1 and "norm" in key) for key, value in ours.items()}
+        return _join_experts(_split_experts(shifted))
 
     return MtpFamily(MtpForm(after_norm=True, embedding_first=True), "mtp.", named, block)
 
@@ -193,7 +192,7 @@ def _mimo(block: nn.Module) -> MtpFamily:
 
 
 def _next_layer(target: LoadedModel, args: Any, block: nn.Module, together: bool) -> MtpFamily:
-    """DeepSeek's and GLM's: the layer behind the last one. mlx-lm knows what its tensors become, by a layer's name."""
+    """Returns DeepSeek's and GLM's family: the layer after the last one, whose tensors mlx-lm converts by name."""
     names = {
         "enorm.": "norm_embedding.",
         "hnorm.": "norm_hidden.",
@@ -222,8 +221,8 @@ def _renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
     return {name(key): value for key, value in weights.items()}
 
 
-def _parted_experts(weights: Weights) -> Weights:
-    """Of all experts in one tensor (Qwen3.5) the gates are the first half."""
+def _split_experts(weights: Weights) -> Weights:
+    """Splits a tensor of all experts (Qwen3.5), whose first half are the gates."""
     at = f"{_LAYER}mlp."
     if f"{at}experts.gate_up_proj" not in weights:
         return weights
@@ -233,8 +232,8 @@ def _parted_experts(weights: Weights) -> Weights:
     return others | {f"{at}switch_mlp.{name}_proj.weight": value for name, value in parts.items()}
 
 
-def _joined_experts(weights: Weights) -> Weights:
-    """Of experts one by one (Qwen3-Next)."""
+def _join_experts(weights: Weights) -> Weights:
+    """Stacks experts that are stored one by one (Qwen3-Next)."""
     at = f"{_LAYER}mlp."
     count = sum(key.startswith(f"{at}experts.") and key.endswith(".up_proj.weight") for key in weights)
     if not count:
@@ -251,10 +250,10 @@ _SAME = 0.95
 
 
 def read(folder: Path, target: LoadedModel) -> Mtp:
-    """The head in `folder` for its target.
+    """Returns the head in `folder` for its target.
 
     Raises:
-        CannotDraft: there is none, it is not whole, or the target is of a family whose heads are not known here.
+        CannotDraft: there is none, it is not complete, or the target's family is not supported.
     """
     family = family_of(target)
     weights = _weights(folder, family)
@@ -278,32 +277,32 @@ def read(folder: Path, target: LoadedModel) -> Mtp:
 
 
 def _weights(folder: Path, family: MtpFamily) -> Weights:
-    """A head's tensors by our names. Of an original repository only the shards that hold it are read."""
+    """Returns a head's tensors by our names. Reads only the shards of a repository that have them."""
     index = folder / "model.safetensors.index.json"
     try:
         files = sorted(folder.glob("*.safetensors"))
         if index.is_file():
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({folder / name for key, name in places.items() if key.startswith(family.prefix)})
-        found: Weights = {}
+            file_names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({folder / name for key, name in file_names.items() if key.startswith(family.prefix)})
+        weights: Weights = {}
         for file in files:
             tensors = cast(Weights, mx.load(str(file)))
-            found |= {key: value for key, value in tensors.items() if key.startswith(family.prefix)}
+            weights |= {key: value for key, value in tensors.items() if key.startswith(family.prefix)}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CannotDraft(f"{folder} can't be read ({first_line(error)}); download the head again") from error
-    if not found:
+    if not weights:
         raise CannotDraft(
             f"{folder} holds no {family.prefix}* tensors, which conversions leave out; use the original repository"
         )
-    refuse_quantised({}, found, str(folder))
+    refuse_quantised({}, weights, str(folder))
     try:
-        return family.named({key.removeprefix(family.prefix): value for key, value in found.items()})
+        return family.named({key.removeprefix(family.prefix): value for key, value in weights.items()})
     except (KeyError, ValueError, IndexError) as error:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
 
 
 def _without_copies(weights: Weights, embed: Layer, output: Layer) -> Weights:
-    """Without what the target has as well, if more roughly: some repositories hold embedding and output layer twice."""
+    """Removes embedding and output layer if they are copies of the target's, which may be less precise."""
     copies = []
     if _EMBEDDING in weights:
         tokens = mx.arange(min(64, weights[_EMBEDDING].shape[0]))
@@ -314,8 +313,8 @@ def _without_copies(weights: Weights, embed: Layer, output: Layer) -> Weights:
     return {key: value for key, value in weights.items() if key not in copies}
 
 
-def _alike(mine: mx.array, its: mx.array) -> bool:
-    if mine.shape != its.shape:
+def _alike(a: mx.array, b: mx.array) -> bool:
+    if a.shape != b.shape:
         return False
-    mine, its = mine.astype(mx.float32).flatten(), its.astype(mx.float32).flatten()
-    return bool(((mine @ its) > _SAME * mx.linalg.norm(mine) * mx.linalg.norm(its)).item())
+    a, b = a.astype(mx.float32).flatten(), b.astype(mx.float32).flatten()
+    return bool(((a @ b) > _SAME * mx.linalg.norm(a) * mx.linalg.norm(b)).item())

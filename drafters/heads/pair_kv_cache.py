@@ -1,11 +1,10 @@
-"""A head's keys and values of all its texts, and one forward over pairs of many of them, by MLX or by numpy.
+"""A head's keys and values of all its texts, and forwards over pairs of several texts, by MLX or by numpy.
 
-Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of how tokens
-are chosen.
+Texts share forwards as the target's do, in rows of flat buffers. Knows pairs and hidden vectors; nothing of sampling.
 
-`NumpyHead` computes a head's forwards of few pairs by numpy, wherever its keys and values are: those of MTP and EAGLE-3
-heads (P-EAGLE's too) with Llama's or Qwen3's layers, in the target's process over the buffers of `engine.flat` and in
-the draft worker over those of `HostKVRows`. Not lazy. `load` tries at load whether it agrees with MLX.
+`NumpyHead` computes forwards of few pairs by numpy, for MTP and EAGLE-3 heads (P-EAGLE's too) with Llama's or Qwen3's
+layers: in the target's process over the buffers of `engine.flat`, in the draft worker over those of `HostKVRows`. It is
+not lazy. `load` checks at load that it agrees with MLX.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ Rows = Callable[[Floats], Floats]
 
 @dataclass(frozen=True, slots=True)
 class NumpyHead:
-    """A head's forwards on the host, from its weights as they lie there (`Mtp.on_host`, `Eagle3.on_host`).
+    """A head's forwards on the host, from its weights (`Mtp.on_host`, `Eagle3.on_host`).
 
-    `begin`: of tokens [T] and features [T, W], what goes into the first layer [T, H] and what its attention reads.
-
-    `scores`, `stands_in`: of hidden vectors, as a head's `logits` and `onward`.
+    `begin` computes from tokens [T] and features [T, W] the input of the first layer [T, H] and that of its attention.
+    `scores` and `stands_in` correspond to a head's `logits` and `onward`.
     """
 
     layers: Sequence[NumpyLayer]
@@ -41,12 +39,12 @@ class NumpyHead:
     stands_in: Rows
 
     def rows(self, tokens: Ints, features: Floats, positions: Ints, spans: Iterable[Sequence[NumpySegment]]) -> Floats:
-        """Hidden vectors [T, H] of pairs at these positions; `spans`: each layer's, text by text."""
+        """Returns the hidden vectors [T, H] of pairs at these positions; `spans`: each layer's, text by text."""
         angles = self.rope.on_host(positions)
         first, *others = zip(self.layers, spans, strict=True)
-        with np.errstate(all="ignore"):  # closed gates; and vectors that are no numbers are told by who drafts
-            x, seen = self.begin(tokens, features)
-            x = first[0].behind(x, seen, angles, first[1])
+        with np.errstate(all="ignore"):  # closed gates underflow; the caller checks that vectors are finite
+            x, attended = self.begin(tokens, features)
+            x = first[0].behind(x, attended, angles, first[1])
             for layer, own in others:
                 x = layer(x, angles, own)
         return x
@@ -54,7 +52,7 @@ class NumpyHead:
     def hidden(
         self, tokens: mx.array, features: mx.array, segments: Sequence[Segment], caches: Sequence[FlatCache]
     ) -> mx.array:
-        """Hidden vectors [T, H] of pairs, piece after piece."""
+        """Returns the hidden vectors [T, H] of pairs, segment by segment."""
         positions = np.concatenate([segment.positions for segment in segments])
         own = spans(self.layers, segments, caches)
         return mx.array(self.rows(np.array(tokens), np.array(features, copy=False), positions, own))
@@ -66,14 +64,14 @@ class NumpyHead:
         return mx.array(self.stands_in(np.array(hidden, copy=False)))
 
 
-_LONG = 32  # so many pairs attend by themselves, as a prompt's do: they would pad all others
+_LONG = 32  # a feed with more pairs attends separately, as a prompt does: the others would be padded to its length
 
 
 @dataclass(frozen=True, slots=True)
 class PairFeed:
-    """The next pairs of a text: tokens [N], maybe unread, each behind the token of its feature [N, W].
+    """The next pairs of a text: tokens [N], maybe lazy, each after the token of its feature [N, W].
 
-    `stays`: what is remembered of them is for good.
+    `stays`: their keys and values are final.
     """
 
     text: FlatSequence
@@ -87,18 +85,18 @@ class PairFeed:
 
 
 class HeadKVCache(FlatRows):
-    """The texts of one head. A text's `length` counts what was read of it."""
+    """The texts of one head. A text's `length` is the number of pairs or features read."""
 
     def read(self, feed: PairFeed) -> None:
-        """Pairs that nothing is drafted behind. Lazy."""
+        """Reads pairs without drafting after them. Lazy."""
         raise NotImplementedError
 
 
 class PairKVCache(HeadKVCache):
-    """Of a head that is fed pairs."""
+    """The texts of a head that is fed pairs."""
 
     def __init__(self, head: PairHead, numpy: NumpyHead | None = None) -> None:
-        """`numpy` makes the forwards of few pairs."""
+        """`numpy` makes forwards of few pairs."""
         super().__init__(head)
         self._head, self.numpy = head, numpy
 
@@ -106,7 +104,7 @@ class PairKVCache(HeadKVCache):
         self.hidden([feed])
 
     def forward(self, feeds: Sequence[PairFeed]) -> mx.array:
-        """Feeds them all, in the order of their rows; the hidden vector of each one's last pair [R, H]."""
+        """Reads all feeds, in the order of their rows; returns the hidden vector of each one's last pair [R, H]."""
         order = sorted(feeds, key=lambda feed: feed.count > _LONG)
         hidden = self.hidden(order)
         ends = np.cumsum([feed.count for feed in order]) - 1
@@ -114,7 +112,7 @@ class PairKVCache(HeadKVCache):
         return mx.take(hidden, mx.array([last[feed.text.row] for feed in feeds], mx.int32), axis=0)
 
     def hidden(self, feeds: Sequence[PairFeed]) -> mx.array:
-        """The hidden vectors of all their pairs [T, H], one feed's after the other's, long ones behind short ones."""
+        """Reads all feeds; returns the hidden vectors of their pairs [T, H], feed by feed, long feeds last."""
         if not self._head.together and len(feeds) > 1:
             return mx.concatenate([self.hidden([feed]) for feed in feeds])
         segments = [Segment(f.text.row, f.text.length, f.count, f.count > _LONG) for f in feeds]
@@ -131,14 +129,14 @@ class PairKVCache(HeadKVCache):
 
 
 class MaskedPairKVCache(PairKVCache):
-    """Of a head that is also fed pairs of a mask."""
+    """The texts of a head that is also fed pairs of a mask."""
 
     def __init__(self, head: MaskedHead, numpy: NumpyHead | None = None) -> None:
         super().__init__(head, numpy)
         self._masked = head
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Feeds them all, in the order of their rows; the hidden vectors of `depths` tokens behind each, [sum, H]."""
+        """Reads all feeds, in the order of their rows; returns the vectors of `depths` tokens after each [sum, H]."""
         longer = [self._with_masks(feed, depth - 1) for feed, depth in zip(feeds, depths, strict=True)]
         order = sorted(range(len(feeds)), key=lambda n: longer[n].count > _LONG)
         hidden = self.hidden([longer[n] for n in order])

@@ -1,11 +1,11 @@
-"""How a head's chains grow in the target's process: one token after another, or several in one forward.
+"""Grows a head's chains in the target's process: one token after another, or several in one forward.
 
-`StepProposer` drafts with heads that make one token after another. `BlockProposer` drafts several tokens in one
-forward; they know nothing of each other, so a walk along the block chooses them, each by the token before it where they
-are linked. Only the few best candidates of a linked slot are looked at, with the noise already in, because noise
+`StepProposer` drafts with heads that predict one token after another. `BlockProposer` drafts several tokens in one
+forward; a slot does not know the tokens of others, so a walk along the block chooses them, with a link each by the
+token before it. Only the few best candidates of a linked slot are scored, with the noise included, because noise
 promotes tokens that are unlikely by themselves. Tokens are chosen by the target's own contract (`engine.sampling`).
 
-`ChainState` is a committed text and the tokens chosen behind it.
+`ChainState` is a committed text and the tokens chosen after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.protocol.trees import one_hot
 
 
 class FollowedText(Protocol):
-    """A text that a head follows: how its tokens are chosen, what was read of it, and what is still to be read."""
+    """A text that a head follows: its sampler, its read pairs and its unread features."""
 
     sampler: Sampler
 
@@ -54,10 +54,10 @@ class FollowedText(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChosenToken:
-    """A token of a chain: `row` of what was `chosen` [R] of several chains.
+    """A token of a chain: `row` of the tokens `chosen` [R] for several chains.
 
-    `few`: the best of each and their scores [R, C], in any order, where they are wanted. `odds` [R]: that it holds
-    where the one before it does, if the head can tell.
+    `few`: the best candidates and their scores [R, C], in any order, if requested. `odds` [R]: the probability that the
+    token is accepted if the one before it is, if the head estimates that.
     """
 
     row: int
@@ -70,15 +70,15 @@ class ChosenToken:
         return [array for array in (self.chosen, *(self.few or ()), self.odds) if array is not None]
 
     def of(self, array: mx.array) -> Any:
-        """What `array` has of it. Waits."""
+        """Returns the token's element of `array`. Waits."""
         return cast("list[Any]", array.tolist())[self.row]
 
 
 @dataclass(slots=True)
 class ChainState:
-    """A committed text, and the chain that grows behind it to `depth` tokens: its `picks`.
+    """A committed text, and the chain that grows after it to `depth` tokens: its `picks`.
 
-    `width`: how many of the best of each place are kept.
+    `width`: the number of candidates kept at each position.
     """
 
     follower: FollowedText
@@ -100,11 +100,11 @@ class ChainState:
 
     @property
     def candidates(self) -> list[list[Candidate]]:
-        """The `width` best of each place, best first. Waits."""
+        """The `width` best candidates at each position, best first. Waits."""
         return [_ranked(*map(pick.of, pick.few))[: self.width] for pick in self.picks if pick.few is not None]
 
-    def asked(self, count: int = 1) -> SamplingMetadata:
-        """How its next tokens are chosen; a single one if the choice depends on the tokens before."""
+    def metadata(self, count: int = 1) -> SamplingMetadata:
+        """Returns the sampling metadata of its next tokens; of one only if the choice depends on the tokens before."""
         sampler, history = self.follower.sampler, None
         if sampler.needs_history:
             history = [[*self.tokens, *self.chain][-sampler.reach :]]
@@ -121,14 +121,14 @@ class ChainState:
 
 
 def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
-    """Each chain's next token [R] by its row of logits [R, V]; equal samplers are scored together."""
+    """Chooses each chain's next token [R] by its row of logits [R, V]; equal samplers are scored together."""
     groups: dict[Hashable, list[int]] = {}
     for row, chain in enumerate(chains):
         groups.setdefault(chain.follower.sampler.kind, []).append(row)
     parts, order = [], [row for rows in groups.values() for row in rows]
     for rows in groups.values():
         own = logits if len(groups) == 1 else mx.take(logits, mx.array(rows, mx.int32), axis=0)
-        step = score([chains[row].asked() for row in rows], own, at_once=True)
+        step = score([chains[row].metadata() for row in rows], own, at_once=True)
         take(step, [(chains[row], [number]) for number, row in enumerate(rows)])
         parts.append(step.chosen())
     if len(parts) == 1:
@@ -152,44 +152,44 @@ def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
 
 
 class AlternativesHistory:
-    """The next best tokens beside a request's chains; each chain learns from what became of the one before."""
+    """The alternatives of a request's latest chain, which update the calibration by its outcome."""
 
     def __init__(self) -> None:
-        self._said: ChainAlternatives | None = None
+        self._latest: ChainAlternatives | None = None
         self._begin, self._calibration, self._min_prob = 0, Calibration(), 1.0
 
     def line(self, follower: FollowedText, tokens: Sequence[int], calibration: Calibration, least: float) -> ChainState:
-        """The next chain; with `least` below 1 it becomes a tree with tokens that hold with a higher probability."""
-        if self._said is not None and self._said.places and (new := tokens[self._begin :]):
-            self._said.teach(self._calibration, new)
-        self._said, self._begin, self._calibration, self._min_prob = None, len(tokens), calibration, least
+        """Returns the next chain; with `least` below 1 it becomes a tree of tokens with a higher probability."""
+        if self._latest is not None and self._latest.places and (new := tokens[self._begin :]):
+            self._latest.teach(self._calibration, new)
+        self._latest, self._begin, self._calibration, self._min_prob = None, len(tokens), calibration, least
         return ChainState(follower, tokens, WIDTH, alternatives=self) if least < 1.0 else ChainState(follower, tokens)
 
     def continuation(self, chain: tuple[int, ...], candidates: Sequence[Sequence[Candidate]]) -> Continuation:
-        """The tree of a chain and the best `candidates` of each of its places."""
-        places = [AlternativesAt.of(token, found) for token, found in zip(chain, candidates, strict=True)]
-        self._said = ChainAlternatives(chain, places)
-        return Continuation.of(self._said.tree(self._calibration, self._min_prob))
+        """Returns the tree of a chain and the best `candidates` at each of its positions."""
+        places = [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=True)]
+        self._latest = ChainAlternatives(chain, places)
+        return Continuation.of(self._latest.tree(self._calibration, self._min_prob))
 
 
 class HeadProposer:
-    """Drafts with one head, up to `depth` tokens a chain. What it feeds behind true pairs stays in the texts; their
-    length is the caller's to set."""
+    """Drafts with one head, up to `depth` tokens a chain. Drafted pairs stay in the texts after the true ones; the
+    caller sets the texts' length."""
 
     kv_cache: HeadKVCache
     depth: int = sys.maxsize
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        """Reads each chain's last true pairs and chooses its `depth` tokens behind them.
+        """Reads each chain's last true pairs and chooses its `depth` tokens after them.
 
-        Chains stand in the order of their rows. Lazy where nothing looks at tokens; the result tells, once evaluated,
-        whether the vectors were numbers.
+        Chains are in the order of their rows. Lazy, unless a sampler needs the tokens; returns vectors that the caller
+        checks for being finite.
         """
         raise NotImplementedError
 
 
 class StepProposer(HeadProposer):
-    """One token of every chain a forward; the head's own vectors stand in for features."""
+    """Drafts one token of every chain in each forward; the head's own vectors replace the features."""
 
     kv_cache: PairKVCache
 
@@ -199,8 +199,8 @@ class StepProposer(HeadProposer):
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
         return grow(chains, feeds, self.kv_cache.forward, self._head.logits, self._head.onward)
 
-    def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """The likeliest token behind each pair of a text by what was read up to there, [T]."""
+    def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
+        """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
         hidden = self.kv_cache.hidden([PairFeed(self.kv_cache.open(), tokens, features)])
         return mx.argmax(self._head.logits(hidden), axis=-1)
 
@@ -212,9 +212,9 @@ def grow(
     logits: Callable[[mx.array], mx.array],
     onward: Callable[[mx.array], mx.array],
 ) -> mx.array:
-    """Grows each chain behind its feed, one token of all chains a forward. Returns the feeds' own vectors, [R, H].
+    """Grows each chain after its feed, by one token in each forward. Returns the feeds' own vectors [R, H].
 
-    `forward` gives the hidden vector behind each feed, `onward` the stand-ins for the features to come.
+    `forward` returns the hidden vector after each feed, `onward` the stand-ins for the next features.
     """
     hidden = read = forward(feeds)
     while True:
@@ -240,7 +240,7 @@ Ints = np.ndarray[Any, np.dtype[np.int_]]
 def walk(chains: Sequence[ChainState], logits: mx.array, hidden: mx.array, link: BlockLink | None) -> None:
     """Chooses each chain's `depth` tokens by its rows of logits [S, V] and vectors [S, H], chain after chain.
 
-    Equal samplers are scored together. Lazy where nothing looks at tokens.
+    Equal samplers are scored together. Lazy, unless a sampler needs the tokens.
     """
     begins = np.cumsum([0, *(chain.depth for chain in chains)])[:-1].tolist()
     groups: dict[Hashable, list[int]] = {}
@@ -250,17 +250,17 @@ def walk(chains: Sequence[ChainState], logits: mx.array, hidden: mx.array, link:
         numbers.sort(key=lambda number: -chains[number].depth)
         own, places = [chains[number] for number in numbers], [begins[number] for number in numbers]
         if own[0].follower.sampler.needs_history:
-            _walk_scoring(own, places, logits, hidden, link)
+            _walk_by_slot(own, places, logits, hidden, link)
         else:
-            _walk_scored(own, places, logits, hidden, link)
+            _walk_at_once(own, places, logits, hidden, link)
 
 
-def _walk_scored(
+def _walk_at_once(
     chains: Sequence[ChainState], begins: Sequence[int], logits: mx.array, hidden: mx.array, link: BlockLink | None
 ) -> None:
-    """The whole block is scored at once, for no choice depends on those before but by `link`."""
+    """Scores the whole block at once, because a choice depends on those before only by `link`."""
     rows = np.concatenate([np.arange(b, b + line.depth) for b, line in zip(begins, chains, strict=True)])
-    step = score([line.asked(line.depth) for line in chains], _rows(logits, rows))
+    step = score([line.metadata(line.depth) for line in chains], _rows(logits, rows))
     begins = np.cumsum([0, *(line.depth for line in chains)])[:-1].tolist()
     if link is None:
         take(step, [(line, range(b, b + line.depth)) for b, line in zip(begins, chains, strict=True)])
@@ -273,23 +273,23 @@ def _walk_scored(
         chain.choose(_rows(tokens, at), _rows(scores, at), _rows(own, at))
 
 
-def _walk_scoring(
+def _walk_by_slot(
     chains: Sequence[ChainState], begins: Sequence[int], logits: mx.array, hidden: mx.array, link: BlockLink | None
 ) -> None:
-    """Slot by slot, for penalties and grammars look at the tokens before."""
+    """Scores slot by slot, because penalties and grammars depend on the tokens before."""
     chain = None if link is None else _Linked(chains, link)
     for slot in range(chains[0].depth):
-        able = [line for line in chains if line.depth > slot]
-        at = np.array([begin + slot for begin in begins[: len(able)]])
-        step: Step = score([line.asked() for line in able], _rows(logits, at))
+        longer = [line for line in chains if line.depth > slot]
+        at = np.array([begin + slot for begin in begins[: len(longer)]])
+        step: Step = score([line.metadata() for line in longer], _rows(logits, at))
         if chain is not None:
             chain.choose(*step.few(FEW), _rows(hidden, at))
         else:
-            take(step, [(line, [row]) for row, line in enumerate(able)])
+            take(step, [(line, [row]) for row, line in enumerate(longer)])
 
 
 class _Linked:
-    """Chains whose tokens are chosen behind one another; deepest first, so that those which go on stand in front."""
+    """Chains whose tokens are chosen one after the other; deepest first, so that the chains that continue are first."""
 
     def __init__(self, chains: Sequence[ChainState], link: BlockLink) -> None:
         temp = chains[0].follower.sampler.params.temp
@@ -298,7 +298,7 @@ class _Linked:
         self._memory = link.begin(len(chains))
 
     def choose(self, tokens: mx.array, scores: mx.array, hidden: mx.array) -> None:
-        """One more of the first R chains, of these candidates [R, C]."""
+        """Chooses the next token of the first R chains, from these candidates [R, C]."""
         before = self._before[: tokens.shape[0]]
         odds = self._link.odds(before, hidden)
         gains, self._memory = self._link(before, hidden, tokens, self._memory[: tokens.shape[0]])
@@ -314,7 +314,7 @@ def _rows(array: mx.array, rows: Ints) -> mx.array:
 
 
 class BlockProposer(HeadProposer):
-    """Every chain in one forward, then a walk along it where its tokens are linked."""
+    """Drafts every chain in one forward, then chooses its tokens by a walk along it."""
 
     kv_cache: MaskedPairKVCache | FeatureKVCache
 
@@ -328,14 +328,14 @@ class BlockProposer(HeadProposer):
         walk(chains, self._logits(hidden), hidden, self._link)
         return hidden
 
-    def foretell(self, tokens: mx.array, features: mx.array) -> mx.array:
-        """See `StepProposer.foretell`."""
-        sequence, found = self.kv_cache.open(), []
+    def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
+        """The same as `StepProposer.predict`."""
+        sequence, vectors = self.kv_cache.open(), []
         for pair in range(tokens.shape[0]):
             feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
-            found.append(self.kv_cache.slots([feed], [1]))
+            vectors.append(self.kv_cache.slots([feed], [1]))
             sequence.roll_back(pair + 1)
-        hidden = mx.concatenate(found)
+        hidden = mx.concatenate(vectors)
         logits = self._logits(hidden)
         if self._link is None:
             return mx.argmax(logits, axis=-1)
@@ -346,10 +346,11 @@ class BlockProposer(HeadProposer):
 
 
 class FeatureKVCache(HeadKVCache):
-    """Of a block head: features. A block's own keys and values are written behind them, for the next to overwrite."""
+    """The features of a block head's texts. A block's own keys and values are written after them, and overwritten by
+    the next block."""
 
     def __init__(self, head: BlockHead, from_anchor: bool | None = None) -> None:
-        """`from_anchor`: in place of what the head says of itself."""
+        """`from_anchor` overrides the head's own setting."""
         super().__init__(head)
         self._head = head
         self._masks_more = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
@@ -358,7 +359,7 @@ class FeatureKVCache(HeadKVCache):
         self._read([feed])
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Reads all feeds, in the order of their rows; the hidden vectors of `depths` tokens behind each, [sum, H]."""
+        """Reads all feeds, in the order of their rows; returns the vectors of `depths` tokens after each [sum, H]."""
         self._read(feeds)
         counts = [depth + self._masks_more for depth in depths]
         texts = [feed.text for feed in feeds]
@@ -385,18 +386,18 @@ CheckableProposer = StepProposer | BlockProposer
 
 
 def proposer_of(head: Head, numpy: NumpyHead | None = None) -> CheckableProposer:
-    """`numpy` makes its forwards of few pairs. Raises CannotDraft: it is of no known kind."""
+    """Returns the proposer of a head's kind; `numpy` makes forwards of few pairs. Raises CannotDraft: unknown kind."""
     if isinstance(head, BlockHead):
         return BlockProposer(head, FeatureKVCache(head))
     if isinstance(head, MaskedHead):
         return BlockProposer(head, MaskedPairKVCache(head, numpy))
     if isinstance(head, StepHead):
         return StepProposer(head, numpy)
-    raise CannotDraft(f"nothing here drafts with a {type(head).__name__}")
+    raise CannotDraft(f"a {type(head).__name__} is not a head of a supported kind")
 
 
 def wrong_proposers_of(head: Head) -> Iterator[tuple[str, CheckableProposer]]:
-    """Ways that a head may have been meant to draft in, though its checkpoint does not say so, by name."""
+    """Yields other proposers, by name, for which a head may have been trained although its checkpoint says not."""
     if isinstance(head, BlockHead):
         other = not head.from_anchor
         name = "the first token drafted by the last one's own row" if other else "the first token drafted by a mask"

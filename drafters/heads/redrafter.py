@@ -1,10 +1,10 @@
-"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens beside one row of the target.
+"""ReDrafter (Cheng et al. 2024, arXiv 2403.09919): a recurrent state over drafted tokens, with one row of the target.
 
-It reads only the newest pair of a text and remembers none, so all that it knows is in the feature: the target's row,
-which stays the same for a chain, and the state, which each token advances. Names of weights and fields of the config
-are those of Apple's checkpoints.
+It reads only the newest pair of a text and keeps none, so its whole input is the feature: the target's row, which stays
+the same for a chain, and the state, which each token advances. Weights and fields of the config have the names of
+Apple's checkpoints.
 
-`read` reads ReDrafters as Apple's trainers write them. If one can't be used, the reason is one sentence.
+`read` reads ReDrafters in the format of Apple's trainers. If one can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class ResBlock(nn.Module):  # type: ignore[misc]
 
 
 class Redrafter(HeadModule):
-    """A `StepHead`. `embed`: the target's embedding; `vocab_size`: that of its logits, which may be padded."""
+    """A `StepHead`. `embed`: the target's embedding; `vocab_size`: the size of its logits, which may be padded."""
 
     points, reach, bytes_per_pair = HiddenStatePoints(after_norm=True), 1, 0
-    layers: tuple[nn.Module, ...] = ()  # none remembers anything
+    layers: tuple[nn.Module, ...] = ()  # there are no keys and values
 
     def __init__(
         self, config: RedrafterConfig, embed: Callable[[mx.array], mx.array], vocab_size: int, context_length: int
@@ -89,10 +89,10 @@ class Redrafter(HeadModule):
 
 
 def read(folder: Path, target: LoadedModel) -> Redrafter:
-    """The head in `folder` for this target.
+    """Returns the head in `folder` for this target.
 
     Raises:
-        CannotDraft: it is no head of this kind, not whole, or one for another target.
+        CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
     table = embedding(backbone_of(target.model)[0])
     config, weights = read_config(folder), read_weights(folder)
@@ -106,10 +106,10 @@ def build(
     embed: Callable[[mx.array], mx.array],
     name: str = "the head",
 ) -> Redrafter:
-    """The same from what was read. Raises CannotDraft."""
+    """Returns the same from its config and weights. Raises CannotDraft."""
     if head_kind(config) != "redrafter":
         raise CannotDraft(
-            f"{name} is not a ReDrafter: its config.json does not say model_type recurrent_drafting_drafter"
+            f"{name} is not a ReDrafter: the model_type in its config.json is not recurrent_drafting_drafter"
         )
     refuse_quantised(config, weights, name)
     settings = settings_of(RedrafterConfig, config, name)
@@ -125,5 +125,5 @@ def build(
             " head for this target"
         )
     head = Redrafter(settings, embed, target.vocab_size, target.context_length)
-    fill(head, weights, name)  # emb_norm.weight, too, is in some checkpoints: their own forward leaves it out
+    fill(head, weights, name)  # emb_norm.weight in some checkpoints is not used by their forward either
     return head

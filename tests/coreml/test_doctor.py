@@ -59,7 +59,7 @@ def test_placements_of_a_draft(
         pytest.skip("the list is another on a Mac")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     times = '{"units": "REFERENCE", "lengths": [64], "mlx_ms": [1], "package_ms": [2]}'
-    monkeypatch.setattr(prompts, "measured", lambda *asked: Ending(times))
+    monkeypatch.setattr(prompts, "run_measurement", lambda *asked: Ending(times))
     model = tiny_model("llama", **SIZES)
     before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
     assert set(before) == {"MLX on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note

@@ -176,7 +176,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]
         asked.append(units)
         return Ending(f'{{"units": "{units}", "lengths": [{lengths}], "mlx_ms": [{mlx}], "package_ms": [{package}]}}')
 
-    monkeypatch.setattr(prompts, "measured", measured)
+    monkeypatch.setattr(prompts, "run_measurement", measured)
     return asked
 
 
@@ -196,12 +196,12 @@ def test_the_package_reads_from_where_it_is_quicker(
 ) -> None:  # fmt: skip
     made, asked = bench("llama"), told(monkeypatch, *ms)
     for _ in range(2):
-        found = prompts.found(made.model_path, made.package, "CPU_AND_NE", tmp_path)
+        found = prompts.kept_trial(made.model_path, made.package, "CPU_AND_NE", tmp_path)
         assert found.least == least and prompts.recall(made.package, tmp_path) == found
         assert ("MLX reads" in found.sentence) == (least is None) and "\n" not in found.sentence
     assert asked == ["CPU_AND_NE"]
     assert prompts.recall(bench("qwen2").package, tmp_path) is None
-    prompts.found(made.model_path, made.package, "CPU_ONLY", tmp_path)
+    prompts.kept_trial(made.model_path, made.package, "CPU_ONLY", tmp_path)
     monkeypatch.setattr(prompts, "os_build", lambda: "99Z1")
     assert prompts.recall(made.package, tmp_path) is None
     assert asked == ["CPU_AND_NE", "CPU_ONLY"]
@@ -211,7 +211,7 @@ def test_a_measurement_that_dies_leaves_prompts_to_mlx(
     bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench("llama")
-    found = prompts.found(
+    found = prompts.kept_trial(
         made.model_path, made.package, "CPU_AND_NE", tmp_path, lambda *_: Ending(None, "its trial was ended by SIGKILL")
     )
     assert found.least is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
@@ -220,7 +220,7 @@ def test_a_measurement_that_dies_leaves_prompts_to_mlx(
 
 def test_a_measurement_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
     made = bench("llama")
-    found = prompts.found(made.model_path, made.package, "REFERENCE", tmp_path)
+    found = prompts.kept_trial(made.model_path, made.package, "REFERENCE", tmp_path)
     assert found.times is not None and found.times.lengths == (64, 128, 256)
     assert min(*found.times.mlx_ms, *found.times.package_ms) > 0
 
@@ -233,7 +233,7 @@ def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
     told(monkeypatch, (9, 20), (20, 9))
     monkeypatch.setattr(prompts.selection, "context_of", lambda checkpoint: 256)
     packages = prompts.selection.packages_of(made.model_path)
-    assert prompts.here(packages, heard.append).least == 128
+    assert prompts.trial_here(packages, heard.append).least == 128
     reader = prompts.reader_for(str(made.model_path), "auto", heard.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
     assert heard[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")

@@ -139,7 +139,7 @@ def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monk
 def test_without_a_plan_or_a_word_a_trial_goes_on(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     package = bench("llama").package
     planned(monkeypatch, Plan(None, []))
-    with pytest.raises(ModelError, match=r"Core ML does not tell: no plan$"):
+    with pytest.raises(ModelError, match=r"Core ML does not answer: no plan$"):
         runtimes.engine_share(package, "CPU_AND_NE")
     assert trial._engine_share(package, "CPU_AND_NE") == {}
     trial._check_engine("CPU_AND_NE")

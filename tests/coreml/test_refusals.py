@@ -163,7 +163,7 @@ def test_options_that_do_not_go_together(tiny_model: Model, tmp_path: Path) -> N
     with pytest.raises(InvalidRequest, match="states in float16 only"):
         Options(mode=Mode.HYBRID, weights="fp32")
     model = tiny_model("llama", **SIZES, max_position_embeddings=128)
-    assert "this model knows 128 positions" in refused(model, tmp_path, Options(context=256))
+    assert "this model has 128 positions" in refused(model, tmp_path, Options(context=256))
     with pytest.raises(InvalidRequest, match="weights is 'fp4'"):
         WeightReader(SimpleNamespace(named_modules=list), None, "fp4")  # type: ignore[arg-type]
 

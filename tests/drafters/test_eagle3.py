@@ -93,7 +93,7 @@ def test_a_mask_that_nobody_has_is_refused(tmp_path: Path, token: int | None) ->
             r"reads the target's layers \(1, 0, -1\), but this target has 3",
         ),
         ("SpecForge", {**TARGET, "num_hidden_layers": 5}, V, r"layers \(0, 3, 5\), but this target has 5"),
-        ("SafeAI", TARGET, 200, "knows tokens beyond this target's 200"),
+        ("SafeAI", TARGET, 200, "has tokens beyond this target's 200"),
         ("whole vocabulary", TARGET, 200, "has 258 tokens and this target 200"),
     ],
 )

@@ -179,7 +179,7 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
     monkeypatch.setattr(own._exits, "_rows", lambda feeds: mx.full((len(feeds), 64), mx.nan))  # type: ignore[attr-defined]
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
-    assert "are not numbers" in caplog.text and not any(a.drafted for one in outcomes for a in one)
+    assert "are not finite" in caplog.text and not any(a.drafted for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
         ({"hidden_size": 48}, "a width of 48, 3 layers and 258 tokens, and this one has 64, 3 and 258"),
         ({"vocab_size": 300}, "3 layers and 300 tokens, and this one"),
         ({"num_hidden_layers": 32}, "32 layers and 258 tokens, and this one"),
-        ({"exit_layer": 3}, "leaves after 3 layers of 3; expected 1 to 2"),
+        ({"exit_layer": 3}, "exits after 3 layers of 3; expected 1 to 2"),
         ({"rank": 9}, r"down.weight is \(8, 64\), expected \(9, 64\)"),
         ({"rank": None}, "expected an adapter's sizes"),
         ({"model_type": "llama"}, "is not an early-exit adapter"),
@@ -197,7 +197,7 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
         ({"weights": {"up.weight": mx.full((64, 8), mx.inf)}}, "NaN or infinite"),
         (
             {"scale": 9.0, "target": OTHER},
-            "another target by its fingerprint, and never agrees with",
+            "trained for another target, and never agrees with",
         ),
     ],
 )

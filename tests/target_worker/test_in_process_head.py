@@ -312,7 +312,7 @@ def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
     outcomes = run(target, drafter(head, target), 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
     assert not any(a.drafted for one in outcomes for a in one)
-    assert "are not numbers" in caplog.text and "stops drafting for this request" in caplog.text
+    assert "are not finite" in caplog.text and "stops drafting for this request" in caplog.text
 
 
 def test_one_that_fails_in_company_fails_alone(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_a_head_of_another_target_by_its_fingerprint_is_said(target: LoadedModel
     assert target.folder is not None
     for known, other in ((digest(target.folder), False), ("0123456789abcdef-", True), ("Qwen/Qwen3-4B", False)):
         own = load_head("dflash", str(write_block_head(tmp_path, target=known)), target, lambda stage: None)
-        assert ("for another target by its fingerprint" in own.note) == other
+        assert ("by its fingerprint, the head was trained for another target" in own.note) == other
     with pytest.raises(CannotDraft, match="dflash needs the target's whole output layer"):
         load_head("dflash", str(tmp_path), target, lambda stage: None, alone=False)
 
