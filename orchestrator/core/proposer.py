@@ -232,13 +232,13 @@ class Proposer:
         return self.branch(request, found, room) if found else Proposal()
 
     def _filled(
-        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], beside: Alternatives | None
+        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
     ) -> Proposal:
         """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
             return chain
         if request.takes_trees:
-            tree = merged(self.estimates, request.ngrams, chain, committed, room, beside)
+            tree = merged(self.estimates, request.ngrams, chain, committed, room, others)
             if tree is not None:
                 return tree
         return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)

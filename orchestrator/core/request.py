@@ -126,7 +126,7 @@ class Request:
     - `deaths` of the target in a row without a token for this request; `losses`: the same of each drafter, by name.
     - `drifts`: the use of in-process drafters; `left_out`: those that are of no use any more.
     - `side`: its half in `Alternation`; `held`: a chain that waits until the other half was verified.
-    - `records`: of its rounds, if it asked for them. `takes_trees`: whether the target can verify trees of drafts.
+    - `records`: those of its rounds, if requested. `takes_trees`: whether the target can verify trees of drafts.
     """
 
     admit: Admit
