@@ -130,8 +130,8 @@ class DrawingTree(TokenTree, Protocol):
     Each chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
     """
 
-    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """The same as `TokenTree.child`, limited to nodes fed as a token (`told` True) or as None (False)."""
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
+        """The same as `TokenTree.child`, limited to nodes fed as a token (`given` True) or as None (False)."""
         ...
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:

@@ -42,7 +42,7 @@ class Paths:
         """Returns the distributions that the tokens after these nodes were drawn from, if they were drawn."""
         return self._drawing.drawn_from(nodes) if self._drawing is not None else None
 
-    def child(self, node: int, token: int, told: bool) -> int | None:
+    def child(self, node: int, token: int, given: bool) -> int | None:
         """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
 
         A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
@@ -50,7 +50,7 @@ class Paths:
         """
         if self._drawing is None:
             return self.tree.child(node, token)
-        return self._drawing.child(node, token, told)
+        return self._drawing.child(node, token, given)
 
     def along(self, node: int, tokens: Sequence[int]) -> list[int]:
         """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
@@ -67,7 +67,7 @@ class Paths:
         """Returns the fed nodes along committed `tokens`; a chain can begin at the last of them."""
         path = self.along(self.tree.root, tokens[:-1])
         if tokens and len(path) == len(tokens) - 1:
-            last = self.child((path or [self.tree.root])[-1], tokens[-1], told=True)
+            last = self.child((path or [self.tree.root])[-1], tokens[-1], given=True)
             path += [last] if last is not None else []
         return path
 
@@ -256,13 +256,13 @@ class BranchGrowth:
 
     def _begin(self, accepted: int, bonus: int) -> None:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
-        branch = GrowingBranch(accepted, bonus, self._paths.child(self._spine[accepted], bonus, told=True))
+        branch = GrowingBranch(accepted, bonus, self._paths.child(self._spine[accepted], bonus, given=True))
         node = branch.tip
         while node is not None:
             branch.tip = node
             branch.nodes.append(node)
             branch.chain += self._tree.best([node])
-            node = self._paths.child(node, branch.chain[-1], told=False)
+            node = self._paths.child(node, branch.chain[-1], given=False)
         (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:

@@ -181,11 +181,11 @@ class Tree:
     def column_tokens(self) -> list[int]:
         return list(self._column_tokens)
 
-    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         parent = self._node(node)
         children = [(child, self._nodes[child]) for child in parent.children]
-        if told is not None:
-            children = [(child, entry) for child, entry in children if (entry.fork != parent.fork) == told]
+        if given is not None:
+            children = [(child, entry) for child, entry in children if (entry.fork != parent.fork) == given]
         return next((child for child, entry in children if self._token(entry) == token), None)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:

@@ -77,9 +77,9 @@ class CoreMLTree:
     def column_tokens(self) -> list[int]:
         return [node.known_token for node in self._committed]
 
-    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         parent = self._node(node)
-        children = [child for child in parent.children if told is None or (child.fork != parent.fork) == told]
+        children = [child for child in parent.children if given is None or (child.fork != parent.fork) == given]
         return next((child.number for child in children if child.known_token == token), None)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:

@@ -64,7 +64,7 @@ class HeadTree(Tree):
         if not self._nodes:
             self._read_on(True)
 
-    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         for child in self._node(node).children:
             entry = self._nodes[child]
             if self._token(entry) == token and not self.kv_rows.is_stale(entry.column):
@@ -126,10 +126,10 @@ class BlockTree(Tree):
         self.kv_rows.add_features(position, rows)
         self._set_root()
 
-    def child(self, node: int, token: int, told: bool | None = None) -> int | None:
-        """Returns a block's own choice (`told` False), or else a token that opened a block of its own; neither is
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
+        """Returns a block's own choice (`given` False), or else a token that opened a block of its own; neither is
         returned when its features have arrived."""
-        parent, own = self._node(node), told is False
+        parent, own = self._node(node), given is False
         for child in parent.children:
             entry = self._nodes[child]
             is_own = entry.fork == parent.fork

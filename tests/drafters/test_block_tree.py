@@ -85,7 +85,7 @@ def test_a_blocks_own_choices_cost_no_forward_and_one_that_has_ended_is_followed
         (node,) = tree.feed([node], [None])
         assert forwards == []
         (token,) = tree.best([bonus])
-        assert tree.child(bonus, token, told=False) is not None and tree.child(bonus, token) is None
+        assert tree.child(bonus, token, given=False) is not None and tree.child(bonus, token) is None
         ((short,),) = AheadHead(head, "dflash", V).feed_together([tree], [TreeFeed([tree.root], [8], [1])])
         (node,) = tree.feed([short], [None])
     assert forwards == [3, BLOCK]  # the anchor, 8 and a mask; then the anchor, 8, what it chose, and masks to the end
