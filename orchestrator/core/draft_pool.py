@@ -366,7 +366,7 @@ class DraftPool:
         state, verifying = request.drafters[name], _verifying(request) if ranks else None
         min_prob = min_alternative(self._estimates, request.takes_trees)
         self._send(name, opening(request, verifying, ranks, min_prob))
-        state.is_asked(request.round, ranks, request.depth, len(request.tokens), 0)
+        state.assign(request.round, ranks, request.depth, len(request.tokens), 0)
         state.done = verifying is None
 
     def _commit(
@@ -396,7 +396,7 @@ class DraftPool:
             rank_offset=ranks.start,
             min_prob=min_alternative(self._estimates, request.takes_trees),
         )
-        state.is_asked(round_, ranks, depth, len(request.tokens), now_ns)
+        state.assign(round_, ranks, depth, len(request.tokens), now_ns)
         self._send(name, message)
 
     def _send(self, drafter: str, message: Open | Commit) -> None:

@@ -141,7 +141,7 @@ class RequestMetrics:
     _sums: RoundSums = field(default_factory=RoundSums)
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
 
-    def on_asked(self, number: int, missed: int | None) -> None:
+    def on_wait(self, number: int, missed: int | None) -> None:
         """Records that round `number` waits for a drafter; `missed`: the accepted tokens of an outcome that missed."""
         entry = self._entry(number)
         entry.waits += 1
@@ -176,18 +176,18 @@ class RequestMetrics:
         entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
         entry.turnaround = proposal.lookup is Lookup.HIT
 
-    def on_lookup_late(self) -> None:
+    def on_rounds_lost(self) -> None:
         """Drops the rounds that will have no outcome: those under way or waiting."""
         self._recent = {number: entry for number, entry in self._recent.items() if entry.ended_ns}
 
-    def on_branch_found(self, tokens: int, drafter: bool) -> None:
+    def on_cached(self, tokens: int, drafter: bool) -> None:
         """Records how many prompt tokens the target, or a drafter, had in its cache; the first report counts."""
         if drafter:
             self._draft_cached = self._draft_cached or tokens
         else:
             self._cached = self._cached or tokens
 
-    def held(self, worker: str, peak_bytes: int) -> None:
+    def on_peak_memory(self, worker: str, peak_bytes: int) -> None:
         """Records the peak memory of a worker."""
         self._peaks[worker] = max(self._peaks.get(worker, 0), peak_bytes)
 
@@ -257,7 +257,7 @@ class RoundRecords:
         self._decided: dict[int, tuple[Lookup, Span]] = {}
         self._drafting: list[DraftWork] = []
 
-    def on_asked(self, missed: bool, now_ns: int) -> None:
+    def on_wait(self, missed: bool, now_ns: int) -> None:
         """Records that the next round waits for a drafter; `missed`: for a chain, after a miss."""
         self._waiting_ns = now_ns if self._waiting_ns is None else self._waiting_ns
         self._missed = missed
@@ -422,10 +422,10 @@ class RoundMetrics:
         self._trace = trace
         self._verified_ns = 0
 
-    def on_asked(self, request: Request, missed: bool, now_ns: int) -> None:
+    def on_wait(self, request: Request, missed: bool, now_ns: int) -> None:
         if request.records is not None:
-            request.records.on_asked(missed, now_ns)
-        request.metrics.on_asked(request.round + 1, request.accepted if missed else None)
+            request.records.on_wait(missed, now_ns)
+        request.metrics.on_wait(request.round + 1, request.accepted if missed else None)
 
     def on_proposed(self, request: Request, now_ns: int) -> None:
         proposal, chain = request.proposal, request.proposal.chain

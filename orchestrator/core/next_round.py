@@ -229,7 +229,7 @@ class NextRound:
 
     def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
         """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
-        self._metrics.on_asked(request, step.missed, now_ns)
+        self._metrics.on_wait(request, step.missed, now_ns)
         if step.missed:
             self._planner.on_missed(request)
         request.wait = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)
@@ -238,7 +238,7 @@ class NextRound:
     def _wait_for_branch(self, request: Request, step: WaitForBranch, now_ns: int) -> None:
         """Begins a wait for a branch, or continues it after a push."""
         if request.wait is None:
-            self._metrics.on_asked(request, False, now_ns)
+            self._metrics.on_wait(request, False, now_ns)
         request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def end_wait(self, request: Request, now_ns: int) -> None:

@@ -45,7 +45,7 @@ class DrafterState:
     pushes: int = 0
     done: bool = True
 
-    def is_asked(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
+    def assign(self, round_: int, ranks: range, depth: int, known_len: int, now_ns: int) -> None:
         """Records that the drafter was sent the text up to `known_len`, and this task."""
         self.round, self.ranks, self.depth, self.known_len = round_, ranks, depth, known_len
         self.asked_ns, self.heard_ns, self.pushes, self.done = now_ns, now_ns, 0, False
@@ -204,7 +204,7 @@ class Request:
         self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
         self.held = None
         self.cache.start()
-        self.metrics.on_lookup_late()
+        self.metrics.on_rounds_lost()
         if self.records is not None:
             self.records.on_lost()
         self.round += 1

@@ -299,7 +299,7 @@ class Scheduler:
                 workers.record_invalid(sender, refusal)
             return
         if isinstance(message, Outcome | Branches | Drafted):
-            request.metrics.held(sender, message.peak_bytes)
+            request.metrics.on_peak_memory(sender, message.peak_bytes)
         match message:
             case Outcome():
                 settled += self._on_outcome(request, message, now_ns)
@@ -318,7 +318,7 @@ class Scheduler:
 
     def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
         if message.cached and not request.epoch:
-            request.metrics.on_branch_found(message.cached, of_drafter)
+            request.metrics.on_cached(message.cached, of_drafter)
         if of_drafter:
             return
         request.heard_ns = now_ns

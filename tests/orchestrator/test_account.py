@@ -66,7 +66,7 @@ def test_a_miss_is_counted_by_what_followed(
 ) -> None:
     found = account(3)
     if asked:  # the miss is known before what follows it
-        found.on_asked(4, 2)
+        found.on_wait(4, 2)
     late = asked and lookup is Lookup.MISS
     found.on_proposed(4, Proposal((1,), source, Lookup.NONE if late else lookup), 2)
     found.on_ended(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1, 9 * SECOND_NS)
@@ -77,7 +77,7 @@ def test_a_miss_is_counted_by_what_followed(
 
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
-    found.on_asked(5, 2)
+    found.on_wait(5, 2)
     found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 2)
     assert found.timings(7, 13) == account(4).timings(7, 13)
 
@@ -85,7 +85,7 @@ def test_a_round_under_way_is_not_counted() -> None:
 def test_the_memory_is_of_all_workers_each_at_its_most() -> None:
     found = account(2)
     for worker, held in (("target-0", 50), ("draft-0", 7), ("target-0", 40), ("draft-1", 3)):
-        found.held(worker, held)
+        found.on_peak_memory(worker, held)
     assert found.timings(7, 4).peak_bytes == 60
 
 

@@ -30,8 +30,8 @@ def test_a_round_is_told_with_its_chain_and_on_the_requests_clock() -> None:
 def test_a_wait_begins_with_the_first_of_its_kind_and_ends_with_the_chain() -> None:
     """A wait for a branch may be followed by one for a chain: the round was undecided all the time, and missed."""
     records = RoundRecords(BEGAN)
-    records.on_asked(False, BEGAN + 10)
-    records.on_asked(True, BEGAN + 20)
+    records.on_wait(False, BEGAN + 10)
+    records.on_wait(True, BEGAN + 20)
     records.on_proposed(1, Proposal(), BEGAN + 30)
     records.on_proposed(2, Proposal(), BEGAN + 50)
     told = [records.on_ended(number, Proposal(), outcome(number, 0, Span(1_060, 1_070)), 1) for number in (1, 2)]
