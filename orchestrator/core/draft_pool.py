@@ -249,11 +249,11 @@ class DraftPool:
     def reopen(self, request: Request, name: str) -> None:
         """Sends OPEN, and its task again, to a drafter that missed a message."""
         state = request.drafters[name]
-        asked, round_, ranks, depth = not state.done, state.round, state.ranks, state.depth
-        self._open(request, name, ranks if asked and round_ == request.round else NO_RANKS)
+        has_task, round_, ranks, depth = not state.done, state.round, state.ranks, state.depth
+        self._open(request, name, ranks if has_task and round_ == request.round else NO_RANKS)
         if state.done:
             request.cache.lost(name)
-        if asked and round_ > request.round:
+        if has_task and round_ > request.round:
             self._commit(request, name, round_, None, NO_RANKS, depth, 0)
 
     def prepare(self, request: Request, now_ns: int) -> None:

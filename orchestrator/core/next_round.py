@@ -47,10 +47,10 @@ def may_prepare(request: Request, proposer: Proposer) -> bool:
 
 def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
     """Yields (outcome, proposal) for each outcome that has a complete branch and does not end the request."""
-    for committed, found in request.cache.complete(request.depth):
+    for committed, branch in request.cache.complete(request.depth):
         space = remaining_tokens(request, context, len(committed))
         if space > 0 and up_to_end(request, context, committed)[1] is None:
-            yield committed, proposer.branch(request, found, space, committed)
+            yield committed, proposer.branch(request, branch, space, committed)
 
 
 # The limit of a wait that may include a drafter's first work, or that full depth requires.
@@ -245,7 +245,7 @@ class NextRound:
         """Ends the wait if all drafters are done."""
         if request.wait and not request.awaits_drafters:
             held, request.held = request.held, None
-            self.verify(request, held or self._proposer.as_it_is(request, self._remaining_tokens(request)), now_ns)
+            self.verify(request, held or self._proposer.after_wait(request, self._remaining_tokens(request)), now_ns)
 
     def _remaining_tokens(self, request: Request) -> int:
         return remaining_tokens(request, self._workers.target_context)

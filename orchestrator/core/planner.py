@@ -47,8 +47,8 @@ class Planner:
         self.profiles = TextProfiles(self.estimates)
         self._own = own
         self._tunings, self._stored = tunings, memory
-        for known in (*tunings[:1], *memory[:1]):
-            self.estimates.start_from(known)
+        for record in (*tunings[:1], *memory[:1]):
+            self.estimates.start_from(record)
         self._settings = settings
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0

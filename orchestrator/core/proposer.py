@@ -212,11 +212,11 @@ class Proposer:
         tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
 
-    def branch(self, request: Request, found: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+    def branch(self, request: Request, cached: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
-        chain = found.chain[: max(min(request.depth, room), 0)]
-        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(found.q, chain), drafter=found.drafter)
-        return self._filled(request, hit, room, committed, found.alternatives)
+        chain = cached.chain[: max(min(request.depth, room), 0)]
+        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
+        return self._filled(request, hit, room, committed, cached.alternatives)
 
     def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
@@ -225,11 +225,11 @@ class Proposer:
         proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
         return self._filled(request, proposal, room, (), message.alternatives)
 
-    def as_it_is(self, request: Request, room: int) -> Proposal:
+    def after_wait(self, request: Request, room: int) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
         outcome = request.wait.outcome if request.wait else None
-        found = request.cache.lookup(outcome) if outcome else None
-        return self.branch(request, found, room) if found else Proposal()
+        cached = request.cache.lookup(outcome) if outcome else None
+        return self.branch(request, cached, room) if cached else Proposal()
 
     def _filled(
         self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
@@ -246,18 +246,18 @@ class Proposer:
     def serve(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
         cache = request.cache
-        found = cache.lookup(committed)
+        cached = cache.lookup(committed)
         if self.full_depth and not cache.final:
-            return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=found is None)
+            return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=cached is None)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
-        if found is None:
+        if cached is None:
             return self._after_miss(request, committed, room, since_ms)
-        hit = self.branch(request, found, room)
+        hit = self.branch(request, cached, room)
         if self.unites(request):
             return self._in_process(request, hit)
         longest = min(request.depth, room)
-        grows = cache.grows(found) and found.drafter == cache.lead and not hit.copied
-        if grows and worth_waiting(self.estimates, len(found.chain), longest, since_ms):
+        grows = cache.grows(cached) and cached.drafter == cache.lead and not hit.copied
+        if grows and worth_waiting(self.estimates, len(cached.chain), longest, since_ms):
             return WaitForBranch(committed, self.estimates.depth_ms())
         return hit
 

@@ -98,12 +98,8 @@ class SpeculationCache:
         self.pushes += drafter == self.lead
         for entry in message.entries if self._has_room(message) else ():
             start, end = end, end + len(entry.chain)
-            known = self._branches.get(entry.committed)
-            if (
-                known is None
-                or len(entry.chain) > len(known.chain)
-                or (entry.alternatives and known.chain == entry.chain)
-            ):
+            old = self._branches.get(entry.committed)
+            if old is None or len(entry.chain) > len(old.chain) or (entry.alternatives and old.chain == entry.chain):
                 q = message.q.part(start, end) if message.q is not None else None
                 self._branches[entry.committed] = CachedBranch(entry.chain, q, drafter, entry.alternatives)
         if message.final:
@@ -129,14 +125,14 @@ class SpeculationCache:
     def lookup(self, committed: tuple[int, ...]) -> CachedBranch | None:
         """Returns the branch for the outcome that makes these tokens final, as deep as it is, or None.
 
-        After an accepted alternative, the outcome may go on along that alternative's branch; then it is the rest of it.
+        If an alternative and further tokens of its branch were accepted, it is the rest of that branch.
         """
-        found = self._branches.get(committed)
-        for length in range(len(committed) - 1, 0, -1) if found is None else ():
+        branch = self._branches.get(committed)
+        for length in range(len(committed) - 1, 0, -1) if branch is None else ():
             shorter, rest = self._branches.get(committed[:length]), committed[length:]
             if shorter is not None and shorter.chain[: len(rest)] == rest and len(shorter.chain) > len(rest):
                 return CachedBranch(shorter.chain[len(rest) :], None, shorter.drafter)
-        return found
+        return branch
 
     def grows(self, branch: CachedBranch) -> bool:
         """Whether its drafter may still extend it."""
@@ -144,17 +140,17 @@ class SpeculationCache:
 
     def complete(self, depth: int) -> Iterable[tuple[tuple[int, ...], CachedBranch]]:
         """Returns (outcome, branch) for each branch that has its full depth or will not grow."""
-        known = self._branches.items()
+        branches = self._branches.items()
         if self.final:
-            return known
-        return [(on, branch) for on, branch in known if not self.grows(branch) or len(branch.chain) >= depth]
+            return branches
+        return [(commit, branch) for commit, branch in branches if not self.grows(branch) or len(branch.chain) >= depth]
 
     def pushes_until(self, accepted: int, chain_length: int) -> int:
         """Returns how many more pushes of the lead may bring the first branches of `accepted` tokens; 0: they are here.
 
         The branches of full acceptance come with the second push: the first one feeds the chain's last token.
         """
-        if self.lead not in self._awaited or any(len(known) == accepted + 1 for known in self._leads()):
+        if self.lead not in self._awaited or any(len(commit) == accepted + 1 for commit in self._leads()):
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
 
