@@ -125,12 +125,12 @@ class DrafterLatency:
     @property
     def lag_ms(self) -> float:
         """The time from a message to the first tokens; 0: not known."""
-        return self._lag_ms.value or 0.0
+        return self._lag_ms.value_or(0.0)
 
     @property
     def step_ms(self) -> float:
         """The time for one more token; 0: not known."""
-        return self._step_ms.value or 0.0
+        return self._step_ms.value_or(0.0)
 
     def observe_first(self, milliseconds: float) -> None:
         """Records the time from a message to the first tokens."""
@@ -259,7 +259,7 @@ class DraftPool:
     def prepare(self, request: Request, now_ns: int) -> None:
         """Sends COMMIT to the drafters: the tokens that became final, and the outcomes that each prepares."""
         ranks = self._deal(request)
-        self._expire(request, now_ns)
+        self.expire(request, now_ns)
         request.cache.start(_counts(ranks))
         for name in ranks:
             self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
@@ -271,7 +271,7 @@ class DraftPool:
         """
         latencies = self._of(request)
         first, *others = sorted(latencies) if self._evenly_dealt else quickest(latencies, depth)
-        self._expire(request, now_ns)
+        self.expire(request, now_ns)
         for name in [first] + [name for name in others if latencies[name].is_due and not self._evenly_dealt]:
             self._commit(request, name, request.round + 1, None, NO_RANKS, depth, now_ns)
             latencies[name].left_out = 0
@@ -327,9 +327,12 @@ class DraftPool:
             self._latencies[name].observe_chain(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
         state.done = True
 
-    def on_overdue(self, request: Request, now_ns: int) -> None:
-        """Records that a wait for the drafters has ended without an answer."""
-        self._expire(request, now_ns)
+    def expire(self, request: Request, now_ns: int) -> None:
+        """Ends all tasks; one without any answer counts as overdue."""
+        for name, state in request.drafters.items():
+            if not state.done and not state.pushes and state.asked_ns:
+                self._latencies[name].observe_overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
+            state.done = True
 
     # --- internals ------------------------------------------------------------------------------------------------
 
@@ -354,13 +357,6 @@ class DraftPool:
                 latency.reset()
         self._estimates.part = len(ranks[next(iter(ranks))]) / max(branches, 1)
         return ranks
-
-    def _expire(self, request: Request, now_ns: int) -> None:
-        """Ends all tasks; one without any answer counts as overdue."""
-        for name, state in request.drafters.items():
-            if not state.done and not state.pushes and state.asked_ns:
-                self._latencies[name].observe_overdue((now_ns - state.asked_ns) / MILLISECOND_NS)
-            state.done = True
 
     def _open(self, request: Request, name: str, ranks: range) -> None:
         state, verifying = request.drafters[name], _verifying(request) if ranks else None

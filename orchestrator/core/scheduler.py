@@ -340,7 +340,7 @@ class Scheduler:
             behind.ngrams.read_on(PIECE)
         for request in list(self._requests.values()):
             if request.wait and now_ns >= request.wait.deadline_ns:
-                self._draft_pool.on_overdue(request, now_ns)
+                self._draft_pool.expire(request, now_ns)
                 self._next.end_wait(request, now_ns)
             elif self._is_silent(request, now_ns):
                 request.heard_ns = now_ns

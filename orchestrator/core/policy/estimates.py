@@ -36,6 +36,9 @@ class Average:
     def add(self, value: float) -> None:
         self.value = value if self.value is None else self.value + self._smoothing * (value - self.value)
 
+    def value_or(self, prior: float) -> float:
+        return prior if self.value is None else self.value
+
 
 class Slope:
     """Estimates dy/dx by least squares; old points fade. Noise that shifts all points alike averages out."""
@@ -181,7 +184,7 @@ class InProcessDrafts:
 
     def step_ms(self, forward_ms: float) -> float:
         """Returns the time for a token; before the first chain, by its trial and the target's `forward_ms`."""
-        return self._step_ms.value if self._step_ms.value is not None else self._weight * forward_ms
+        return self._step_ms.value_or(self._weight * forward_ms)
 
 
 # Until measured: each further row costs a tenth of the first.
@@ -350,7 +353,7 @@ class Estimates:
             verify_ms=self._verify_ms.points,
             depth_ms=self.depth_ms(),
             draft_ms=self.step_ms(),
-            link_ms=_or(self._link_alone_ms, PRIOR_LINK_MS),
+            link_ms=self._link_alone_ms.value_or(PRIOR_LINK_MS),
             turnaround_ms=self.turnaround_ms(),
             acceptance=self.drafted.known(),
             hit_rate=self.covered(PRIOR_BRANCHES),
@@ -467,7 +470,7 @@ class Estimates:
         return pipelined * self.forward_ms(texts)
 
     def turnaround_ms(self) -> float:
-        return _or(self._turnaround_ms, PRIOR_TURNAROUND_MS)
+        return self._turnaround_ms.value_or(PRIOR_TURNAROUND_MS)
 
     # --- the drafter ----------------------------------------------------------------------------------------------
 
@@ -490,19 +493,19 @@ class Estimates:
 
     def chain_ms(self, tokens: int) -> float:
         """Returns the same for an idle draft worker."""
-        return tokens * self.step_ms() + _or(self._link_alone_ms, PRIOR_LINK_MS)
+        return tokens * self.step_ms() + self._link_alone_ms.value_or(PRIOR_LINK_MS)
 
     def step_ms(self) -> float:
         """Returns the time for a token of a chain on request."""
-        return _or(self._step_ms, self.depth_ms())
+        return self._step_ms.value_or(self.depth_ms())
 
     def link_ms(self) -> float:
         """Returns the round-trip time to a draft worker."""
-        return _or(self._link_ms, PRIOR_LINK_MS)
+        return self._link_ms.value_or(PRIOR_LINK_MS)
 
     def depth_ms(self) -> float:
         """Returns the recent time for one more token on each of a request's branches."""
-        return _or(self._depth_ms, PRIOR_DEPTH_MS)
+        return self._depth_ms.value_or(PRIOR_DEPTH_MS)
 
     def trees_ms(self, branches: int) -> float:
         """Returns the time for one more token on each of `branches`, over all requests and draft workers."""
@@ -518,19 +521,19 @@ class Estimates:
 
     def copied_a_round(self) -> tuple[float, float]:
         """Returns the right tokens and all tokens of the copies, per round."""
-        return _or(self._copied_tokens, 0.0), _or(self._copied_rows, 0.0)
+        return self._copied_tokens.value_or(0.0), self._copied_rows.value_or(0.0)
 
     def alternatives(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies whose first token a drafter contradicts."""
         return self._alternatives_of_drafts[min(matched, len(self._alternatives_of_drafts) - 1)]
 
     def hit_rate(self) -> float:
-        return _or(self._hits, PRIOR_HIT_RATE)
+        return self._hits.value_or(PRIOR_HIT_RATE)
 
     def covered(self, branches: int) -> float:
         """Returns the hit rate when all of `branches` are there in time."""
-        missed = 1.0 - _or(self._covered, PRIOR_HIT_RATE)
-        return max(1.0 - missed * math.pow(_or(self._branches, PRIOR_BRANCHES) / max(branches, 1), MISS_POWER), 0.0)
+        missed = 1.0 - self._covered.value_or(PRIOR_HIT_RATE)
+        return max(1.0 - missed * math.pow(self._branches.value_or(PRIOR_BRANCHES) / max(branches, 1), MISS_POWER), 0.0)
 
     def request_tokens_per_ms(self) -> float:
         """Returns the recent rate of one request; the cost of a millisecond of its waiting."""
@@ -549,7 +552,3 @@ class Estimates:
 def _held(copy: Copy, committed: Sequence[int]) -> int:
     """Returns how many tokens at the copy's beginning are the committed ones."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(copy.chain, committed, strict=False)))
-
-
-def _or(average: Average, prior: float) -> float:
-    return prior if average.value is None else average.value

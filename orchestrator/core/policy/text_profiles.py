@@ -53,10 +53,7 @@ class TextAcceptance:
     def copied_a_round(self) -> tuple[float, float]:
         """Returns the right tokens and all tokens of the copies, per round."""
         tokens, rows = self._above.copied_a_round()
-        return (
-            tokens if self._tokens.value is None else self._tokens.value,
-            rows if self._rows.value is None else self._rows.value,
-        )
+        return self._tokens.value_or(tokens), self._rows.value_or(rows)
 
     def observe_chain(self, drafter: str, drafted: int, accepted: int) -> None:
         self.rounds += 1
