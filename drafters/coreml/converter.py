@@ -104,7 +104,7 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
             arrays[f"{module}.weight"] = mx.array(form.values)
             continue
         if form.data.shape[1] % GROUP:
-            raise ModelError(f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP} to quantise it")
+            raise ModelError(f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP} to quantize it")
         triple = to_mlx(form)
         for part, array in (("weight", triple.weight), ("scales", triple.scales), ("biases", triple.biases)):
             arrays[f"{module}.{part}"] = array

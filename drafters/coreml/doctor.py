@@ -195,7 +195,7 @@ def blas_of(mapped: str, system: str) -> tuple[str, str]:
     preloaded = re.search(r"/\S*libopenblas[^/\s]*\.so\S*", mapped)
     if preloaded and ".libs/" not in preloaded.group():  # numpy has a copy of its own, with other symbol names
         return "OpenBLAS", f"preloaded from {preloaded.group()}"
-    return "reference", "MLX uses the reference BLAS; preload OpenBLAS, otherwise verifying M tokens costs M times one"
+    return "reference", "MLX uses the reference BLAS, with which M tokens cost M times as much as one; preload OpenBLAS"
 
 
 def _blas() -> Blas:

@@ -148,7 +148,7 @@ class CoreMLTree:
         """Feeds final tokens: most of them by the prefill, the rest with logits; the last one becomes the root."""
         done, total = len(self._committed), len(self._committed) + len(tokens)
         if not done < total <= self._layout.context:
-            raise DrafterFault(f"{total} tokens to read; the draft's context takes 1 to {self._layout.context}")
+            raise DrafterFault(f"{total} tokens to read; expected 1 to {self._layout.context}, the draft's context")
         for position, token in enumerate(tokens, done):
             above = self._committed[-1] if self._committed else None
             self._committed.append(Node(-1, above, position, token, position))
@@ -180,7 +180,7 @@ class CoreMLTree:
         above = self._node(parent)
         if above.position + 1 >= self._layout.context:
             raise DrafterFault(
-                f"the draft's context of {self._layout.context} tokens is full; drafting is off beyond it"
+                f"the draft's context of {self._layout.context} tokens is full; drafting is off from here on"
             )
         position = above.position + 1
         node = Node(self.next_node, above, position, token, above.fork if token is None else position)

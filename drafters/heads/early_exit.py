@@ -239,7 +239,7 @@ def _best(target: LoadedModel, count: int) -> ExitDrafter:
         raise CannotDraft(f"the target has {count} layer, so early exit is not possible")
     gains = {layers: speedup(agreement, layers / count) for layers, agreement in shares.items()}
     layers = max(gains, key=gains.__getitem__)
-    note = f"drafting by the first {layers} of {count} layers, which agree with all in {shares[layers]:.0%} of a trial"
+    note = f"drafting by the first {layers} of {count} layers, which agree with all on {shares[layers]:.0%} of a trial"
     if gains[layers] < 1:
         note += ": few drafts will be accepted; use a model trained for early exit (LayerSkip), or an adapter"
         log.warning("%s", note)
@@ -262,7 +262,7 @@ def _adapted(folder: Path, target: LoadedModel, count: int) -> ExitDrafter:
         raise CannotDraft(
             f"{name}: {other}, and never agrees with this one; expected an adapter trained for this target"
         )
-    note = f"drafting by {exit.layers} of {count} layers and an adapter, which agree in {agreement:.0%} of a trial"
+    note = f"drafting by {exit.layers} of {count} layers and an adapter, which agree on {agreement:.0%} of a trial text"
     if other:
         note += f"; {other}"
     if agreement < _LEAST:

@@ -129,13 +129,13 @@ class Agreement:
         best = max(self.others, key=self.others.__getitem__, default="")
         if best and self.others[best] > self.own + _CLEARLY:
             return (
-                f"the head agrees with the target in {self.own:.0%} of the tokens of a trial, and in"
+                f"the head agrees with the target on {self.own:.0%} of the tokens of a trial, and on"
                 f" {self.others[best]:.0%} with {best}: its config.json may count layers differently; few drafts will"
                 " be accepted"
             )
         if self.own < _LEAST:
             return (
-                f"the head agrees with the target in {self.own:.0%} of the tokens of a trial; expected one that was"
+                f"the head agrees with the target on {self.own:.0%} of the tokens of a trial; expected one that was"
                 " trained for this target: few drafts will be accepted"
             )
         return ""

@@ -291,7 +291,7 @@ def misfit(drafter: Hello, target: Hello) -> str:
     """Returns why a drafter can't read the target's features; empty: it can, or it reads none."""
     if not drafter.features or drafter.features == target.features:
         return ""
-    made = f"provides those of {target.features}" if target.features else "makes none"
+    made = f"provides those of {target.features}" if target.features else "provides none"
     why = f" ({target.note})" if target.note and not target.features else ""
     return (
         f"{drafter.model} reads features of {drafter.features}, and the target {made}{why}; expected the same head and"

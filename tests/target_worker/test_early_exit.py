@@ -160,7 +160,7 @@ def test_of_a_target_whose_layers_add_nothing_the_first_knows_all(tmp_path: Path
     """At a temperature too, for the noise is the target's; an adapter's rows are used, so a wild one spoils it."""
     markov = markov_llama(tmp_path / "markov")
     own = drafter(markov)
-    assert own.head.layers == 1 and "agree with all in 100%" in own.note  # type: ignore[attr-defined]
+    assert own.head.layers == 1 and "agree with all on 100%" in own.note  # type: ignore[attr-defined]
     assert accepted(run(markov, own, temp, 4)) > 2.5
     exit: Any = own.head
     exit.adapter = ExitAdapter(AdapterConfig(1, 8, H, VOCAB_SIZE, LAYERS))
