@@ -133,7 +133,7 @@ def test_what_core_ml_raises_becomes_one_sentence(fake: FakeCoreML, bench: Calla
 def test_elsewhere_it_says_so(bench: Callable[..., Bench]) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
-    with pytest.raises(ModelError, match="runs on macOS only; elsewhere the reference interpreter stands in"):
+    with pytest.raises(ModelError, match="runs on macOS only; elsewhere the reference interpreter replaces it"):
         CoreMLRuntime(bench("llama").package, "CPU_AND_NE")
 
 

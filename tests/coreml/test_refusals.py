@@ -129,7 +129,7 @@ def test_weights_beyond_float16(tiny_model: Model, tmp_path: Path, bad: float) -
         tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = bad
 
     message = refused(rewritten(model, spoil), tmp_path)
-    assert "model.layers.1.mlp.up_proj holds values" in message and "65504" in message
+    assert "model.layers.1.mlp.up_proj has values" in message and "65504" in message
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
