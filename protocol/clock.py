@@ -1,7 +1,6 @@
-"""The one clock of all spans, monotonic nanoseconds that a machine's processes share, and how long one side waits by
-it.
+"""The clock of all spans, monotonic nanoseconds that are the same in all processes of a machine, and two timeouts.
 
-The waits are for messages that may be lost (docs/protocol.md, "When a message is lost").
+The timeouts are for messages that may be lost (docs/protocol.md, "When a message is lost").
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ now = time.monotonic_ns
 
 
 def since(started_ns: int) -> Span:
-    """The span from `started_ns` until now."""
+    """Returns the span from `started_ns` until now."""
     return Span(started_ns, now())
 
 
 ASK_AGAIN_NS = 5000 * MILLISECOND_NS
-"""The orchestrator: for a request's outcome, until it says VERIFY again."""
+"""How long the orchestrator waits for a request's OUTCOME before it sends VERIFY again."""
 
 FORGET_NS = 300_000 * MILLISECOND_NS
-"""A worker with nothing to do for a request: for any word about it, until it closes it by itself."""
+"""How long a worker with nothing to do for a request waits for any message about it before it closes the request."""

@@ -1,12 +1,12 @@
-"""Messages to ZeroMQ frames and back, by functions that are generated from the types of their fields.
+"""Converts messages to ZeroMQ frames and back, by functions generated from the types of their fields.
 
-Frame 0 is msgpack: [protocol version, message name, [value of each field, in order]]. A numpy array stands in the
-header as [dtype, shape]; its little-endian bytes, last axis fastest, follow as a frame of their own, in field order.
-Messages that leave together follow one another. Nothing that arrives is trusted: see `decode`.
+Frame 0, the header, is msgpack: [protocol version, message name, [value of each field, in order]]. A numpy array is
+[dtype, shape] in the header; its little-endian bytes, last axis fastest, follow in a separate frame, in field order.
+Messages that are sent together follow one another. Received frames are checked completely: see `decode`.
 
 `loader` and `dumper`: two functions for each message, generated from its field types as `dataclasses` generates
-`__init__`. `loader` turns what msgpack read into a dataclass, `dumper` a dataclass into what msgpack writes. Both check
-every value and raise ProtocolError with its place, the value and what was expected.
+`__init__`. `loader` converts what msgpack has read to a dataclass, `dumper` a dataclass to what msgpack writes. Both
+check every value and raise ProtocolError with the field's path, the value and what was expected.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ FEW = 64
 
 
 def read_array(size: tuple[int, ...], array: Array, place: str, frames: Iterator[Buffer]) -> np.ndarray[Any, Any]:
-    """An array of this size, a read-only view of the next frame."""
+    """Returns an array of this size, a read-only view of the next frame."""
     raw = next(frames, None)
     if raw is None:
-        raise ProtocolError(f"{place} has no frame; expected its bytes in a frame of their own")
+        raise ProtocolError(f"{place} has no frame; expected its bytes in a separate frame")
     wire = _wire(array.dtype)
     if len(raw) != math.prod(size) * wire.itemsize:
         raise ProtocolError(f"{place} has {len(raw)} bytes; expected {words(array)}, of size {size}")
-    read: np.ndarray[Any, Any] = np.ndarray(size, wire, raw)
-    _check_items(read, array, place)
-    return read
+    items: np.ndarray[Any, Any] = np.ndarray(size, wire, raw)
+    _check_items(items, array, place)
+    return items
 
 
 def write_array(value: np.ndarray[Any, Any], array: Array, place: str, frames: list[Buffer]) -> tuple[Any, ...]:
-    """What the header has of an array, whose bytes are appended to the frames, without a copy where that can be."""
+    """Returns an array's entry in the header, and appends its bytes to the frames, without a copy if possible."""
     _check_items(value, array, place)
     frames.append(np.ascontiguousarray(value, _wire(array.dtype)).reshape(-1).view(np.uint8).data)
     return array.dtype, value.shape
@@ -81,14 +81,14 @@ def _check_items(value: np.ndarray[Any, Any], array: Array, place: str) -> None:
 
 
 def _least(value: np.ndarray[Any, Any]) -> Any:
-    """numpy's own way costs more than all else there is to do for a few tokens."""
+    """Returns the least item; for a few tokens numpy's `min` would cost more than all other checks together."""
     return min(value.tolist()) if value.ndim == 1 and value.size <= FEW else value.min()
 
 
 Check: TypeAlias = Callable[[Any, Any], Any]
 """(value, raw frames) -> value. The frames are an iterator when loading, a list to append to when dumping."""
 
-_EXACT = 2**53  # whole numbers up to here are floats without loss
+_EXACT = 2**53  # whole numbers up to this one are exact as floats
 _view = reprlib.Repr()
 _view.maxstring = _view.maxother = 60
 
@@ -99,18 +99,18 @@ def wrong(place: str, value: object, expected: str) -> ProtocolError:
 
 @cache
 def loader(cls: type) -> Check:
-    """Checks what msgpack read of a `cls`, a tuple of its fields, and returns the `cls`."""
+    """Returns the function that checks a tuple of fields, as msgpack reads it, and makes a `cls` of it."""
     return _Writer(loads=True).function(cls)
 
 
 @cache
 def dumper(cls: type) -> Check:
-    """Checks a `cls` and returns the tuple of its fields."""
+    """Returns the function that checks a `cls` and makes a tuple of its fields."""
     return _Writer(loads=False).function(cls)
 
 
 class _Writer:
-    """Writes one function. `_known` is what its code refers to; all else are its own variables."""
+    """Generates one function. `_known`: the objects that its code uses; all other names are its variables."""
 
     def __init__(self, loads: bool) -> None:
         self._loads = loads
@@ -127,7 +127,7 @@ class _Writer:
         return function
 
     def _code(self, shape: Shape, value: str, place: str) -> list[str]:
-        """The lines that hold the variable `value` to its shape and put into it what the other side has for it."""
+        """Returns the lines that check the variable `value` against its shape, and convert it in place."""
         if isinstance(shape, Maybe):
             return [f"if {value} is not None:", *_indented(self._code(shape.inner, value, place))]
         expected = words(shape)
@@ -137,7 +137,7 @@ class _Writer:
         return [f"if not ({self._outline(shape, value)}): {refused}", *self._inside(shape, value, place)]
 
     def _outline(self, shape: Shape, value: str) -> str:
-        """What must hold of a value before one looks into it."""
+        """Returns the condition that a value must meet before its parts are checked."""
         match shape:
             case Range(low, high):  # `type`, because a bool is an int
                 return f"type({value}) is int and {low} <= {value} <= {high}"
@@ -167,7 +167,7 @@ class _Writer:
         raise TypeError(f"{shape} has no outline")
 
     def _inside(self, shape: Shape, value: str, place: str) -> list[str]:
-        """The lines for what is in a value whose outline is right."""
+        """Returns the lines that check and convert the parts of a value whose outline is right."""
         match shape:
             case Real():
                 return [f"{value} = float({value})"]
@@ -191,20 +191,20 @@ class _Writer:
         return []
 
     def _items(self, item: Shape, value: str, place: str) -> list[str]:
-        one, found = self._variable(), self._variable()
-        loop = [f"for {one} in {value}:", *_indented(self._code(item, one, f"{place}[]"))]
+        element, converted = self._variable(), self._variable()
+        loop = [f"for {element} in {value}:", *_indented(self._code(item, element, f"{place}[]"))]
         if _is_kept(item):
             return loop
-        return [f"{found} = []", *loop, f" {found}.append({one})", f"{value} = tuple({found})"]
+        return [f"{converted} = []", *loop, f" {converted}.append({element})", f"{value} = tuple({converted})"]
 
     def _parts(self, shapes: Sequence[Shape], places: Sequence[str]) -> tuple[list[str], list[str]]:
-        """A variable for each part, and the lines for all of them."""
+        """Returns a variable for each part, and the lines for all of them."""
         parts = [self._variable() for _ in shapes]
         codes = map(self._code, shapes, parts, places)
         return parts, list(chain.from_iterable(codes))
 
     def _made(self, cls: type, value: str, parts: Sequence[str]) -> list[str]:
-        """The lines that make a `cls` of its fields: a frozen dataclass's own `__init__` takes twice the time."""
+        """Returns the lines that make a `cls` of its fields; a frozen dataclass's `__init__` takes twice the time."""
         if hasattr(cls, "__post_init__"):
             return [f"{value} = {self._name(cls)}{_tuple(parts)}"]
         setters = [self._name(cls.__dict__[name].__set__) for name in fields_of(cls)]
@@ -215,7 +215,7 @@ class _Writer:
         return f"v{next(self._numbers)}"
 
     def _name(self, known: object) -> str:
-        """A name by which the code may refer to this."""
+        """Returns a name for this object in the code."""
         name = f"k{next(self._numbers)}"
         self._known[name] = known
         return name
@@ -230,7 +230,7 @@ def _tuple(parts: Sequence[str]) -> str:
 
 
 def _is_kept(shape: Shape) -> bool:
-    """Whether values of this shape are the same on both sides."""
+    """Returns whether values of this shape are the same in a dataclass and in msgpack."""
     match shape:
         case Many(inner) | Maybe(inner):
             return _is_kept(inner)
@@ -243,14 +243,14 @@ def _sized(value: str, axes: int) -> str:
 
 
 MESSAGES: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(Message)}
-"""Every message that may cross a socket, by the name it has in the header."""
+"""Every message, by its name in the header."""
 
 
 def encode(message: Message) -> list[Buffer]:
-    """The frames that say `message`, for `send_multipart`. Array frames share memory with the message's arrays.
+    """Returns the frames of `message`, for `send_multipart`. Array frames share memory with the message's arrays.
 
     Raises:
-        ProtocolError: a field is out of its type or range, so that the sender hears of it and not the receiver.
+        ProtocolError: a field is of a wrong type or out of range; so the error appears at the sender.
     """
     cls: type = type(message)
     if MESSAGES.get(cls.__name__) is not cls:
@@ -261,7 +261,7 @@ def encode(message: Message) -> list[Buffer]:
         frames[0] = msgpack.packb((PROTOCOL_VERSION, cls.__name__, fields))
     except UnicodeEncodeError as error:
         raise ProtocolError(
-            f"{cls.__name__} holds text that can't be UTF-8 ({error.reason}); expected Unicode"
+            f"{cls.__name__} has text that can't be encoded as UTF-8 ({error.reason}); expected Unicode text"
         ) from None
     if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
         raise ProtocolError(f"{cls.__name__} has a frame of {longest:,} bytes; expected at most {MAX_FRAME:,}")
@@ -269,36 +269,36 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def encode_all(messages: Iterable[Message]) -> list[Buffer]:
-    """The frames that say `messages`, in this order; see `encode`."""
+    """Returns the frames of `messages`, in this order; see `encode`."""
     return [frame for message in messages for frame in encode(message)]
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
-    """The message that `frames` say, and no other; its arrays are read-only views of the frames.
+    """Returns the only message in `frames`; its arrays are read-only views of the frames.
 
     Raises:
         ProtocolError: not a message of this version: another version (a VersionMismatch), an unknown name, too many or
-            too few fields, ill-typed ones, a value out of range, a sequence or array of a wrong size, a number that is
-            not finite.
-        RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message asks for sampling out of range;
-            the words are SamplingParams's own. Use `request_of` to answer whoever sent it.
+            too few fields, a field of a wrong type, a value out of range, a sequence or array of a wrong size, or a
+            number that is not finite.
+        RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message has sampling parameters out of
+            range; the message is that of SamplingParams. Use `request_of` to answer the sender.
     """
     rest = iter(frames)
     message = _first(rest)
     if extra := len(list(rest)):
         name = type(message).__name__
-        raise ProtocolError(f"{name} has {extra} frames too many; expected one a present array and no other")
+        raise ProtocolError(f"{name} has {extra} frames too many; expected one for each array that is not nil")
     return message
 
 
 def decode_all(frames: Sequence[Buffer]) -> list[Message]:
-    """The messages that `frames` say, one at least; raises as `decode` when one of them is none: then none is taken."""
+    """Returns the messages in `frames`, at least one; raises as `decode` does if any of them is invalid."""
     rest = iter(frames)
     return [_first(rest), *(_message(header, rest) for header in rest)]
 
 
 def request_of(frames: Sequence[Buffer]) -> str | None:
-    """The request of a refused message, where that can be read, so that its sender can be answered."""
+    """Returns the request of a refused message, to answer its sender; None if it can't be read."""
     try:
         _, name, fields = _unpack(frames[0])
         request = fields[list(fields_of(MESSAGES[name])).index("request")]
@@ -310,18 +310,18 @@ def request_of(frames: Sequence[Buffer]) -> str | None:
 def _first(rest: Iterator[Buffer]) -> Message:
     header = next(rest, None)
     if header is None:
-        raise ProtocolError("no frame arrived; expected a header and the arrays it names")
+        raise ProtocolError("the message has no frames; expected a header and a frame for each array")
     return _message(header, rest)
 
 
 def _message(frame: Buffer, rest: Iterator[Buffer]) -> Message:
-    """The message of the header in this frame; its arrays are taken from `rest`."""
+    """Returns the message whose header is in this frame; its arrays are taken from `rest`."""
     header = _unpack(frame)
     if len(header) != 3 or type(header[0]) is not int or header[0] != PROTOCOL_VERSION:
         raise _refused(header)
     _, name, fields = header
     if type(name) is not str or name not in MESSAGES:
-        raise wrong("the message name", name, "the name of a message of protocol.messages")
+        raise wrong("the message name", name, "the name of a message in protocol.messages")
     try:
         message: Message = loader(MESSAGES[name])(fields, rest)
     except InvalidRequest as error:
@@ -330,7 +330,7 @@ def _message(frame: Buffer, rest: Iterator[Buffer]) -> Message:
 
 
 def _refused(header: tuple[Any, ...]) -> ProtocolError:
-    """What is wrong with a header that is not of this version."""
+    """Returns the error for a header that is not of this version."""
     version = header[0] if header else None
     if type(version) is not int:
         return wrong("the protocol version", version, "a whole number first in the header")
@@ -343,12 +343,12 @@ def _refused(header: tuple[Any, ...]) -> ProtocolError:
 
 
 def _unpack(frame: Buffer) -> tuple[Any, ...]:
-    longest = min(MAX_ITEMS, len(frame))  # msgpack makes room for the length claimed, unseen
+    longest = min(MAX_ITEMS, len(frame))  # msgpack allocates the claimed length before it reads the items
     try:
         header = msgpack.unpackb(
             frame, use_list=False, max_array_len=longest, max_map_len=0, max_bin_len=0, max_ext_len=0
         )
-    except ValueError as error:  # what every error of msgpack is, broken UTF-8 included
+    except ValueError as error:  # the base of every error of msgpack, broken UTF-8 included
         reason = str(error) or type(error).__name__
         raise ProtocolError(f"the header is not msgpack ({reason}); expected a message of outrider") from None
     if type(header) is not tuple:

@@ -1,14 +1,14 @@
-"""Where processes meet: `ipc://PATH` on one machine, `tcp://HOST:PORT` between machines.
+"""Endpoints: `ipc://PATH` on one machine, `tcp://HOST:PORT` between machines.
 
-Owns the form of an endpoint, which process serves it, and that nothing goes to other machines without keys. ZeroMQ
-would cut a port to 16 bits, take an ipc path from a live server, replace any file that lies there, and connect to
-anybody unencrypted; `bind` and `connect` refuse instead, in one sentence.
+Owns the syntax of an endpoint, the right to serve it, and the rule that connections to other machines need keys. ZeroMQ
+would truncate a port to 16 bits, take an ipc path from a live server, replace any file there, and connect unencrypted;
+`bind` and `connect` refuse with an error of one sentence.
 
-`prepare`: the options of a socket whose peer is on another machine, where a link may break silently. Both ends send
-heartbeats below our messages and close a connection that does not answer them. Then the connecting end tries again, a
-few times a second, so a healed link is back within that time. TCP alone would take as long again as the cut lasted.
+`prepare`: the options of a socket whose peer is on another machine, since that link can break silently. Both ends send
+ZeroMQ heartbeats and close a connection that does not answer them. The connecting end then reconnects, a few times a
+second, so a healed link works again at once. TCP alone would take as long again as the link was cut.
 
-`probe`: connects once, so that a peer that finds no server, or is refused, learns why instead of waiting.
+`probe`: connects once, so that a peer that finds no server, or is refused, gets an error instead of waiting.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from outrider.protocol.socket_files import MAX_PATH, SocketLock
 Socket: TypeAlias = zmq.Socket[Any]
 
 HANDSHAKE_MS = 10_000
-"""Whoever connects and does not say so long what every ZeroMQ peer says first is hung up on."""
+"""Connections that do not complete ZeroMQ's handshake within this time are closed."""
 BACKLOG = 128
-"""Connections that the system keeps in line until they are accepted."""
+"""Connections that the system queues until they are accepted."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253})")
 
 
@@ -54,7 +54,7 @@ class Ipc:
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """A host name or address and a port. To bind only: host `*` is every interface, port 0 any free one."""
+    """A host name or address, and a port. For `bind` only: host `*` is every interface, port 0 any free port."""
 
     host: str
     port: int
@@ -67,10 +67,10 @@ Endpoint: TypeAlias = Ipc | Tcp
 
 
 def parse(text: str) -> Endpoint:
-    """The endpoint that `text` writes; a relative ipc path is taken from the current directory.
+    """Parses an endpoint; a relative ipc path starts in the current directory.
 
     Raises:
-        EndpointError: no endpoint, a port out of range, or a path too long for a unix socket.
+        EndpointError: the text is no endpoint, a port is out of range, or a path is too long for a unix socket.
     """
     scheme, _, rest = text.partition("://")
     if scheme == "ipc":
@@ -79,8 +79,8 @@ def parse(text: str) -> Endpoint:
         return _parse_tcp(text, rest)
     if scheme in ("http", "https"):
         raise EndpointError(
-            f"{text} is an HTTP address, which curl and the clients of OpenAI's and Anthropic's APIs take; expected the"
-            " server's own endpoint, which `outrider serve` prints as `clients:`, like ipc:///tmp/outrider"
+            f"{text} is an HTTP address, for curl and the clients of OpenAI's and Anthropic's APIs; expected the"
+            " endpoint which `outrider serve` prints as `clients:`, like ipc:///tmp/outrider"
         )
     raise EndpointError(f"{text!r} is not an endpoint; expected ipc://PATH or tcp://HOST:PORT")
 
@@ -88,7 +88,7 @@ def parse(text: str) -> Endpoint:
 def _parse_ipc(text: str, path: str) -> Ipc:
     if not path or path[0] in "@*" or path.endswith("/") or not path.isprintable():
         raise EndpointError(
-            f"{text!r} names no file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider"
+            f"{text!r} has no path of a file; expected ipc:// and the path of a socket, like ipc:///tmp/outrider"
         )
     path = os.path.abspath(path)
     length = len(os.fsencode(path))
@@ -106,7 +106,7 @@ def _parse_tcp(text: str, rest: str) -> Tcp:
     if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
         return Tcp(host[1:-1], int(port))
     if host != "*" and not _HOST.fullmatch(host):
-        raise EndpointError(f"{text!r} names no host; expected a name, an IPv4 address, an IPv6 address in [] or *")
+        raise EndpointError(f"{text!r} has no host; expected a name, an IPv4 address, an IPv6 address in [] or *")
     return Tcp(host, int(port))
 
 
@@ -119,7 +119,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def is_local(where: Endpoint) -> bool:
-    """Whether only this machine can reach it; a name other than localhost counts as another machine's."""
+    """Returns whether only this machine can reach it; names other than localhost count as another machine's."""
     if isinstance(where, Ipc) or where.host == "localhost":
         return True
     try:
@@ -129,7 +129,7 @@ def is_local(where: Endpoint) -> bool:
 
 
 def reachable(endpoint: str) -> Endpoint:
-    """As `parse`; EndpointError also for what can only be served."""
+    """Parses an endpoint to connect to. Raises EndpointError also for an endpoint that can only be served."""
     where = parse(endpoint)
     if isinstance(where, Tcp) and (where.host == "*" or where.port == 0):
         raise EndpointError(
@@ -141,13 +141,13 @@ def reachable(endpoint: str) -> Endpoint:
 def keys_to(
     endpoint: str, server_key: str | None = None, folder: str | os.PathLike[str] | None = None
 ) -> ClientKeys | None:
-    """The keys that a connection to `endpoint` needs; None: it is on this machine, and no key of its server is known.
+    """Returns the keys for a connection to `endpoint`; None if it is on this machine and has no trusted key.
 
     `server_key`: the key that the server must have; None: the trusted one. `folder`: see `Keyring`.
 
     Raises:
         KeyFault: a key is missing or can't be used.
-        EndpointError: it is no endpoint.
+        EndpointError: the endpoint is malformed.
     """
     where, keyring = reachable(endpoint), Keyring(Path(folder) if folder is not None else None)
     host = where.host if isinstance(where, Tcp) else endpoint
@@ -160,16 +160,16 @@ def keys_to(
     if is_local(where):
         return None
     raise KeyFault(
-        f"{endpoint} is on another machine, and its server's key is not trusted yet; expected"
-        f" `outrider keys trust {host} KEY` (or --server-key), with the key that `outrider serve` prints there"
+        f"{endpoint} is on another machine, and no key of its server is trusted; run `outrider keys trust {host} KEY`"
+        " (or add --server-key KEY) with the key that `outrider serve` prints there"
     )
 
 
 def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> None:
-    """Connects `socket`; whoever serves the endpoint may come later, and has to have the key of `keys`.
+    """Connects `socket`; the server may start later, and must have the server key in `keys`.
 
     Raises:
-        EndpointError: nobody can be reached there, or it is on another machine and there are no `keys`.
+        EndpointError: the endpoint can't be reached, or it is on another machine and there are no `keys`.
     """
     where = reachable(endpoint)
     if keys is None and not is_local(where):
@@ -185,9 +185,9 @@ def connect(socket: Socket, endpoint: str, keys: ClientKeys | None = None) -> No
 
 
 class Bound:
-    """A socket that serves an endpoint; `close` ends both and leaves no file. Also a context manager.
+    """A socket that serves an endpoint; `close` closes it and leaves no file. A context manager.
 
-    The listening socket is ours and lent to ZeroMQ, which would remove whatever lies at the path in the end.
+    ZeroMQ gets a copy of our listening socket: with its own it would remove whatever is at the path when it closes.
     """
 
     def __init__(self, socket: Socket, where: Endpoint, listener: sockets.socket, lock: SocketLock | None) -> None:
@@ -200,23 +200,23 @@ class Bound:
         socket.use_fd = -1
 
     def listen(self) -> None:
-        """Lets connections in, as it does from the start. Again does nothing."""
+        """Accepts connections, as after creation. A second call does nothing."""
         if self.lock is not None:
             self.lock.open()
 
     def stop_listening(self) -> None:
-        """New connections wait until `listen`. Only at a path: from a port ZeroMQ would drop all connections."""
+        """Makes new connections wait until `listen`. For paths only: on a port ZeroMQ would drop all connections."""
         if self.lock is not None:
             self.lock.shut()
 
     def hang_up(self, descriptor: int) -> None:
-        """Ends a connection that came in by this port. Its number may be another's by now, whose it is not to end."""
-        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as one:
-            if self.lock is None and one.getsockname()[1:2] == self._listener.getsockname()[1:2]:
-                one.shutdown(sockets.SHUT_RDWR)
+        """Closes a connection to this port, unless its descriptor is another file's by now."""
+        with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as connection:
+            if self.lock is None and connection.getsockname()[1:2] == self._listener.getsockname()[1:2]:
+                connection.shutdown(sockets.SHUT_RDWR)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket (messages not yet sent get `linger_ms`), then frees the endpoint. Again does nothing."""
+        """Closes the socket and frees the endpoint; unsent messages have `linger_ms`. A second call does nothing."""
         self._socket.close(linger=linger_ms)
         self._listener.close()
         if self.lock is not None:
@@ -232,15 +232,15 @@ class Bound:
 
 
 def bind(socket: Socket, endpoint: str, keys: ServerKeys | None = None) -> Bound:
-    """Serves `endpoint` with `socket`; `Bound.endpoint` is the same with a port of 0 filled in.
+    """Serves `endpoint` with `socket`; `Bound.endpoint` has the chosen port instead of 0.
 
-    With `keys` it admits the keys that its context's authentication allows, and none where there is none. What the same
-    socket is bound to later is served with keys, too.
+    With `keys` the socket admits the keys that its context's authentication allows; without an authentication it admits
+    none. Later endpoints of the same socket are served with keys, too.
 
     Raises:
         EndpointError: already served, port in use, no permission, no such directory or address, or other machines
-            could reach it and there are no `keys`. The socket stays open and unbound, and whatever serves the endpoint
-            now is not disturbed.
+            could reach it and there are no `keys`. The socket stays open and unbound, and a process that serves the
+            endpoint is not disturbed.
     """
     where = parse(endpoint)
     if keys is None and not is_local(where):
@@ -280,7 +280,7 @@ def _at_port(where: Tcp) -> sockets.socket:
 def _ask_for_keys(socket: Socket, keys: ServerKeys) -> None:
     socket.curve_server, socket.curve_secretkey = True, raw(keys.own.secret)
     socket.zap_domain = keys.domain.encode()
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context that has no authentication lets everybody in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a context without an authentication admits every key
 
 
 def _prepare(socket: Socket, where: Endpoint) -> None:
@@ -292,10 +292,10 @@ def _prepare(socket: Socket, where: Endpoint) -> None:
 
 def _refused(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
     reasons = {
-        errno.EADDRINUSE: "the port is in use; stop what uses it or choose another (0 takes any free one)",
-        errno.EACCES: "no permission; choose a port from 1024 on, or a directory you may write to",
-        errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its own, or * for all of them",
-        errno.ENODEV: "this machine has no such address; choose one of its own, or * for all of them",
+        errno.EADDRINUSE: "the port is in use; stop the program that uses it, or choose another port (0: any free one)",
+        errno.EACCES: "no permission; choose a port from 1024 up, or a directory you may write to",
+        errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its addresses, or * for all",
+        errno.ENODEV: "this machine has no such address; choose one of its addresses, or * for all",
         errno.EINVAL: "the host can't be found; check its name",
     }
     reason = reasons[errno.EINVAL] if isinstance(error, sockets.gaierror) else reasons.get(error.errno or 0)
@@ -304,13 +304,13 @@ def _refused(where: Endpoint, error: OSError | zmq.ZMQError) -> EndpointError:
 
 ASK_MS = 500
 GIVE_UP_MS = 2000
-"""A packet that is lost is sent again after some 200 ms, then after 400: a link that works is never silent so long."""
+"""TCP repeats a lost packet after about 200 ms, then after 400: a working link is never silent for so long."""
 CONNECT_MS = 1000
 AGAIN_MS, AGAIN_MOST_MS = 100, 400
 
 
 def prepare(socket: zmq.Socket[Any]) -> None:
-    """Before it is bound or connected; what was before keeps to what it was made with."""
+    """Sets the options of a socket for other machines; call it before `bind` or `connect`."""
     socket.heartbeat_ivl = ASK_MS
     socket.heartbeat_timeout = socket.heartbeat_ttl = GIVE_UP_MS
     socket.connect_timeout = CONNECT_MS
@@ -318,7 +318,7 @@ def prepare(socket: zmq.Socket[Any]) -> None:
     socket.reconnect_ivl = AGAIN_MS
     socket.reconnect_ivl_max = AGAIN_MOST_MS
     if socket.type == zmq.ROUTER:
-        # Who comes again may come before its first connection is missed here; without this it would not be heard.
+        # A peer may reconnect before its old connection is closed here; without this its new one would be refused.
         socket.router_handover = True
 
 
@@ -330,11 +330,10 @@ _ENDS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTO
 
 
 def require_server(endpoint: str) -> None:
-    """Knocks, where that is known at once: ZeroMQ itself waits for a server that may still come.
+    """Checks that a local endpoint is served, since ZeroMQ would wait for a server that may still start.
 
     Raises:
-        EndpointError: it is certain that nobody can be reached there now. A server elsewhere is taken on trust, if its
-            host can be found.
+        EndpointError: no server is there. On another machine, only: its host can't be found.
     """
     where = parse(endpoint)
     if isinstance(where, Tcp):
@@ -352,7 +351,7 @@ def require_server(endpoint: str) -> None:
 
 @lru_cache
 def _find(host: str) -> None:
-    """Looks for the host's address; once it was found, that is taken to be so."""
+    """Looks up the host's address; cached once it was found."""
     try:
         sockets.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
@@ -371,10 +370,10 @@ def _can_probe(where: Endpoint) -> tuple[sockets.AddressFamily, str | tuple[str,
 
 
 def probe(endpoint: str, keys: ClientKeys | None, seconds: float = SECONDS) -> None:
-    """Returns when a server at `endpoint` admits `keys`.
+    """Returns when a server at `endpoint` has admitted `keys`.
 
     Raises:
-        KeyFault: it refuses the key, has another one than it should, or asks for one and there is none.
+        KeyFault: the server refuses the key, has another key than expected, or requires keys and there are none.
         EndpointError: nothing answers.
     """
     context: zmq.Context[Any] = zmq.Context.instance()
@@ -398,8 +397,7 @@ def _no_server(endpoint: str, keys: ClientKeys | None, known: bool) -> OutriderE
         return KeyFault(f"{endpoint} requires keys; expected --server-key with the key that the server prints")
     if known:
         return KeyFault(
-            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server"
-            " for this (`outrider keys allow`)"
+            f"{endpoint} refuses this side's key {keys.own.public}; allow it on the server (`outrider keys allow`)"
         )
     return KeyFault(
         f"{endpoint} has a server with another key than {keys.server}; expected the key that `outrider"

@@ -1,9 +1,8 @@
-"""The named errors that cross rooms, sockets and pipes. Each message says what was wrong, what was expected, what to
-do.
+"""All error classes, and their form in messages. An error says what was wrong, what was expected and what to do.
 
-`ModelFault`: any failure in a model's code is one request's failure: a named error that a worker can report.
+`ModelFault`: a failure in a model's code, which ends only its request.
 
-`kind_of` and `as_error`: across a socket or a pipe an error is a class name and a sentence.
+`kind_of` and `as_error`: over a socket or a pipe an error is sent as a class name and a sentence.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 
 
 class OutriderError(Exception):
-    """Base of every error Outrider raises on purpose; `exit_code` is what the command line ends with."""
+    """Base of every error that Outrider raises on purpose; `exit_code`: the exit code of the command line."""
 
     exit_code = 1
 
@@ -26,7 +25,7 @@ class InvalidRequest(OutriderError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for an answer in the model's context, or in the memory for texts."""
+    """The prompt leaves no room for an answer in the model's context or in the memory for texts."""
 
 
 class UnknownDrafter(InvalidRequest):
@@ -40,7 +39,7 @@ class ModelError(OutriderError):
 
 
 class CannotDraft(ModelError):
-    """A model is sound and can't draft; what it was to draft for can go on without."""
+    """A model works but can't draft; the target can run without it."""
 
 
 class EndpointError(OutriderError):
@@ -56,7 +55,7 @@ class WorkerError(OutriderError):
 
 
 class ServerStopped(WorkerError):
-    """The server ended before the text was complete; the next one can go on with it."""
+    """The server ended before the text was complete; another server can continue it."""
 
 
 class ProtocolError(OutriderError):
@@ -66,42 +65,42 @@ class ProtocolError(OutriderError):
 
 
 class ServerBusy(OutriderError):
-    """The server has all the requests or connections that it takes; ask again later."""
+    """The server has as many requests or connections as it accepts; try again later."""
 
     exit_code = 7
 
 
 class VersionMismatch(ProtocolError):
-    """The other side is of another release, whose messages are others."""
+    """The other side has another protocol version."""
 
 
 class KeyFault(OutriderError):
-    """A key is missing, unreadable, readable by others, none at all, or not let in."""
+    """A key is missing, malformed, unreadable, readable by other users, or not admitted."""
 
     exit_code = 8
 
 
 class OtherModel(InvalidRequest):
-    """A text is to go on with another model, or other numbers, than it began with."""
+    """A text can't be continued here: it began with another model or number format."""
 
 
 class RefusedRequest(InvalidRequest, ProtocolError):
-    """A well-formed message asks for something out of range. It is dropped like an invalid one, but answered."""
+    """A well-formed message has a value out of range. It is dropped like an invalid message, but answered."""
 
 
 log = logging.getLogger(__name__)
 
 
 class ModelFault(ModelError):
-    """A model's own code failed in the middle of its work, or computed what is no number."""
+    """A model's code failed during a computation, or returned NaN or infinity."""
 
 
 @contextmanager
 def named_errors(doing: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Errors of Outrider pass; any other becomes a ModelFault: "`doing` failed: TypeError: ...". The log has all of it.
+    """Turns every error but Outrider's own into a ModelFault: "`doing` failed: TypeError: ...", and logs its traceback.
 
-    Models are other people's code, a class a model type, and fail with whatever they like. `level`: where that is
-    tried for, it is no warning.
+    Models are third-party code, one class for each model type, and may raise anything. `level`: the level of the log
+    line; less than a warning where a failure is expected.
     """
     try:
         yield
@@ -113,19 +112,19 @@ def named_errors(doing: str, level: int = logging.WARNING) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The error's first line, or its kind where it has none."""
+    """Returns the first line of the error's message, or its class name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def kind_of(error: OutriderError) -> str:
-    """The name of this error's class, or of its nearest base here, by which it crosses a socket or a pipe."""
+    """Returns the name of the error's class, or of its nearest base in this module, for a message."""
     named = (cls for cls in type(error).__mro__ if globals().get(cls.__name__) is cls)
     return next(named, OutriderError).__name__
 
 
 def as_error(kind: str, message: str) -> OutriderError:
-    """The exception that `kind` names; a kind that this version doesn't know is a plain OutriderError."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, OutriderError):
-        return found(message)
+    """Returns an error of the class `kind`; a kind that this version doesn't have becomes an OutriderError."""
+    cls = globals().get(kind)
+    if isinstance(cls, type) and issubclass(cls, OutriderError):
+        return cls(message)
     return OutriderError(message)

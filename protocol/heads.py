@@ -1,6 +1,6 @@
-"""Heads that read the target: their kinds, and how a checkpoint's config.json shows that it is one.
+"""The kinds of heads, and how to recognize a head by its checkpoint's config.json.
 
-Knows names only; what a head computes is in `drafters.heads`.
+Knows names only; `drafters.heads` computes.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 
 HEADS = ("dflash", "eagle3", "mtp", "redrafter", "early-exit")
 OF_TARGET = ("mtp", "early-exit")
-"""Those that a target's own repository may hold; the others lie in one of their own."""
+"""Heads that may be part of a target's own repository; the others have repositories of their own."""
 AHEAD = ("dflash", "eagle3", "mtp", "redrafter")
-"""Those that can draft in a process of their own, ahead of the target's rows."""
+"""Heads that can draft in a process of their own, ahead of the target's rows."""
 _WORDS = {"eagle3": ("eagle3", "peagle"), "dflash": ("dflash", "dspark")}
-"""What an architecture's name holds, whichever kind of head it is."""
+"""Parts of an architecture's name that show the kind of head."""
 DRAFT_MODEL = "draft"
-"""Names the draft model among drafters, in a process of its own or in the target's."""
+"""The draft model's name among drafters, in its own process or in the target's."""
 NGRAM = "ngram"
-"""Names what is copied from the text."""
+"""The name of drafts copied from the text."""
 JOINT = "+"
-"""Between the names of two whose drafts are verified as one tree: draft workers, and one of the target's process."""
+"""Joins the names of two drafters whose drafts are verified as one tree: draft workers, and one in the target."""
 _SAME = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> str | None:
-    """The kind of head that a checkpoint with this config.json holds; None: a model, or nothing that is known here.
+    """Returns the kind of head in a checkpoint with this config.json; None for a model, or an unknown kind.
 
-    `target`: that of the model to draft for, which may have its own head (mtp) in its original repository.
+    `target`: the target's config.json; its original repository may have its own head (mtp).
     """
     named = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
     for kind, words in _WORDS.items():
@@ -44,27 +44,27 @@ def head_kind(config: Mapping[str, Any], target: Mapping[str, Any] | None = None
 
 
 def in_process_head(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the names of a model's own head's tensors begin with in its original repository, by its config.json.
+    """Returns the prefixes of the tensors of a model's own head in its original repository, by its config.json.
 
-    DeepSeek's and GLM's heads are a layer behind the last one.
+    DeepSeek's and GLM's heads are a layer after the last one.
     """
     count = _text(config).get("num_hidden_layers")
     return ("mtp.", "model.mtp_layers.", *([f"model.layers.{count}."] if count else []))
 
 
 def is_joint(drafter: str) -> bool:
-    """Whether this names two drafters of one tree."""
+    """Returns whether this names two drafters of one tree."""
     return JOINT in drafter
 
 
 def names_of(kinds: Iterable[str]) -> tuple[str, ...]:
-    """What drafters of these kinds are called, in this order: of several of a kind all but the first have a number."""
+    """Returns the names of drafters of these kinds, in this order; the second of a kind gets "-2", and so on."""
     seen: Counter[str] = Counter()
-    found = []
+    names = []
     for kind in kinds:
         seen[kind] += 1
-        found.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
-    return tuple(found)
+        names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
+    return tuple(names)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,9 +1,9 @@
-"""CURVE keys, and the folder that keeps them.
+"""CURVE keys, and the folder that holds them.
 
-A key is 32 bytes, written in base64 on one line, as WireGuard writes its own. `Keyring`: a folder that only its owner
-may enter, with three files, a line for each entry: `secret` holds the own secret key, `allowed` a role, a key and a
-name, `servers` a place and a key. Files that others could have read or written are refused. Opens no socket; who may
-connect with a key is for `orchestrator.auth` to decide.
+A key is 32 bytes, written in base64 on one line, like WireGuard's. `Keyring`: a folder that only its owner may enter,
+with three files of one entry per line: `secret` has the user's secret key, `allowed` a role, a key and a name,
+`servers` a place and a key. Files that other users could read or write are refused. Opens no socket;
+`orchestrator.auth` decides what a key may connect to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """An identity: the `public` key is for everybody, the `secret` one for its owner."""
+    """A key pair: the `public` key may be shared, the `secret` one stays with its owner."""
 
     public: str
     secret: str = field(repr=False)
@@ -35,7 +35,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """With whose key an endpoint is served, and the name of the ZAP `domain` whose keys are let in."""
+    """The key pair of the server of an endpoint, and the ZAP `domain` whose keys it admits."""
 
     own: KeyPair
     domain: str
@@ -43,24 +43,24 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """Who connects, and the public key of the `server` that it must turn out to be."""
+    """The key pair of a connecting process, and the public key that the `server` must have."""
 
     own: KeyPair
     server: str
 
 
 def make_pair() -> KeyPair:
-    """A new pair."""
+    """Creates a new key pair."""
     return pair_of(from_zmq(zmq.curve_keypair()[1]))
 
 
 def pair_of(secret: str) -> KeyPair:
-    """The pair that this secret key belongs to."""
+    """Returns the pair of a secret key."""
     return KeyPair(from_zmq(zmq.curve_public(z85.encode(raw(secret)))), secret)
 
 
 def parse_key(text: str) -> str:
-    """The key as it is written everywhere. Raises KeyFault when `text` is none."""
+    """Returns the key in its usual form. Raises KeyFault if `text` is no key."""
     try:
         bare = base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError):
@@ -73,17 +73,17 @@ def parse_key(text: str) -> str:
 
 
 def raw(key: str) -> bytes:
-    """A key's bytes, as ZeroMQ takes them."""
+    """Returns a key's bytes, for ZeroMQ."""
     return base64.b64decode(key)
 
 
 def from_zmq(key: bytes) -> str:
-    """The key that ZeroMQ names in its Z85, half of whose signs a shell takes for its own."""
+    """Converts a key from ZeroMQ's Z85, many of whose characters are special in a shell."""
     return base64.b64encode(z85.decode(key)).decode()
 
 
 def key_shown(frame: zmq.Frame) -> str:
-    """The key of this message's sender; empty: none was asked for."""
+    """Returns the key of a message's sender; "" if the endpoint requires none."""
     try:
         return from_zmq(str(frame.get("User-Id")).encode())
     except zmq.ZMQError:
@@ -96,7 +96,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True, slots=True)
 class AllowedKey:
-    """Whoever has the secret of `key` may ask (client), draft (drafter) or read prompts for the target (prefill)."""
+    """A key and its `role`: client (sends requests), drafter, or prefill (reads prompts for the target)."""
 
     role: str
     key: str
@@ -118,16 +118,16 @@ class KnownServer:
 
 
 def default_folder() -> Path:
-    """Where a user's keys lie unless something else is said."""
+    """Returns the default folder of a user's keys."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return home / "outrider" / "keys"
 
 
 class Keyring:
-    """The keys in `folder`; nothing is read before it is asked for.
+    """The keys in `folder`; files are read when they are needed.
 
     Raises:
-        KeyFault: of every method: something is missing, unreadable, or open to others.
+        KeyFault: raised by every method: a file is missing, unreadable or readable by other users.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -137,10 +137,10 @@ class Keyring:
         self._servers = self.folder / "servers"
 
     def make(self, anew: bool = False) -> KeyPair:
-        """A pair of one's own, kept from now on. `anew`: in the place of the one there is."""
+        """Creates and saves the user's key pair. `anew`: replace an existing one."""
         pair = make_pair()
         if self.has_own and not anew:
-            raise KeyFault(f"{self._secret} already holds a key; --force replaces it")
+            raise KeyFault(f"{self._secret} already has a key; --force replaces it")
         self._write(self._secret, [pair.secret])
         return pair
 
@@ -149,66 +149,66 @@ class Keyring:
         return self._secret.exists()
 
     def own(self) -> KeyPair:
-        """The pair that was made here."""
-        found = list(self._lines(self._secret))
-        if not found:
+        """Returns the user's key pair."""
+        lines = list(self._lines(self._secret))
+        if not lines:
             raise KeyFault(f"there is no key in {self.folder}; create one with `outrider keys make`")
-        if len(found) != 1:
-            raise KeyFault(f"{self._secret} holds {len(found)} lines; expected one secret key")
+        if len(lines) != 1:
+            raise KeyFault(f"{self._secret} has {len(lines)} lines; expected one secret key")
         try:
-            return pair_of(parse_key(found[0]))
-        except KeyFault:  # whose words would tell the line
-            raise KeyFault(f"{self._secret} holds no key; expected one that `outrider keys make` wrote") from None
+            return pair_of(parse_key(lines[0]))
+        except KeyFault:  # its message would show the line, which may be a secret
+            raise KeyFault(f"{self._secret} holds no key; expected a file of `outrider keys make`") from None
 
     def allowed(self) -> tuple[AllowedKey, ...]:
-        """Who is let in, in the order in which they were allowed."""
-        found = []
+        """Returns the allowed keys, in the order in which they were allowed."""
+        keys = []
         for line in self._lines(self.allowed_file):
             role, key, name = (*line.split(None, 2), "", "")[:3]
             if role not in ROLES or not key:
                 raise KeyFault(f"{self.allowed_file} has the line {line[:60]!r}; expected ROLE KEY NAME")
-            found.append(AllowedKey(role, parse_key(key), name))
-        return tuple(found)
+            keys.append(AllowedKey(role, parse_key(key), name))
+        return tuple(keys)
 
-    def allow(self, one: AllowedKey) -> None:
-        """Lets `one` in, by this name from now on."""
-        others = [other for other in self.allowed() if (other.role, other.key) != (one.role, one.key)]
-        taken = next((other for other in others if other.name == one.name and other.key != one.key), None)
+    def allow(self, new: AllowedKey) -> None:
+        """Allows a key, under its name; replaces the entry of the same key and role."""
+        others = [other for other in self.allowed() if (other.role, other.key) != (new.role, new.key)]
+        taken = next((other for other in others if other.name == new.name and other.key != new.key), None)
         if taken is not None:
-            raise KeyFault(f"the name {one.name} is that of the {taken.role} {taken.key}; choose another, or revoke it")
-        self._write(self.allowed_file, [*map(str, others), str(one)])
+            raise KeyFault(f"the {taken.role} {taken.key} has the name {new.name}; choose another name, or revoke it")
+        self._write(self.allowed_file, [*map(str, others), str(new)])
 
     def revoke(self, key_or_name: str) -> list[AllowedKey]:
-        """Lets a key, or whoever has the name, in no more; what was taken away."""
+        """Removes a key, or all keys of a name, from the allowed ones; returns what was removed."""
         allowed = self.allowed()
-        gone = [one for one in allowed if key_or_name in (one.key, one.name)]
-        if not gone:
+        revoked = [entry for entry in allowed if key_or_name in (entry.key, entry.name)]
+        if not revoked:
             raise KeyFault(f"no allowed key is called {key_or_name!r}; `outrider keys list` lists them all")
-        self._write(self.allowed_file, [str(one) for one in allowed if one not in gone])
-        return gone
+        self._write(self.allowed_file, [str(entry) for entry in allowed if entry not in revoked])
+        return revoked
 
     def servers(self) -> tuple[KnownServer, ...]:
-        """The servers whose keys are known."""
-        found = []
+        """Returns the trusted servers."""
+        servers = []
         for line in self._lines(self._servers):
             place, _, key = line.partition(" ")
-            found.append(KnownServer(place, parse_key(key)))
-        return tuple(found)
+            servers.append(KnownServer(place, parse_key(key)))
+        return tuple(servers)
 
     def trust(self, server: KnownServer) -> None:
-        """Takes whoever has this key for the server at that place from now on."""
+        """Saves the key of the server at a place, in place of an earlier one."""
         others = [str(other) for other in self.servers() if other.place != server.place]
         self._write(self._servers, [*others, str(server)])
 
     def forget(self, place: str) -> None:
-        """Knows no key of the server at that place any more."""
+        """Removes the key of the server at that place."""
         left = [server for server in self.servers() if server.place != place]
         if len(left) == len(self.servers()):
-            raise KeyFault(f"no trusted key for a server at {place!r}; `outrider keys list` lists them all")
+            raise KeyFault(f"there is no trusted key for a server at {place!r}; `outrider keys list` lists them all")
         self._write(self._servers, list(map(str, left)))
 
     def _lines(self, path: Path) -> Iterator[str]:
-        """What is written there; nothing where there is no such file."""
+        """Yields the lines of a file; none if there is no file."""
         try:
             self._check(self.folder, "700")
             self._check(path, "600")
@@ -220,18 +220,17 @@ class Keyring:
         yield from filter(None, map(str.strip, lines))
 
     def _check(self, path: Path, mode: str) -> None:
-        found = path.stat()
-        if found.st_uid != os.geteuid():
+        status = path.stat()
+        if status.st_uid != os.geteuid():
             raise KeyFault(f"{path} belongs to another user; expected a file of your own (--keys sets the folder)")
-        if found.st_mode & _OTHERS:
+        if status.st_mode & _OTHERS:
             raise KeyFault(
-                f"{path} can be read by other users (mode {stat.S_IMODE(found.st_mode):o}); close it"
-                f" with `chmod {mode} {path}`,"
+                f"{path} can be read by other users (mode {stat.S_IMODE(status.st_mode):o}); run `chmod {mode} {path}`,"
                 " and create a new key if it may have been read"
             )
 
     def _write(self, path: Path, lines: Sequence[str]) -> None:
-        """Writes the file whole or not at all, so that a reader meanwhile reads the old one."""
+        """Writes the file atomically: readers see the old file or the new one."""
         part = path.with_name(f".{path.name}-{os.getpid()}")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

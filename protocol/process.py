@@ -1,8 +1,8 @@
-"""What every process sets up: its log, and signal handlers that raise.
+"""Sets up a process: its log, and signal handlers that raise.
 
-Logs are lines of text, or a JSON object a line, by the standard library's logging. A line that concerns a request says
-so in a field, from `extra` or from the context it was written in. A process that a server started writes to the
-server's log; warnings also go to its own stderr, whose end the server reports if the process is lost.
+Logs are lines of text or JSON objects, one per line, by the standard library's logging. A line about a request has its
+id in a field, from `extra` or from the current context. A process that a server started writes to the server's log;
+warnings also go to its own stderr, whose last lines the server reports if the process is lost.
 
 `outside_finalizers`: Python calls a signal handler between any two steps of the main thread, also while a finalizer
 runs. An exception raised there is printed as "Exception ignored in ... __del__" and lost, and the signal with it.
@@ -22,17 +22,17 @@ from types import FrameType, TracebackType
 
 FORMATS = ("text", "json")
 FIELDS = ("request", "round", "client_request", "method", "path", "status", "ms", "caller")
-"""What a line may say beside its words, by `extra`. `request` is whose the process knows; `client_request` is what the
-client calls it."""
+"""The fields that a log line may have, by `extra`. `request`: this process's id of the request; `client_request`: the
+client's id."""
 
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
-"""The request that is being worked at here: lines that name none concern this one."""
+"""The request in progress in this context; log lines without a request of their own get it."""
 
 log = logging.getLogger(__name__)
 
 
 def set_up(level: str, form: str, process: str, shared_fd: int | None = None) -> None:
-    """For this process, which is called `process`, once. `shared_fd`: where the server that started it writes."""
+    """Sets up logging, once. `process`: this process's name; `shared_fd`: the log of the server that started it."""
     own = logging.StreamHandler()
     handlers: list[logging.Handler] = [own]
     if shared_fd is not None:
@@ -48,14 +48,14 @@ def set_up(level: str, form: str, process: str, shared_fd: int | None = None) ->
 
 
 class TextFormatter(logging.Formatter):
-    """For people."""
+    """Formats lines of text."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s {process} %(levelname)s %(message)s")
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, process and its id; then the fields that the line has."""
+    """Formats one object per line: time (UTC), level, logger, message, process and its id, then the line's fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
-        told = {
+        fields = {
             "time": f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -74,11 +74,11 @@ class JsonFormatter(logging.Formatter):
             **{name: getattr(record, name) for name in FIELDS if hasattr(record, name)},
             "exception": self.formatException(record.exc_info) if record.exc_info else None,
         }
-        return json.dumps({name: value for name, value in told.items() if value is not None}, default=str)
+        return json.dumps({name: value for name, value in fields.items() if value is not None}, default=str)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What ends the process is a line like any other."""
+    """Logs the exception that ends the process as one line."""
     log.critical("ended by %s: %s", kind.__name__, error, exc_info=(kind, error, trace))
 
 
@@ -88,7 +88,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 def outside_finalizers(handler: Handler) -> Handler:
-    """`handler`, called a moment later where the signal comes while a finalizer runs. SIGALRM counts the moments."""
+    """Returns a handler that calls `handler`; if a finalizer is running, it tries again later, by SIGALRM."""
 
     def call(number: int, frame: FrameType | None) -> None:
         if _finalizes(frame):

@@ -1,6 +1,6 @@
-"""A latency profile: what is known of a machine we don't have, in a JSON file (docs/simulation.md lists its fields).
+"""A latency profile: measurements of a machine we don't have, in a JSON file (docs/simulation.md lists its fields).
 
-Workers keep to it (`--simulate`); the orchestrator checks it before anything starts. Knows numbers; paces nothing.
+Workers imitate it (`--simulate`); the orchestrator checks it before anything starts. Knows numbers; paces nothing.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from outrider.protocol.errors import InvalidRequest
 
-# How every complaint of a worker begins that could not keep to its profile.
+# The beginning of every worker's note that its own times were longer than the profile's.
 NOT_KEPT = "the times are not the profile's"
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of a forward by its rows (tokens): measured points in order, straight lines between and beyond.
+    """Milliseconds of a forward by its rows (tokens): measured points in order, linear between and beyond them.
 
-    Beyond the first and the last point it never falls under the lesser of the two points its line goes through.
+    Beyond the first and the last point it never falls below the lesser of the two points that its line goes through.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -37,7 +37,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What others measured on the machine, tokens per second, with the K of their SD and SSD and their branches."""
+    """Published measurements on the machine: tokens per second, the K of SD and of SSD, and the number of branches."""
 
     ar: float
     sd: float
@@ -51,9 +51,9 @@ class Published:
 class Profile:
     """A machine we don't have. `link_ms` is the one-way time of a message to or from its drafter.
 
-    `acceptance` by chain position (the last holds for all that follow) and `bonus_ranks` (probability that the bonus
-    token is the drafter's candidate 0, 1, ... after its own token was rejected) are for the replay drafter; `sources`
-    say where the numbers are from, `notes` how they were derived.
+    For the replay drafter: `acceptance` by chain position (the last one also holds for all later positions), and
+    `bonus_ranks`, the probability that the bonus token is the drafter's candidate 0, 1, ... after its own token was
+    rejected. `sources` say where the numbers are from, `notes` how they were derived.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Profile:
         """Reads and checks a JSON profile.
 
         Raises:
-            InvalidRequest: the file is missing, is no JSON, or a field is missing or out of range; says which.
+            InvalidRequest: the file is missing or is no JSON, or a field is missing or out of range.
         """
         try:
             return _profile(json.loads(path.read_text(encoding="utf-8")))
@@ -119,27 +119,27 @@ def _published(fields: Any) -> Published:
 def _latency(name: str, points: object) -> Latency:
     if not isinstance(points, dict) or not points:
         raise ValueError(f"{name} is {points!r}; expected milliseconds by rows, like {{'1': 18.3, '8': 19.0}}")
-    found = {_rows(name, rows): _time(f"{name} of {rows} rows", ms) for rows, ms in points.items()}
-    if len(found) < len(points):
-        raise ValueError(f"{name} has the same number of rows twice")
-    return Latency(tuple(sorted(found.items())))
+    by_rows = {_rows(name, rows): _time(f"{name} of {rows} rows", ms) for rows, ms in points.items()}
+    if len(by_rows) < len(points):
+        raise ValueError(f"{name} has the same number of rows twice; expected each number once")
+    return Latency(tuple(sorted(by_rows.items())))
 
 
 def _rows(name: str, rows: str) -> int:
     if not rows.isascii() or not rows.isdigit() or int(rows) < 1:
-        raise ValueError(f"{name} has {rows!r} for rows; expected a whole number from 1")
+        raise ValueError(f"{name} has {rows!r} for rows; expected a whole number from 1 up")
     return int(rows)
 
 
 def _time(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected a number, zero or more")
+        raise ValueError(f"{name} is {value!r}; expected a number from 0 up")
     return float(value)
 
 
 def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected a whole number from 1")
+        raise ValueError(f"{name} is {value!r}; expected a whole number from 1 up")
     return value
 
 

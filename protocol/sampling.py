@@ -1,4 +1,4 @@
-"""What a request asks of its text: the sampling parameters that both workers share, and the grammar it must satisfy.
+"""A request's sampling parameters, and the grammar that its text must match.
 
 `SamplingParams` knows nothing of logits. Names and defaults are mlx-lm's, except that "off" is always the neutral
 value. `Grammar` is a JSON schema, a grammar or a regular expression as the request gave it. It knows no tokens;
@@ -42,7 +42,7 @@ class Grammar:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", values.word("grammar kind", self.kind, KINDS))
         if not isinstance(self.text, str) or not self.text.strip():
-            raise InvalidRequest(f"the {self.name} is empty; expected text that describes what may be generated")
+            raise InvalidRequest(f"the {self.name} is empty; expected a description of what may be generated")
         if len(self.text) > MAX_GRAMMAR:
             raise InvalidRequest(f"the {self.name} has {len(self.text)} characters; expected at most {MAX_GRAMMAR}")
         object.__setattr__(self, "text", values.plain(self.text))
@@ -51,15 +51,15 @@ class Grammar:
 
     @property
     def name(self) -> str:
-        """What it is in words."""
+        """The kind in words."""
         return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "grammar")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> Grammar:
-        """JSON that this schema allows; {"type": "object"} is any JSON object.
+        """Returns the grammar of JSON that matches this schema; {"type": "object"} is any JSON object.
 
         Raises:
-            InvalidRequest: the schema holds something that JSON has no word for.
+            InvalidRequest: the schema holds a value that JSON can't express.
         """
         try:
             return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
@@ -68,7 +68,7 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Returns the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
 
@@ -80,11 +80,7 @@ def _require_json(name: str, text: str) -> None:
 
 
 def as_grammar(given: object) -> Grammar | None:
-    """A grammar, or the dict of its fields, as JSON has it.
-
-    Raises:
-        InvalidRequest: it is neither.
-    """
+    """Converts a dict of a grammar's fields to a Grammar. Raises InvalidRequest if `given` is neither nor None."""
     if given is None or isinstance(given, Grammar):
         return given
     if isinstance(given, Mapping) and set(given) == {"kind", "text"}:
@@ -101,7 +97,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = {
     "balanced": {"temp": 0.7, "top_p": 0.95},
     "creative": {"temp": 1.0, "min_p": 0.05},
 }
-"""Settings that go well together, by name: no surprise, some variety, much of it without nonsense."""
+"""Named settings: no variety, some variety, much variety."""
 WHOLE = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
@@ -111,7 +107,7 @@ WHOLE = {
     "frequency_context_size": (1, 2**31 - 1),
     "q_width": (1, 1024),
 }
-"""Whole numbers, and what they may be."""
+"""Fields that are whole numbers, and their ranges."""
 NUMBERS = {
     "temp": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -121,12 +117,12 @@ NUMBERS = {
     "frequency_penalty": (-100.0, 100.0),
     "saguaro": (0.01, 1.0),
 }
-"""Numbers, and what they may be."""
+"""Fields that are numbers, and their ranges."""
 MOST_BIAS = 1e6
 
 
 class SamplingFields(TypedDict, total=False):
-    """The fields of `SamplingParams` as keywords, in every form in which they are taken."""
+    """The fields of `SamplingParams` as keywords, with all types that they accept."""
 
     max_tokens: int
     min_tokens: int
@@ -247,10 +243,10 @@ class SamplingParams:
             raise InvalidRequest(f"saguaro is {self.saguaro:g}; it needs rule residual, or must be 1")
 
     def _keep(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the record is frozen for everybody else
+        object.__setattr__(self, name, value)  # the record is frozen after creation
 
     def changed(self, **fields: Unpack[SamplingFields]) -> SamplingParams:
-        """The same with other values for these fields."""
+        """Returns a copy with other values for these fields."""
         return dataclasses.replace(self, **_by_field_name(fields))
 
     __repr__ = values.short_repr
@@ -267,22 +263,22 @@ class SamplingParams:
 
     @classmethod
     def greedy(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """The most likely token, always."""
+        """Always the likeliest token."""
         return cls(**PRESETS["greedy"]).changed(**changes)  # type: ignore[arg-type]
 
     @classmethod
     def balanced(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Some variety, few surprises."""
+        """Some variety."""
         return cls(**PRESETS["balanced"]).changed(**changes)  # type: ignore[arg-type]
 
     @classmethod
     def creative(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Much variety; min-p keeps nonsense out."""
+        """Much variety, with min-p against unlikely tokens."""
         return cls(**PRESETS["creative"]).changed(**changes)  # type: ignore[arg-type]
 
 
 def _by_field_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """With `temperature` under the name of its field.
+    """Replaces `temperature` by the name of its field, `temp`.
 
     Raises:
         InvalidRequest: both names are given.
@@ -294,12 +290,12 @@ def _by_field_name(given: Mapping[str, Any]) -> dict[str, Any]:
     if "temperature" not in given:
         return dict(given)
     if "temp" in given:
-        raise InvalidRequest("temp and temperature are two names of one setting; expected one of them")
+        raise InvalidRequest("temp and temperature are names of the same setting; expected one of them")
     return {"temp" if name == "temperature" else name: value for name, value in given.items()}
 
 
 def _named_twice(make: Callable[..., None]) -> Callable[..., None]:
-    """`SamplingParams(temperature=...)`: as a field of its own it would be one of the message's, too."""
+    """Lets `__init__` accept `temperature`, which can't be a field, since it would be sent in messages, too."""
 
     @functools.wraps(make)
     def made(self: SamplingParams, *fields: Any, **named: Any) -> None:
@@ -317,7 +313,7 @@ SamplingParams.__init__ = _named_twice(SamplingParams.__init__)  # type: ignore[
 def _bias(given: object) -> tuple[tuple[int, float], ...]:
     pairs = given.items() if isinstance(given, Mapping) else given
     try:
-        found = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
+        entries = [(token, bias) for token, bias in cast("Iterable[Any]", pairs)]
     except (TypeError, ValueError):
         raise InvalidRequest(
             f"logit_bias is {given!r}; expected a dict of token ids and biases, or (token, bias) pairs"
@@ -327,12 +323,12 @@ def _bias(given: object) -> tuple[tuple[int, float], ...]:
             values.whole("logit_bias token", token, 0, 2**31 - 1),
             values.number("logit_bias value", bias, -MOST_BIAS, MOST_BIAS),
         )
-        for token, bias in found
+        for token, bias in entries
     )
 
 
 def _stops(given: object) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or any(not isinstance(text, str) or not text for text in texts):
-        raise InvalidRequest(f"stop is {given!r}; expected a text or a list of texts, none of them empty")
+        raise InvalidRequest(f"stop is {given!r}; expected a text or a list of texts that are not empty")
     return tuple(values.plain(text) for text in texts)

@@ -1,10 +1,10 @@
-"""What a message field may hold: the types that fields are made of, and how each type is read.
+"""The types of message fields, with their ranges and sizes.
 
-The codec, the documentation and the tests all build on this. A field's type says its range or size, and the codec
-enforces it for senders, too. Knows dataclasses; knows nothing of bytes or messages.
+The codec, the documentation and the tests are derived from them; the codec enforces ranges and sizes for senders, too.
+Knows dataclasses; knows nothing of bytes or messages.
 
 `Logprobs`: log-probabilities of tokens, in Outcome and in chunks of requests that asked for them. `Origin`: where a
-committed token came from, a number for each token in the same chunks.
+committed token came from, a number for each token of a chunk.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Origin(IntEnum):
     """Where a token came from. All but TARGET were drafted and accepted: `draft_n_accepted` counts them."""
 
     TARGET = 0
-    """The target's own: plain decoding, and the token after the accepted part of a chain."""
+    """The target: plain decoding, or the bonus token after the accepted part of a chain."""
     PREPARED = 1
-    """From a branch that was drafted for this outcome before it was known."""
+    """A branch that was drafted for this outcome before it was known."""
     DRAFTED = 2
-    """Drafted just in time, once the tokens before it were known."""
+    """A draft worker, just in time, once the tokens before it were known."""
     COPIED = 3
-    """Copied from the text, which had been in the same place before."""
+    """The text itself: what followed the same n-gram before."""
     HEAD = 4
-    """Drafted just in time by a head that reads the target, in its process."""
+    """A head that reads the target, in its process, just in time."""
     GUESSED = 5
-    """Beside a chain's token: what its drafter thought next best."""
+    """An alternative to a chain's token, which its drafter ranked next best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: no item lies under it."""
+    """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: the least allowed item."""
 
     dtype: str
     axes: int
@@ -71,8 +71,8 @@ class Array:
 
 MAX_TOKENS = 2**24
 MAX_FRAME = 2**26
-"""Bytes: the most tokens that there may be. Who announces more is disconnected before memory is taken for it."""
-# Usually a chain and its bonus token; more when a drafter was not asked for a while.
+"""Bytes of a frame: `MAX_TOKENS` tokens. A peer that announces more is disconnected before memory is allocated."""
+# Usually a chain and its bonus token; more if a drafter was left out for a while.
 MAX_COMMIT = 4096
 MAX_CHAIN = 64
 MAX_BESIDE = 16
@@ -83,25 +83,25 @@ Count = Annotated[int, Range(0, 2**31 - 1)]
 Serial = Annotated[int, Range(0, 2**63 - 1)]
 Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
 Depth = Annotated[int, Range(0, MAX_CHAIN)]
-"""How many tokens of a chain: what a worker is asked for is bounded work."""
+"""The number of tokens of a chain, bounded to bound a worker's work."""
 Breadth = Annotated[int, Range(0, MAX_BRANCHES)]
-"""How many branches."""
+"""The number of branches."""
 RequestId = Annotated[str, Size(64)]
 Name = Annotated[str, Size(4096)]
 ClientName = Annotated[str, Size(64)]
 Text = Annotated[str, Size(2**26)]
 Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
 Node = Annotated[int, Range(-1, MAX_CHAIN - 1)]
-"""A token of a tree or a chain; -1: the text before."""
+"""A token of a tree or a chain by its index; -1: the text before them."""
 Parents = Annotated[tuple[Node, ...], Size(MAX_CHAIN)]
-"""A tree's, as in `protocol.trees`: of each token, which one it follows on, or -1; (): the tokens are a chain."""
+"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
 Path = Annotated[tuple[Annotated[int, Range(0, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
 """Nodes of a tree, from the text down."""
 Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
-"""What an outcome makes final: the accepted tokens of a chain, then the bonus."""
+"""A commit: the accepted tokens of a chain, then the bonus token."""
 Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
-Told = Annotated[tuple[Token, ...], Size(2**16)]
-"""Those of a chunk, in the header: to a process that has slept an array costs as much as all the rest of it."""
+ChunkTokens = Annotated[tuple[Token, ...], Size(2**16)]
+"""The tokens of a chunk, in the header: to a client that was asleep, an array costs as much as the rest."""
 Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
 Bytes = Annotated[np.ndarray[Any, np.dtype[np.uint8]], Array("uint8", 1)]
 Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
@@ -109,7 +109,7 @@ Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
 Halves = Annotated[np.ndarray[Any, np.dtype[np.float16]], Array("float16", 2)]
 Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
 Origins = Annotated[tuple[Annotated[int, Range(int(min(Origin)), int(max(Origin)))], ...], Size(2**16)]
-"""An `Origin` a token."""
+"""The `Origin` of each token."""
 Mode = Annotated[str, OneOf(("auto", "ar", "sd", "ssd"))]
 Role = Annotated[str, OneOf(("target", "draft", "prefill"))]
 
@@ -121,7 +121,7 @@ MAX_AXIS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """A finite float; an int stands for the float of the same value."""
+    """A finite float; an int is accepted as the float of the same value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +172,13 @@ _PLAIN: dict[object, Shape] = {int: Range(), float: Real(), bool: Flag(), str: S
 
 @cache
 def fields_of(cls: type) -> dict[str, Shape]:
-    """What each field of a dataclass may hold, in order. TypeError for a field type that no message may use."""
+    """Returns the shape of each field of a dataclass, in order. Raises TypeError for a type that no message may use."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: shape_of(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def shape_of(hint: Any) -> Shape:
-    """What a value of this type hint may be. TypeError when no shape is known for it."""
+    """Returns the shape of a type hint. Raises TypeError for a type that no message may use."""
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -205,7 +205,7 @@ def _marked(base: Any, marker: object) -> Shape:
 
 
 def words(shape: Shape) -> str:
-    """What a value of this shape is, as errors and the documentation put it."""
+    """Describes a value of this shape, for errors and the documentation."""
     match shape:
         case Range(low, high):
             return f"a whole number from {_power(low)} to {_power(high)}"
@@ -231,7 +231,7 @@ def words(shape: Shape) -> str:
 
 
 def _power(value: int) -> str:
-    """2^31-1 rather than 2147483647."""
+    """Formats 2147483647 as 2^31-1."""
     for bits in (31, 63):
         if value == 2**bits - 1:
             return f"2^{bits}-1"
@@ -241,12 +241,12 @@ def _power(value: int) -> str:
 
 
 NEVER = float(np.finfo(np.float32).min)
-"""Stands for the log-probability of what can't be."""
+"""The log-probability of an impossible token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs:
-    """One row a token, [N, 1 + n]: the token itself, then the n most likely at its position, the most likely first.
+    """One row per token, [N, 1 + n]: the token itself, then the n likeliest at its position, the likeliest first.
 
     `values` are natural logarithms of the target's own probabilities after penalties, bias and grammar, before
     temperature and filters; -3.4e38 marks an impossible token.
@@ -259,10 +259,10 @@ class Logprobs:
         return len(self.ids)
 
     def part(self, start: int, end: int) -> Logprobs:
-        """The rows from `start` to before `end`."""
+        """Returns the rows [start, end)."""
         return Logprobs(self.ids[start:end], self.values[start:end])
 
 
 def joined(parts: Sequence[Logprobs]) -> Logprobs:
-    """The rows of all of these, which have as many columns."""
+    """Concatenates rows that have the same number of columns."""
     return Logprobs(np.concatenate([p.ids for p in parts]), np.concatenate([p.values for p in parts]))

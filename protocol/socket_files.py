@@ -1,10 +1,10 @@
 """The files of a server's sockets: a private directory for them, and the lock on a socket's path.
 
-`PrivateDirectory`: a fresh directory that only this user may enter, with a short path. Its maker holds a lock on it;
-what a killed maker left is removed when the next one is made.
+`PrivateDirectory`: a new directory that only this user may enter, with a short path. The process that created it holds
+a lock on it; directories of killed processes are removed when the next one is created.
 
-`SocketLock`: whoever holds the lock on the file beside a path may serve it. The kernel drops the lock with the process
-that held it, so a killed server blocks nobody, and two that start together can't both win. Knows nothing of ZeroMQ.
+`SocketLock`: the right to serve a path, by a lock on a file beside it. The kernel releases the lock when its process
+ends, so a killed server blocks no other, and of two that start together only one wins. Knows nothing of ZeroMQ.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import zmq
 from outrider.protocol.errors import EndpointError
 
 MAX_PATH = zmq.IPC_PATH_MAX_LEN or 103
-"""Bytes a unix socket's path may have on this system: 107 on Linux, 103 on macOS."""
+"""The most bytes of a unix socket's path on this system: 107 on Linux, 103 on macOS."""
 
 
 class SocketLock:
-    """The right to bind `path`, until `release`, which removes the lock file and the socket that `bind` put there.
+    """The right to bind `path` until `release`, which removes the lock file and the socket of `bind`.
 
-    `token` is what the lock file holds and `inode` the socket's: by them others can tell that both are still ours.
+    `token` (the contents of the lock file) and `inode` (of the socket) show other processes that both are still ours.
 
     Raises:
-        EndpointError: a live server holds the path, or what lies there is no socket, or the directory can't be used.
+        EndpointError: a live server holds the path, the path is no socket, or the directory can't be used.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,7 +50,7 @@ class SocketLock:
             self._unlock()
             raise EndpointError(problem)
         os.ftruncate(descriptor, 0)
-        with suppress(OSError):  # on a full disk the file is not known as ours, and is not swept
+        with suppress(OSError):  # on a full disk the file has no token, and the sweeper leaves it
             os.write(descriptor, self.token.encode())
 
     @property
@@ -58,13 +58,13 @@ class SocketLock:
         return self._path
 
     def bind(self, listener: socket.socket) -> None:
-        """Binds it to the path, in the place of what a dead server left there. OSError when that can't be."""
+        """Binds `listener` to the path, and replaces a dead server's socket. Raises OSError if that fails."""
         _remove(self._path)
         listener.bind(self._path)
         self.inode = _inode(self._path)
 
     def shut(self) -> None:
-        """Puts a socket at the path that accepts no connections; open ones stay. Again does nothing."""
+        """Puts a socket at the path that accepts no connections; open ones stay. A second call does nothing."""
         if self._shut is None and self.inode is not None:
             os.rename(self._path, self._aside)
             self._shut = socket.socket(socket.AF_UNIX)
@@ -72,14 +72,14 @@ class SocketLock:
             self._shut.listen()
 
     def open(self) -> None:
-        """Restores the socket that `bind` put there; waiting connections are cut, and ZeroMQ tries again."""
+        """Restores the socket of `bind`; waiting connections are closed, and ZeroMQ connects again."""
         if self._shut is not None:
             os.rename(self._aside, self._path)
             self._shut.close()
             self._shut = None
 
     def release(self) -> None:
-        """Gives the path back. Again does nothing."""
+        """Releases the path. A second call does nothing."""
         self.open()
         if self._descriptor is not None:
             if self.inode is not None and _inode(self._path) == self.inode:
@@ -96,7 +96,7 @@ class SocketLock:
                 raise EndpointError(_served(self._path)) from None
             if _is_at(descriptor, self._lock):
                 return descriptor
-            os.close(descriptor)  # its holder removed the file between our open and our lock: take the new one
+            os.close(descriptor)  # its holder removed the file between our open and our lock: lock the new file
 
     def _lock_file(self) -> int:
         try:
@@ -105,17 +105,17 @@ class SocketLock:
             reason = "no permission to write there"
         except OSError as error:
             reason = error.strerror or str(error)
-        raise EndpointError(f"the socket {self._path} can't be made: {reason}; choose a directory you may write to")
+        raise EndpointError(f"the socket {self._path} can't be created: {reason}; choose a directory you may write to")
 
     def _unlock(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            _remove(self._lock)  # while it is still locked, so that it is ours
+            _remove(self._lock)  # while we hold the lock, so that the file is ours
             os.close(descriptor)
 
 
 def _occupied(path: str) -> str | None:
-    """Why the path can't be bound although its lock is free; None when it is free or a dead server's."""
+    """Returns why the path can't be bound although its lock is free; None if it is free or a dead server's."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -134,7 +134,7 @@ def _occupied(path: str) -> str | None:
 
 
 def _served(path: str) -> str:
-    return f"ipc://{path} is already served by a running process; connect to that one or choose another path"
+    return f"ipc://{path} is already served by a running process; connect to it or choose another path"
 
 
 def _is_at(descriptor: int, path: str) -> bool:
@@ -155,38 +155,38 @@ def _remove(path: str) -> None:
     try:
         os.unlink(path)
     except OSError:
-        return  # gone already, with its directory perhaps
+        return  # already removed, perhaps with its directory
 
 
 MAX_NAME = 32
-"""Characters of a socket's name in the directory."""
+"""The most characters of a socket's name in the directory."""
 _PREFIX = "outrider-run-"
-_UNBORN = ".outrider-run-"  # under this name until its lock is held, so that no sweep takes it for abandoned
+_UNLOCKED = ".outrider-run-"  # its name until it is locked, so that no other process removes it as abandoned
 
 
 class PrivateDirectory:
-    """Mode 0700; `close` removes it with everything inside. Also a context manager.
+    """A directory of mode 0700; `close` removes it with its contents. A context manager.
 
     Raises:
-        EndpointError: it can't be made.
+        EndpointError: it can't be created.
     """
 
     def __init__(self) -> None:
         root = _root()
         _sweep(root)
-        unborn = _made(root)
-        self._descriptor: int | None = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
+        unlocked = _created(root)
+        self._descriptor: int | None = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        self.path = unborn.rename(root / (_PREFIX + unborn.name.removeprefix(_UNBORN)))
+        self.path = unlocked.rename(root / (_PREFIX + unlocked.name.removeprefix(_UNLOCKED)))
 
     def endpoint(self, name: str) -> str:
-        """An ipc endpoint in the directory. ValueError for a name that is no plain file name of MAX_NAME characters."""
+        """Returns an ipc endpoint in the directory. ValueError for a name that is longer than MAX_NAME or not plain."""
         if not name.isascii() or not name.isidentifier() or len(name) > MAX_NAME:
             raise ValueError(f"{name!r} is not a socket name; expected letters, digits and _")
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:
-        """Removes the directory. Again does nothing."""
+        """Removes the directory. A second call does nothing."""
         if self._descriptor is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._descriptor)
@@ -202,13 +202,13 @@ class PrivateDirectory:
 
 
 def private_directory() -> PrivateDirectory:
-    """A fresh private directory in the temporary folder, or in /tmp where that folder's path is long (macOS)."""
+    """Creates a private directory in the temporary folder, or in /tmp if that folder's path is long (macOS)."""
     return PrivateDirectory()
 
 
-def _made(root: Path) -> Path:
+def _created(root: Path) -> Path:
     try:
-        return Path(tempfile.mkdtemp(prefix=_UNBORN, dir=root))
+        return Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=root))
     except OSError as error:
         raise EndpointError(
             f"can't create a directory for sockets in {root}: {error.strerror}; free some space, or"
@@ -219,30 +219,30 @@ def _made(root: Path) -> Path:
 def _root() -> Path:
     try:
         root = Path(tempfile.gettempdir()).absolute()
-    except OSError:  # no file can be written in any; a directory may still be made
+    except OSError:  # no folder is writable for files; a directory can perhaps still be created
         return Path("/tmp")
     longest = root / (_PREFIX + "x" * 8) / ("x" * MAX_NAME)
     return root if len(os.fsencode(longest)) <= MAX_PATH else Path("/tmp")
 
 
 def _sweep(root: Path) -> None:
-    """Removes the directories of makers that are gone, whose locks are free."""
+    """Removes the directories of processes that have ended, whose locks are free."""
     for left in root.glob(_PREFIX + "*"):
         try:
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # not ours, or gone since
+        except OSError:  # not ours, or already removed
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _empty(left)
-        except OSError:  # held by a living maker, or holds more than was made here
+        except OSError:  # a live process holds the lock, or the directory has files of others
             continue
         finally:
             os.close(descriptor)
 
 
 def _empty(left: Path) -> None:
-    """Removes the sockets, locks and workers' logs in a directory, and then it; with anything else in it it stays."""
+    """Removes the sockets, locks and logs in a directory, then the directory; raises OSError if it has other files."""
     for entry in left.iterdir():
         if entry.is_socket() or entry.suffix in (".lock", ".log"):
             entry.unlink()

@@ -1,4 +1,4 @@
-"""The numbers that processes report: memory, counts, durations, and what a replay found.
+"""The numbers that processes report: memory, counts, durations, and the report of a replay.
 
 `KvCost`, `KvUse` and `CacheUse` are bytes of keys, values and state of a model, and the use of a prompt cache. A
 worker measures them; the orchestrator adds them up. `Tally` and `Durations` count events since the process started.
@@ -16,13 +16,13 @@ from outrider.protocol.schema import Count, Name, Serial
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """Bytes that a worker keeps for a text: `per_text` for any length, plus `per_token` for each token."""
+    """Bytes that a worker needs for a text: `per_text` for any length, plus `per_token` for each token."""
 
     per_text: Serial = 0
     per_token: Serial = 0
 
     def of(self, tokens: int) -> int:
-        """Bytes of a text of so many tokens."""
+        """Returns the bytes of a text of `tokens` tokens."""
         return self.per_text + tokens * self.per_token
 
     def __add__(self, other: KvCost) -> KvCost:
@@ -60,7 +60,7 @@ class Tally:
 
 
 def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, ...]:
-    """The sum of each name."""
+    """Adds the counts of each name."""
     counts: Counter[str] = Counter()
     for tally in (*left, *right):
         counts[tally.name] += tally.count
@@ -68,14 +68,14 @@ def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, .
 
 
 def each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    """The sum at each place."""
+    """Adds two tuples item by item; missing items count as 0."""
     return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """A histogram: `counts[i]` durations were at most `bounds[i]` seconds and longer than the bound before; the last
-    count is of those beyond all bounds. `seconds` is the sum."""
+    """A histogram: `counts[i]` durations were at most `bounds[i]` seconds and longer than the previous bound; the last
+    count is of those longer than all bounds. `seconds` is the sum of all durations."""
 
     bounds: tuple[float, ...] = ()
     counts: tuple[Serial, ...] = ()
@@ -84,10 +84,10 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """At absolute `position` the target says `expected` and the output has `token`.
+    """At absolute `position` the target chooses `expected` and the output has `token`.
 
-    `margin` is by how much the target's logits would have to differ for `token` to be chosen, `tolerance` what rounding
-    may make them differ by there. A token that the target's top-p, min-p or top-k rule out has no margin.
+    `margin`: by how much the target's logits would have to differ to choose `token`; None for a token that top-p, min-p
+    or top-k exclude. `tolerance`: by how much rounding can change them.
     """
 
     position: int
@@ -99,9 +99,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`positions` tokens replayed, `identical` as the target alone says; what differs is a tie or a mismatch.
+    """`positions` tokens were replayed, `identical` of them are the target's own; the others are ties or mismatches.
 
-    A tie is a difference that rounding explains. `context_length` is where the target's text must end.
+    A tie is a difference within rounding. `context_length`: the target's, where a text must end.
     """
 
     positions: int

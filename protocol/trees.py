@@ -1,10 +1,10 @@
 """Drafted tokens as a tree, and the distributions that they were drawn from.
 
-`DraftTree` holds drafted tokens that may follow the committed text in several ways at once. Node i is a token behind
-node `parents[i]`, an earlier one, or behind the text (-1). A chain is a tree without forks; empty parents, (), mean a
-chain. Pure; knows numbers only.
+`DraftTree`: drafted tokens, several of which may follow the same token. Node i follows node `parents[i]`, an earlier
+one, or the committed text (-1). A chain is a tree without forks; empty parents, (), mean a chain. Pure functions of
+numbers.
 
-`SparseQ` holds the draft's distributions, as sparse as they were when it drew (residual sampling). It is sent with the
+`SparseQ`: the drafter's distributions, as sparse as when it drew from them (residual sampling). They are sent with the
 chain, because a chain must be verified with exactly the q it was drawn from. Knows arrays; knows nothing of models.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 from outrider.protocol.schema import Ids, Probabilities
 
 ROOT = -1
-"""Whose children follow the text itself."""
+"""The parent of nodes that follow the text itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """What a drafter proposes. `odds` is each node's probability of being accepted if its parent is; (): not known.
+    """A proposal as a tree. `odds`: each node's probability of being accepted if its parent is; (): not known.
 
-    List the nodes in the order of a walk down the likeliest branch first: accepted nodes then rarely have to be moved.
+    The nodes of the likeliest branch should come first: accepted nodes then rarely have to be moved.
     """
 
     tokens: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class DraftTree:
 
 
 def line(count: int) -> tuple[int, ...]:
-    """The parents of a chain."""
+    """Returns the parents of a chain."""
     return tuple(range(ROOT, count - 1))
 
 
@@ -47,23 +47,23 @@ def is_chain(parents: Sequence[int]) -> bool:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How many nodes stand between the text and each: the place of its token behind the text."""
-    found: list[int] = []
+    """Returns the depth of each node: the number of nodes between the text and it."""
+    result: list[int] = []
     for parent in parents:
-        found.append(found[parent] + 1 if parent >= 0 else 0)
-    return found
+        result.append(result[parent] + 1 if parent >= 0 else 0)
+    return result
 
 
 def lines(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """The tokens down to each node, its own the last."""
-    found: list[list[int]] = []
+    """Returns the tokens from the text down to each node, including its own."""
+    result: list[list[int]] = []
     for token, parent in zip(tokens, parents, strict=True):
-        found.append([*(found[parent] if parent >= 0 else ()), token])
-    return found
+        result.append([*(result[parent] if parent >= 0 else ()), token])
+    return result
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> tuple[int, ...]:
-    """The nodes that hold, from the text down. `choices`: what is chosen behind the text, then behind each node."""
+    """Returns the accepted nodes, from the text down. `choices`: the target's token after the text and each node."""
     path: list[int] = []
     at = ROOT
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -74,7 +74,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) 
 
 
 def spine(parents: Sequence[int]) -> list[int]:
-    """The first branch, from the text down to its end: the first child of the first child, and so on."""
+    """Returns the first branch from the text down: the first child, its first child, and so on."""
     path: list[int] = []
     at = ROOT
     for node, parent in enumerate(parents):
@@ -86,7 +86,7 @@ def spine(parents: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class United:
-    """A tree and what another has beyond it; `places[i]`: where the other's node i stands now, None: nowhere."""
+    """The union of two trees; `places[i]`: the index of the second tree's node i, or None if it was left out."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -94,7 +94,7 @@ class United:
 
 
 def united(first: DraftTree, other: DraftTree, most: int) -> United:
-    """All of the first, then what it has not of the other, `most` nodes at most. Both may be chains without parents."""
+    """Returns all nodes of the first tree, then the other's new ones, at most `most`. Both may be plain chains."""
     tokens, parents = list(first.tokens), list(first.parents or line(len(first.tokens)))
     known = {(parent, token): node for node, (token, parent) in enumerate(zip(tokens, parents, strict=True))}
     places: list[int | None] = []
@@ -110,29 +110,29 @@ def united(first: DraftTree, other: DraftTree, most: int) -> United:
 
 
 def fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
-    """What is wrong with a tree, in words; "": nothing is."""
+    """Returns what is wrong with a tree, or ""."""
     if not parents:
         return ""
     if len(parents) != len(tokens):
-        return f"a tree of {len(tokens)} tokens has {len(parents)} parents; expected one a token, or none at all"
+        return f"a tree of {len(tokens)} tokens has {len(parents)} parents; expected one for each token, or none"
     known = set()
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if not ROOT <= parent < node:
-            return f"node {node} of a tree stands behind node {parent}; expected an earlier one, or -1"
+            return f"node {node} of a tree follows node {parent}; expected an earlier node, or -1"
         if (parent, token) in known:
-            return f"token {token} stands twice behind node {parent} of a tree; expected siblings that differ"
+            return f"token {token} follows node {parent} of a tree twice; expected siblings that differ"
         known.add((parent, token))
     return ""
 
 
-# How far a row of float32 probabilities may be from 1 in sum.
+# How far the sum of a row of float32 probabilities may be from 1.
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseQ:
-    """One distribution a token: token i was drawn from `ids[i]`, [N, m], with `probs[i]`, [N, m]; all other tokens have
-    0.
+    """One distribution per token: token i was drawn from `ids[i]`, [N, m], with the probabilities `probs[i]`, [N, m];
+    all other tokens have 0.
 
     In `Branches` the rows of all entries follow one another.
     """
@@ -148,17 +148,17 @@ class SparseQ:
         return self.ids.nbytes + self.probs.nbytes
 
     def part(self, start: int, end: int) -> SparseQ:
-        """The rows from `start` to before `end`."""
+        """Returns the rows [start, end)."""
         return SparseQ(self.ids[start:end], self.probs[start:end])
 
     def of(self, tokens: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """q of one token a row, float32 [N]."""
+        """Returns q of one token per row, float32 [N]."""
         own = self.ids == np.asarray(tokens, np.int32)[:, None]
-        found: np.ndarray[tuple[int], np.dtype[np.float32]] = np.max(self.probs * own, axis=1, initial=0.0)
-        return found
+        q: np.ndarray[tuple[int], np.dtype[np.float32]] = np.max(self.probs * own, axis=1, initial=0.0)
+        return q
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Whether these can be distributions that these tokens were drawn from."""
+        """Returns whether the rows are distributions, and each of these tokens can be drawn from its row."""
         if self.ids.shape != self.probs.shape or len(self) != len(tokens):
             return False
         sums = self.probs.sum(axis=1)
@@ -166,6 +166,6 @@ class SparseQ:
 
 
 def one_hot(tokens: Sequence[int]) -> SparseQ:
-    """The q of tokens that were not drawn by chance, but could only be these."""
+    """Returns the q of tokens that were chosen with certainty."""
     ids = np.asarray(tokens, np.int32).reshape(-1, 1)
     return SparseQ(ids, np.ones(ids.shape, np.float32))

@@ -1,6 +1,6 @@
-"""Values as people give them, turned into the plain ones that are kept and sent; numpy's numbers are accepted.
+"""Checks values from users and converts them to plain types; numpy's numbers are accepted.
 
-Each function returns the plain value or raises InvalidRequest with the name, the value and what was expected.
+Each function returns the plain value, or raises InvalidRequest with the name, the value and what was expected.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def whole(name: str, value: object, low: int, high: int) -> int:
 
 
 def size(name: str, value: object) -> int:
-    """Bytes: a number, or text like 2GB, 512MB or 1.5GiB."""
+    """Checks a number of bytes, or text like 2GB, 512MB or 1.5GiB."""
     if isinstance(value, str):
         written = _SIZE.fullmatch(value)
         if written is None:
-            raise InvalidRequest(f"{name} is {value!r}; expected bytes as a number, or like 2GB or 512MiB")
+            raise InvalidRequest(f"{name} is {value!r}; expected a number of bytes, or a size like 2GB or 512MiB")
         value = int(float(written[1]) * _UNITS[written[2].upper()])
     return whole(name, value, 1, 2**62)
 
@@ -59,16 +59,16 @@ def word(name: str, value: object, words: tuple[str, ...]) -> str:
 
 
 def text(name: str, value: object) -> str:
-    """Text, or a path as text."""
+    """Checks text, or a path, which is converted to text."""
     if not isinstance(value, str | os.PathLike):
         raise InvalidRequest(f"{name} is {_shown(value)}; expected text")
     return plain(str(os.fspath(value)))
 
 
 def texts(name: str, value: object) -> tuple[str, ...]:
-    """One or several of them."""
+    """Checks one text or several."""
     if isinstance(value, list | tuple):
-        return tuple(text(name, one) for one in value)
+        return tuple(text(name, item) for item in value)
     return (text(name, value),)
 
 
@@ -79,7 +79,7 @@ def path(name: str, value: object) -> Path:
 
 
 def unknown_keyword(function: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
-    """What Python raises for a keyword that a function does not take, under the name by which it was called."""
+    """Returns Python's error for an unknown keyword of a function, with a suggestion."""
     names = sorted(known)
     wrong = next(name for name in given if name not in names)
     close = difflib.get_close_matches(wrong, names, 1)
@@ -88,25 +88,25 @@ def unknown_keyword(function: str, given: Iterable[str], known: Iterable[str]) -
 
 
 def short_repr(record: Any) -> str:
-    """A dataclass's repr without the fields that have their defaults."""
-    told = [
+    """Returns a dataclass's repr without the fields that have their defaults."""
+    fields = [
         f"{field.name}={getattr(record, field.name)!r}"
         for field in dataclasses.fields(record)
         if field.repr and getattr(record, field.name) != field.default
     ]
-    return f"{type(record).__name__}({', '.join(told)})"
+    return f"{type(record).__name__}({', '.join(fields)})"
 
 
 def plain(value: str) -> str:
-    """The same text as a `str` and no class derived from it, such as numpy's or an enum's."""
+    """Converts text of a subclass of `str`, such as numpy's or an enum's, to a plain `str`."""
     return str.__str__(value)
 
 
 def _within(value: Any, low: float, high: float) -> bool:
-    """Compared before it is a float: a large int fits into none. NaN is in no range."""
+    """Returns whether a value is in a range, without `float`, which a large int overflows. NaN is in no range."""
     return bool(low <= value <= high)
 
 
 def _shown(value: object) -> str:
-    """A numpy number as the number it is."""
+    """Returns the repr of a value; of a numpy number as a plain number."""
     return repr(value.item() if isinstance(value, np.generic) else value)

@@ -1,4 +1,4 @@
-"""The protocol version, the release, and what to install for the parts that need an extra. Imports none of these.
+"""The protocol version, the release, and how to install the extras. Imports no extra.
 
 Two processes communicate only when their PROTOCOL_VERSION is the same.
 """
@@ -30,23 +30,24 @@ EXTRAS = {
     "discovery": ("zeroconf",),
     "fleet": ("ray", "mmh3", "yaml"),
 }
-"""Of each extra of the package the modules that tell whether it is there."""
+"""The modules that show whether an extra is installed."""
 
 
 def missing(extra: str) -> list[str]:
-    """The modules of an extra that are not installed."""
+    """Returns the modules of an extra that are not installed."""
     return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
 def install(extra: str) -> str:
-    """What to run to install an extra: the version is on no package index yet."""
+    """Returns how to install an extra; this version is on no package index yet."""
     return f"pip install '.[{extra}]' in a checkout (docs/install.md)"
 
 
 def require(extra: str, what: str, otherwise: str = "") -> None:
-    """
+    """Checks that an extra is installed.
+
     Raises:
-        InvalidRequest: `what` can't be had without the extra; the message says how to install it, or what `otherwise`.
+        InvalidRequest: `what` needs the extra; the message says how to install it, or to use `otherwise`.
     """
     lacking = missing(extra)
     if lacking:

@@ -1,10 +1,10 @@
-"""A worker process: its flags and keys, its link to the orchestrator, and how it serves one after another.
+"""A worker process: its flags and keys, its link to the orchestrator, and its loop.
 
 `WorkerLink`: the hot socket, the heartbeat thread, and the parent's pipe. The worker's one busy thread owns the hot
 socket. The heartbeat thread answers Ping with a counter that the busy thread moves, so an answer shows progress. A
-process is identified by its incarnation; the orchestrator gives it its name. Knows nothing of models.
+process is identified by its incarnation; the orchestrator assigns its name. Knows nothing of models.
 
-`WorkerLoop`: what a worker process runs. `add_flags` and `run`: the flags that all of them have, and how they serve one
+`WorkerLoop`: the loop of a worker process. `add_flags` and `run`: the flags of all workers, and how they serve one
 orchestrator after another.
 """
 
@@ -49,34 +49,34 @@ IDLE_POLL_MS = 200
 GRACE_SECONDS = 5.0
 LONGEST_MS = 10**9
 SEND_MS = 2000
-# How often a worker that a person started looks for the answer to its HELLO: for some ten seconds, and for ten minutes
-# where it was one of a cluster before. It repeats HELLO now and then, since the server may be another.
+# How often a worker that was started by hand polls for the answer to its HELLO: for ten seconds, or for ten minutes if
+# it was in a cluster before. It then repeats HELLO every `HELLO_POLLS`, since the server may be a new one.
 WELCOME_POLLS, WELCOME_BACK_POLLS, HELLO_POLLS = 50, 3000, 10
-# It takes the orchestrator for gone after so many waits without a ping, and not before so many pings are overdue.
+# Such a worker considers the orchestrator lost after this many waits without a ping, and this many overdue pings.
 SILENT_WAITS, SILENT_PINGS = 50, 40
 
 log = logging.getLogger(__name__)
 
 
 def routing_id(incarnation: int) -> bytes:
-    """Of the hot socket of the process that is this incarnation."""
+    """Returns the routing id of an incarnation's hot socket."""
     return f"{incarnation:x}".encode()
 
 
 def heartbeat_of(hot: bytes) -> bytes:
-    """The routing id of the heartbeat beside a hot socket's."""
+    """Returns the routing id of the heartbeat socket for a hot socket's id."""
     return hot + b"/heartbeat"
 
 
 class OrchestratorGone(WorkerError):
-    """Nothing is heard of the orchestrator any more; only a worker that a person started outlives that."""
+    """The orchestrator no longer answers; only a worker that was started by hand survives that."""
 
 
 class WorkerLink:
-    """A worker's side of the wire. Use as a context manager on the thread that does the work.
+    """A worker's connection to the orchestrator. A context manager, for the thread that does the work.
 
-    `incarnation` and `parent_fd` are a spawned worker's; one that a person started draws its own and has no parent.
-    `keys`: what it comes in with where keys are asked for.
+    `incarnation` and `parent_fd` are given to a spawned worker; one that was started by hand draws its incarnation and
+    has no parent. `keys`: for endpoints that require keys.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class WorkerLink:
         self._socket = self._connect(endpoint, routing_id(self.incarnation))
         self._socket.setsockopt(zmq.RCVTIMEO, IDLE_POLL_MS)
         if keys is not None:
-            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # after a refusal nothing takes the message
+            self._socket.setsockopt(zmq.SNDTIMEO, SEND_MS)  # if the key is refused, sending would block forever
         self._endpoint = endpoint
         self._by_hand = parent_fd is None
         self._entered = False
@@ -113,14 +113,14 @@ class WorkerLink:
         self._socket.close(linger=500)
 
     def enter(self, hello: Hello) -> None:
-        """Says HELLO and waits to be let in; from then on pings are answered, and `name` is what it is called.
+        """Sends HELLO and waits for WELCOME; from then on pings are answered, and `name` is the assigned name.
 
-        Again after the orchestrator was gone: it may have become another, or be heard again and know this worker still.
+        Called again after the orchestrator was lost: a new one may answer, or the old one, which knows this worker.
 
         Raises:
-            WorkerError: the cluster turned this worker away; the words are the cluster's.
-            EndpointError: nobody answers a worker that a person started.
-            KeyFault: its key is not let in any more.
+            WorkerError: the cluster rejected this worker; the message has its reason.
+            EndpointError: nothing answers a worker that was started by hand.
+            KeyFault: its key is no longer admitted.
         """
         self._arrived.clear()
         polls, most = 0, WELCOME_BACK_POLLS if self._entered else WELCOME_POLLS
@@ -131,82 +131,82 @@ class WorkerLink:
             polls += 1
             if self._pings != self._pings_known:
                 return
-            match self._polled():
+            match self._poll_once():
                 case Welcome(name=name, ping_ms=ping_ms):
                     self._patience = max(SILENT_WAITS, SILENT_PINGS * ping_ms // IDLE_POLL_MS)
-                    self._let_in(name)
+                    self._on_welcome(name)
                     return
                 case Shutdown(reason=""):
                     sys.exit(0)
                 case Shutdown(reason=reason):
-                    raise WorkerError(f"turned away: {reason}")
+                    raise WorkerError(f"the cluster rejected this worker: {reason}")
         raise EndpointError(f"no answer from {self._endpoint}; expected the workers' endpoint of a running cluster")
 
     def _probe(self) -> None:
-        """Where keys are asked for, checks that this one's is still admitted. KeyFault when it is not."""
+        """Checks that this worker's key, if it needs one, is still admitted. Raises KeyFault if it is not."""
         if self._keys is not None and self._entered:
-            with suppress(EndpointError):  # it may come yet
+            with suppress(EndpointError):  # a server may still start
                 probe(self._endpoint, self._keys)
 
-    def _let_in(self, name: str) -> None:
+    def _on_welcome(self, name: str) -> None:
         self.name, self._waits = name, 0
-        log.info("%s is let in", name)
+        log.info("%s has joined the cluster", name)
         if not self._entered:
             self._entered = True
             threading.Thread(target=self._answer_pings, daemon=True, name="heartbeat").start()
 
     def failed(self, error: OutriderError) -> int:
-        """Tells the orchestrator, and the log, why this worker can't go on; the code to exit with."""
+        """Reports to the orchestrator and the log why this worker ends; returns the exit code."""
         log.error("%s", error)
         self.send(Fault(self.name, None, str(error), dispensable=isinstance(error, CannotDraft)))
         return error.exit_code
 
     def expect(self, milliseconds: float) -> None:
-        """What is done next should take so long at most; 0: not known."""
+        """Sets how long the next piece of work should take at most; 0: not known."""
         self._expected_ms = min(math.ceil(milliseconds), LONGEST_MS)
 
     def send(self, *messages: Message) -> None:
-        """These leave together, in this order."""
+        """Sends messages together, in this order."""
         self._progress += 1
         frames = encode_all(messages)
         try:
-            if len(frames) == 1:  # the hot path: one call into C and no walk in Python, whose caches are cold by then
+            if len(frames) == 1:  # the hot path: one call into C, and no loop in Python, whose code is not in the cache
                 self._socket.send(frames[0])
             else:
                 self._socket.send_multipart(frames)
         except zmq.Again:
-            log.warning("%s was dropped: no handler", type(messages[-1]).__name__)
-        # The thread that carries it out may wait for this very core; the next forward would keep it waiting.
+            log.warning("%s was dropped: the orchestrator does not receive", type(messages[-1]).__name__)
+        # ZeroMQ's thread, which sends the message, may wait for this core; the next forward would keep it waiting.
         os.sched_yield()
 
     def receive(self, wait: bool) -> Message | None:
-        """The next message; None when `wait` is False and there is none. Undecodable frames are logged and dropped.
+        """Returns the next message; None if `wait` is False and there is none. Invalid frames are logged and dropped.
 
         Raises:
-            OrchestratorGone: to a worker that a person started: it is sent away, or was not asked whether it lives for
-                too long while it waited.
+            OrchestratorGone: the cluster dismissed this worker, which was started by hand, or sent no ping for too long
+                while it waited.
         """
         while not self._arrived:
             frames = self._frames(wait)
             if frames is None and not wait:
                 return None
             if frames is None and self._by_hand:
-                self._waited()
+                self._count_wait()
             self._arrived += _decoded(frames)
         message = self._arrived.popleft()
         if isinstance(message, Shutdown) and message.reason:
-            log.error("sent away: %s", message.reason)
+            log.error("the cluster dismissed this worker: %s", message.reason)
             if self._by_hand:
                 self._pings_known = self._pings
                 raise OrchestratorGone(f"the cluster dismissed this worker: {message.reason}")
         return message
 
     def poll(self, milliseconds: float) -> None:
-        """Waits until something has arrived, at most so long."""
+        """Waits until a message has arrived, at most `milliseconds`."""
         self._socket.poll(max(int(milliseconds), 1))
 
-    def _waited(self) -> None:
-        """Counted, not timed: a stopped process has not waited."""
+    def _count_wait(self) -> None:
+        """Counts waits instead of measuring time: a process that is suspended does not wait."""
         if self._pings != self._pings_known:
             self._pings_known, self._waits = self._pings, 0
         self._waits += 1
@@ -214,11 +214,11 @@ class WorkerLink:
             self._waits = 0
             raise OrchestratorGone(f"the cluster at {self._endpoint} no longer answers")
 
-    def _polled(self) -> Message | None:
-        """The next message, waited for once, for `IDLE_POLL_MS`.
+    def _poll_once(self) -> Message | None:
+        """Returns the next message, or None if none arrives within `IDLE_POLL_MS`.
 
         Raises:
-            WorkerError: who answers is of another release.
+            WorkerError: the cluster has another protocol version.
         """
         if not self._arrived and (frames := self._frames(wait=True)) is not None:
             try:
@@ -230,7 +230,7 @@ class WorkerLink:
         return self._arrived.popleft() if self._arrived else None
 
     def _frames(self, wait: bool) -> list[bytes] | None:
-        """What arrived, or None; a wait ends after `IDLE_POLL_MS`, so that the progress counter moves."""
+        """Receives frames, or returns None; a wait ends after `IDLE_POLL_MS`, so that the progress counter moves."""
         self._progress += 1
         try:
             return self._socket.recv_multipart(0 if wait else zmq.NOBLOCK)
@@ -271,18 +271,18 @@ def _decoded(frames: list[bytes] | None) -> list[Message]:
 
 
 def _end_on_signals(by_hand: bool) -> None:
-    """SIGTERM ends the worker; Ctrl-C only one that a person started, for a spawned one waits for its orchestrator."""
+    """Makes SIGTERM end the worker; Ctrl-C too, unless it was spawned: then its orchestrator ends it."""
 
     def end(_signum: int, _frame: FrameType | None) -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGINT, outside_finalizers(end) if by_hand else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, outside_finalizers(end))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` kept it back for this moment
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `outrider worker` blocked it until here
 
 
 def end_with_parent(fd: int) -> None:
-    """From now on this process ends when the orchestrator's end of the pipe closes, however the orchestrator went."""
+    """Ends this process when the orchestrator's end of the pipe closes, for whatever reason."""
     threading.Thread(target=_wait_for_end, args=(fd,), daemon=True, name="parent").start()
 
 
@@ -295,7 +295,7 @@ def _wait_for_end(fd: int) -> None:
 
 
 CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
-"""The environment variable that tells a worker what makes its forwards on a CPU, one of `KERNELS`."""
+"""The environment variable that sets what computes a worker's forwards on a CPU, one of `KERNELS`."""
 KERNELS = ("auto", "mlx")
 
 
@@ -303,16 +303,16 @@ class WorkerLoop(Protocol):
     """A worker's loop."""
 
     def run(self) -> None:
-        """Until it is told to shut down. Raises OrchestratorGone to one that a person started."""
+        """Runs until SHUTDOWN. Raises OrchestratorGone for a worker that was started by hand."""
         ...
 
     def forget(self) -> None:
-        """Nobody wants anything of it any more."""
+        """Drops all requests, since their orchestrator is lost."""
         ...
 
 
 def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> None:
-    """`far`: it may be on another machine than its orchestrator."""
+    """Adds the flags of all workers. `far`: the worker may run on another machine than its orchestrator."""
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--name", default=name)
     parser.add_argument("--parent-fd", type=int, default=None)
@@ -328,7 +328,7 @@ def add_flags(parser: argparse.ArgumentParser, name: str, far: bool = True) -> N
 
 
 def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, WorkerLoop]]) -> int:
-    """Enters with its keys, loads and serves. The code to exit with, where an error is said to the orchestrator."""
+    """Loads the worker and serves; errors are reported to the orchestrator. Returns the exit code."""
     try:
         keys = keys_to(options.endpoint, options.server_key, options.keys)
     except KeyFault as fault:
@@ -343,7 +343,7 @@ def run(options: argparse.Namespace, load: Callable[[WorkerLink], tuple[Hello, W
 
 
 def _serve(link: WorkerLink, hello: Hello, worker: WorkerLoop) -> int:
-    """Says HELLO and runs until the end; where the orchestrator goes, for the next one. The code to exit with."""
+    """Joins the cluster and runs until the end, with one orchestrator after another. Returns the exit code."""
     while True:
         try:
             link.enter(hello)

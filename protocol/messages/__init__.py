@@ -1,4 +1,4 @@
-"""Every message is one frozen dataclass. The types of its fields say what they may hold (`protocol.schema`)."""
+"""All messages. Each is a frozen dataclass; the types of its fields say what they may hold (`protocol.schema`)."""
 
 from __future__ import annotations
 

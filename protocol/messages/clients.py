@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from outrider.protocol.messages.rounds import Span
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
+    ChunkTokens,
     ClientName,
     Count,
     Logprobs,
@@ -22,7 +23,6 @@ from outrider.protocol.schema import (
     Serial,
     Text,
     Tokens,
-    Told,
 )
 from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, by_name, each
 
@@ -130,7 +130,7 @@ class TextChunk:
 
     request: RequestId
     text: Text
-    token_ids: Told
+    token_ids: ChunkTokens
     logprobs: Logprobs | None = None
     origins: Origins | None = None
     rounds: tuple[RoundRecord, ...] | None = None
@@ -191,14 +191,14 @@ class Timings:
     draft_n_accepted_from: tuple[Tally, ...] = ()
 
     def __add__(self, other: Timings) -> Timings:
-        """The sum of counts and times; rates are weighted by their times, and of peaks the larger one counts.
+        """Adds counts and times; rates are weighted by their times, and the peak is the larger one.
 
-        Turnarounds are a request's own and are left out.
+        Turnarounds are left out, since they belong to one request.
         """
-        pairs = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
+        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
         del pairs["turnaround_ms"]
         sums: dict[str, Any] = {name: SUMS.get(name, add)(*pair) for name, pair in pairs.items()}
-        tokens = sum(one.predicted_per_second * one.predicted_ms for one in (self, other))
+        tokens = sum(timings.predicted_per_second * timings.predicted_ms for timings in (self, other))
         sums["predicted_per_second"] = tokens / sums["predicted_ms"] if sums["predicted_ms"] > 0 else 0.0
         return Timings(**sums)
 
@@ -208,7 +208,7 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("draft_n_accepted_by", "draft_n_accepted_from"), by_name),
     "peak_bytes": max,
 }
-"""How fields of `Timings` that are no plain sums are added."""
+"""How fields of `Timings` other than plain sums are added."""
 
 
 @dataclass(frozen=True, slots=True)

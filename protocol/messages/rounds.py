@@ -79,7 +79,7 @@ class Open:
 
     @property
     def prompt_len(self) -> int:
-        """How many of the tokens are the prompt's."""
+        """The number of the prompt's tokens."""
         return len(self.tokens) - self.generated
 
 
@@ -165,9 +165,9 @@ class Prepare:
     parents: Annotated[tuple[Parents, ...], Size(MAX_BRANCHES)] = ()
 
     def chain(self, committed: Final) -> tuple[Chain, Parents] | None:
-        """What was prepared for the outcome that makes these tokens final, and the parents of its tokens."""
-        found = zip_longest(self.committed, self.chains, self.parents, fillvalue=())
-        return next(((chain, parents) for known, chain, parents in found if known == committed), None)
+        """Returns the chain prepared for the outcome that commits these tokens, and its parents; None if none is."""
+        prepared = zip_longest(self.committed, self.chains, self.parents, fillvalue=())
+        return next(((chain, parents) for known, chain, parents in prepared if known == committed), None)
 
 
 @dataclass(frozen=True, slots=True)

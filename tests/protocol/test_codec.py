@@ -111,7 +111,7 @@ UNSAYABLE = {
     "other record": (Outcome("r", 1, 2, 3, 0, 4, Branch((1,), ())), "Outcome.work .* expected a Span"),
     "no message": (SPAN, "expected one of the messages"),
     "another of that name": (make_dataclass("Close", ["request"])("r"), "expected one of the messages"),
-    "not unicode": (Generate("r", "\ud800", None, SamplingParams()), "Generate holds text that can't be UTF-8"),
+    "not unicode": (Generate("r", "\ud800", None, SamplingParams()), "Generate has text that can't be encoded"),
 }
 
 

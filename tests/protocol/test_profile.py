@@ -55,7 +55,7 @@ def test_a_missing_field_is_named(write, name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"target_ms": {"1": -1.0}}, "target_ms of 1 rows is -1.0; expected a number, zero or more"),
+        ({"target_ms": {"1": -1.0}}, "target_ms of 1 rows is -1.0; expected a number from 0 up"),
         ({"target_ms": {"1": None}}, "target_ms of 1 rows is None"),
         ({"target_ms": {"1": True}}, "target_ms of 1 rows is True"),
         ({"target_ms": {"0": 1.0}}, "target_ms has '0' for rows"),

@@ -59,8 +59,8 @@ def test_one_stop_text_needs_no_list() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"stop": ""}, "stop is ''; expected a text or a list of texts, none of them empty"),
-        ({"stop": ["a", ""]}, "none of them empty"),
+        ({"stop": ""}, "stop is ''; expected a text or a list of texts that are not empty"),
+        ({"stop": ["a", ""]}, "texts that are not empty"),
         ({"stop": {"a"}}, "expected a text or a list"),
         ({"stop": None}, "expected a text or a list"),
         ({"logit_bias": [1]}, "logit_bias is .1.; expected a dict"),
