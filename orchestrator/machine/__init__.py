@@ -1,1 +1,1 @@
-"""The machine below: worker processes, cores and the BLAS they use."""
+"""The machine: worker processes, the cores they run on and the BLAS they use."""

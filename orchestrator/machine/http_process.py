@@ -1,7 +1,7 @@
-"""The HTTP server's process. Its socket is opened here, before anything is loaded, and stays while the process changes.
+"""The HTTP server's process and its socket, which is opened before anything is loaded and survives a restart.
 
-The process ends when its stdin does, and so with this one; the first line on stdin is its settings. Knows a command
-line and a process id; knows nothing of HTTP.
+The process ends when its stdin closes, and so with this process; the first line on stdin holds its settings. Knows a
+command line and a process id; knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BACKLOG = 1024
 DRAIN = b"drain\n"
 END_SECONDS = 5.0
 TOO_SOON_SECONDS = 10.0
-"""A process that ends before it has run for so long would end again."""
+"""A process that ends sooner is not restarted, since it would end again."""
 
-# Each thread that once built a large answer would keep memory of its own for the next one.
+# Without a limit each thread that once built a large answer keeps memory of its own for the next one.
 SHARED_MEMORY = {**STEADY_MEMORY, "MALLOC_ARENA_MAX": "2"}
-# Memory in pages of 2 MiB: a process that wakes for each chunk and finds the caches full of a model's weights pays for
-# every page that it looks at. Only glibc's own allocator can, since 2.35; Python's is slower without.
+# Pages of 2 MiB: a process that wakes for each chunk finds the CPU's caches full of a model's weights, and pays for
+# every page that it touches. Only glibc's allocator, from 2.35 on, can use them; without them it is the slower one.
 LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 GLIBC = "CS_GNU_LIBC_VERSION"
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class HttpListener:
-    """A TCP socket that listens at the settings' host and port; `url` is where it is reached.
+    """A TCP socket that listens on the settings' host and port; `url`: its address for clients.
 
     Raises:
         EndpointError: the host is unknown or the port is taken; the message says what to do.
@@ -54,7 +54,7 @@ class HttpListener:
             self.socket = socket.socket(family, kind, number)
         except (OSError, UnicodeError) as error:
             raise EndpointError(
-                f"HTTP can't be served at {where} ({error}); expected an address of this machine"
+                f"HTTP can't be served at {where} ({error}); expected an address of this machine (--host)"
             ) from None
         try:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +70,7 @@ class HttpListener:
     def serve(
         self, endpoint: str, model: ModelFiles, run_dir: Path, log_level: str, log_format: str = "text"
     ) -> HttpProcess:
-        """Starts the process that serves here what the orchestrator at `endpoint` completes."""
+        """Starts the process that serves this socket as a client of the orchestrator at `endpoint`."""
         order = HttpOrder(
             settings=self._settings,
             endpoint=endpoint,
@@ -87,39 +87,40 @@ class HttpListener:
 
 
 class HttpProcess:
-    """Runs from creation to `close`; `check` begins it anew when it has ended by itself."""
+    """The process, from creation to `close`; `check` restarts it if it has ended."""
 
     def __init__(self, order: HttpOrder, run_dir: Path) -> None:
         self._order = order
         self._log = run_dir / "http.log"
-        self._begin()
+        self._start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def check(self) -> None:
-        """
+        """Restarts the process if it has ended.
+
         Raises:
-            WorkerError: it ended, and had only just begun; the message has the end of its log.
+            WorkerError: it ended too soon after its start; the message has the last lines of its log.
         """
         code = self._process.poll()
         if code is None:
             return
-        told = f"the HTTP server exited with code {code}: {log_tail(self._log) or 'its log is empty'}"
-        if time.monotonic() - self._began < TOO_SOON_SECONDS:
-            raise WorkerError(told)
-        log.error("%s; restarting it", told)
-        self._begin()
+        ended = f"the HTTP server exited with code {code}: {log_tail(self._log) or 'its log is empty'}"
+        if time.monotonic() - self._started < TOO_SOON_SECONDS:
+            raise WorkerError(ended)
+        log.error("%s; restarting it", ended)
+        self._start()
 
     def drain(self) -> None:
-        """Has it say that it is not ready, and take no new requests."""
+        """Makes the process report that it is not ready, and refuse new requests."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):
                 os.write(self._process.stdin.fileno(), DRAIN)
 
     def close(self) -> None:
-        """Lets it end its answers for a moment, then ends it."""
+        """Ends the process; running answers have `END_SECONDS` to finish."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -128,8 +129,8 @@ class HttpProcess:
             self._process.kill()
             self._process.wait()
 
-    def _begin(self) -> None:
-        self._began = time.monotonic()
+    def _start(self) -> None:
+        self._started = time.monotonic()
         shared = os.dup(STDERR)
         with log_file(self._log, "ab") as stderr:
             self._process = subprocess.Popen(
@@ -148,7 +149,7 @@ class HttpProcess:
 
 
 def large_pages() -> dict[str, str]:
-    """The environment that has a process's memory in large pages; nothing where there are none."""
+    """Returns the environment variables for large pages; none if the C library can't use them."""
     library = os.confstr(GLIBC) if GLIBC in os.confstr_names else None
     name, _, version = (library or "").partition(" ")
     return LARGE_PAGES if name == "glibc" and [int(part) for part in version.split(".")] >= [2, 35] else {}
@@ -158,5 +159,5 @@ def _why(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "the port is in use; choose another with --port, or --no-http"
     if error.errno == errno.EACCES:
-        return "no permission for this port; choose one from 1024 on with --port"
+        return "no permission for this port; choose one from 1024 up with --port"
     return f"{error.strerror}; expected an address of this machine (--host), or --no-http"

@@ -1,7 +1,7 @@
-"""Servers that are announced on the local network, and how to find one: zeroconf (mDNS), where it is requested.
+"""Announces servers on the local network, and finds them, by zeroconf (mDNS) if the user asks for it.
 
-Anybody on the network can announce anything, so what is found is an address and nothing more: a server is accepted only
-by a key that was trusted before. Knows names and addresses; opens no socket of ours.
+Anything on the network can announce itself, so only an address is taken from an announcement: a server is accepted only
+with a key that was trusted before. Knows names and addresses; opens no socket itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ANYWHERE = ("*", "0.0.0.0", "::")
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredServer:
-    """A server that somebody announces: where drafters join it, the key it says it has, and its protocol version."""
+    """An announced server: the endpoint for workers, the key that it claims, and its protocol version."""
 
     endpoint: str
     key: str
@@ -38,10 +38,10 @@ class DiscoveredServer:
 
 
 class Beacon:
-    """Announces the endpoint where drafters join, from creation to `close`.
+    """Announces the endpoint for workers, from creation to `close`.
 
     Raises:
-        EndpointError: the network takes no announcement.
+        EndpointError: the announcement can't be sent.
         InvalidRequest: zeroconf is not installed.
     """
 
@@ -67,60 +67,62 @@ class Beacon:
             raise EndpointError(f"{endpoint} can't be announced ({error!r}); leave out --advertise") from None
 
     def close(self) -> None:
-        """Takes the announcement back."""
+        """Withdraws the announcement."""
         self._zeroconf.close()
 
 
 def find(
     trusted: Collection[str], seconds: float = SECONDS, interfaces: Sequence[str] | None = None
 ) -> DiscoveredServer:
-    """The one server here whose key is among the `trusted`. `interfaces`: own addresses to look from; None: all.
+    """Finds the only announced server with one of the `trusted` keys.
+
+    `interfaces`: this machine's addresses to search from; None: all.
 
     Raises:
-        EndpointError: there is none, or more than one; the message tells which there are.
+        EndpointError: there is no such server, or more than one; the message lists them.
         InvalidRequest: zeroconf is not installed.
     """
     version.require("discovery", "finding servers")
-    found = _announced(seconds, interfaces)
-    known = [one for one in found if one.key in trusted]
+    announced = _announced(seconds, interfaces)
+    known = [server for server in announced if server.key in trusted]
     if len(known) > 1:
         raise EndpointError(f"found several servers with trusted keys: {_listed(known)}; choose one with --connect")
-    if not known and found:
+    if not known and announced:
         raise EndpointError(
-            f"no server is here whose key is known, only {_listed(found)}; if one is yours,"
-            " `outrider keys trust HOST KEY` with the key that it prints itself"
+            f"found no server with a trusted key, only {_listed(announced)}; if one is yours, run `outrider keys trust"
+            " HOST KEY` with the key that it prints"
         )
     if not known:
-        raise EndpointError(f"no server is announced here within {seconds:g} s; expected `outrider serve --advertise`")
+        raise EndpointError(f"found no server within {seconds:g} s; expected one started with --advertise")
     if known[0].version != str(PROTOCOL_VERSION):
         raise EndpointError(
-            f"the server at {known[0].endpoint} speaks protocol version {known[0].version}, this side version"
+            f"the server at {known[0].endpoint} has protocol version {known[0].version}, this side version"
             f" {PROTOCOL_VERSION}; run the same release of outrider on both"
         )
     return known[0]
 
 
 def _announced(seconds: float, interfaces: Sequence[str] | None) -> list[DiscoveredServer]:
-    """All that is announced: whoever is quick, and the others until the time is over."""
+    """Returns the announced servers: those that answer within a second of the first answer."""
     from zeroconf import ServiceBrowser, ServiceStateChange
 
     names: set[str] = set()
-    heard = threading.Event()
+    answered = threading.Event()
 
     def changed(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         (names.discard if state_change is ServiceStateChange.Removed else names.add)(name)
-        heard.set()
+        answered.set()
 
     zeroconf = _opened(interfaces)
     try:
         browser = ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
-        if heard.wait(seconds):
-            threading.Event().wait(min(1.0, seconds))  # for others that answer the same question
+        if answered.wait(seconds):
+            threading.Event().wait(min(1.0, seconds))  # for other servers that answer the same query
         browser.cancel()
-        told = [zeroconf.get_service_info(SERVICE, name, ANSWER_MS) for name in sorted(names)]
+        infos = [zeroconf.get_service_info(SERVICE, name, ANSWER_MS) for name in sorted(names)]
     finally:
         zeroconf.close()
-    return [one for info in told if info is not None for one in _read(info)]
+    return [server for info in infos if info is not None for server in _read(info)]
 
 
 def _read(info: ServiceInfo) -> list[DiscoveredServer]:
@@ -128,21 +130,22 @@ def _read(info: ServiceInfo) -> list[DiscoveredServer]:
     addresses = info.parsed_addresses()
     if not addresses or not info.port:
         return []
-    address = min(addresses, key=lambda one: (":" in one, one.startswith("127.")))
+    address = min(addresses, key=lambda address: (":" in address, address.startswith("127.")))
     return [DiscoveredServer(str(Tcp(address, info.port)), about.get("key", "")[:100], about.get("protocol", "")[:20])]
 
 
 def _own_addresses() -> list[str]:
-    every = [one for many in psutil.net_if_addrs().values() for one in many if one.family == socket.AF_INET]
-    return [one.address for one in every if not one.address.startswith("127.")]
+    interfaces = psutil.net_if_addrs().values()
+    ipv4 = [entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET]
+    return [address for address in ipv4 if not address.startswith("127.")]
 
 
 def _address_of(host: str) -> str:
     return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
-def _listed(found: Sequence[DiscoveredServer]) -> str:
-    return ", ".join(f"{one.endpoint} (key {one.key!r})" for one in found[:8])
+def _listed(servers: Sequence[DiscoveredServer]) -> str:
+    return ", ".join(f"{server.endpoint} (key {server.key!r})" for server in servers[:8])
 
 
 def _opened(interfaces: Sequence[str] | None) -> Zeroconf:

@@ -1,15 +1,15 @@
-"""The processes that the orchestrator starts, and what is read, logged and removed beside them.
+"""The processes that the orchestrator starts, their logs, and the removal of their files.
 
-`SpawnedWorker`: a worker process, in a session of its own, which ends with the orchestrator however that ends: it holds
-the read end of a pipe whose end of file ends it. Its stderr is a log in the run directory. Knows command lines and
-process ids; knows nothing of messages.
+`SpawnedWorker`: a worker process in a session of its own. It holds the read end of a pipe and ends when the pipe
+closes, and so with the orchestrator, however that ends. Its stderr is a log in the run directory. Knows command lines
+and process ids; knows nothing of messages.
 
-`Sweeper`: removes what a killed server leaves behind: its run directory and its socket file. A shell waits at the end
-of a pipe that only the server holds, and removes them when the pipe ends. A server that ends in order removes its files
-itself and dismisses the sweeper first.
+`Sweeper`: a shell that removes the run directory and the socket file of a server that was killed. It waits for the end
+of a pipe that only the server holds. A server that ends in order removes its files itself, and dismisses the sweeper
+first.
 
-`measured`: which reads a draft's prompts sooner on this Mac: MLX, or its Core ML package. The draft worker's process
-measures it and keeps the result, where a drafter finds it.
+`measured`: whether MLX or a Core ML package reads a draft model's prompts faster on this Mac. The process that measures
+it saves the result where drafters look for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def log_file(path: Path, mode: str) -> BinaryIO:
-    """Opened; a process that can't be heard is better than none."""
+    """Opens a log file, or /dev/null if that fails: a process without a log is better than none."""
     try:
         return open(path, mode)  # type: ignore[return-value]
     except OSError as error:
@@ -47,7 +47,7 @@ TAIL_LINES = 3
 
 
 def log_tail(path: Path) -> str:
-    """The last lines; empty when there are none, or no file."""
+    """Returns the last lines of a log as one line; empty if there is no file or it is empty."""
     try:
         with path.open("rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - TAIL_BYTES, 0))
@@ -60,9 +60,9 @@ def log_tail(path: Path) -> str:
 STDERR = 2
 MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker", "prefill": "outrider.prefill_worker"}
 
-# Blocks of 1 MiB and more are given back when they are freed. By itself glibc raises that size with what it sees, and a
-# worker keeps what lies between longer-lived blocks. What a forward frees at the heap's end stays for the next one: to
-# have it back costs a quarter of a draft's forward. Other systems do not look at these.
+# Freed blocks of 1 MiB and more return to the system. By default glibc raises this threshold when it sees such blocks;
+# a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
+# next forward: to request it again costs a quarter of a drafter's forward. Other systems ignore these variables.
 STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 
 
@@ -80,25 +80,25 @@ class SpawnedWorker:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Returns the exit code, negative for the signal that ended the process; None while it runs."""
         return self._process.poll()
 
     def log_tail(self) -> str:
-        """The last lines of its log as one line, for an error message."""
+        """Returns the last lines of its log as one line, for an error message."""
         return log_tail(self._log)
 
     def terminate(self) -> None:
-        """Asks it to end in order; it has the same word from the closed pipe should it miss the signal."""
+        """Asks the process to end in order, by a signal and by closing the pipe."""
         self._signal(signal.SIGTERM)
-        self._let_go()
+        self._close_lifeline()
 
     def kill(self) -> None:
-        """Ends it and whatever it started, at once."""
+        """Ends the process and all processes of its session at once."""
         self._signal(signal.SIGKILL)
-        self._let_go()
+        self._close_lifeline()
 
     def wait(self, grace: float) -> int:
-        """Its exit code; it is killed when it has not ended within `grace` seconds."""
+        """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
         try:
             return self._process.wait(grace)
         except subprocess.TimeoutExpired:
@@ -106,10 +106,10 @@ class SpawnedWorker:
             return self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:  # reaped only here, so the id is still its own
+        if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
             os.killpg(self._process.pid, number)
 
-    def _let_go(self) -> None:
+    def _close_lifeline(self) -> None:
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)
@@ -160,7 +160,7 @@ def spawn_worker(
 def worker_command(
     role: str, name: str, endpoint: str, settings: ServeSettings, parent_fd: int | None = None
 ) -> list[str]:
-    """The command line of a worker; `settings` must name folders (see `pairing`)."""
+    """Returns the command line of a worker; `settings` must name folders (see `pairing`)."""
     replay = role == "draft" and settings.draft_backend == "replay"
     model = settings.replay if replay else settings.draft_model if role == "draft" else settings.model
     options = ["--endpoint", endpoint, "--name", name, "--model", str(model), "--log-level", settings.log_level]
@@ -172,8 +172,8 @@ def worker_command(
         options += ["--target", str(settings.model)] if settings.drafts_by_head else []
     if role == "prefill":
         options += ["--backend", settings.prefill_backend]
-    for own in in_process_drafters(settings) if role == "target" else ():
-        options += ["--own", *own]
+    for drafter in in_process_drafters(settings) if role == "target" else ():
+        options += ["--own", *drafter]
     if role == "target" and settings.drafts_by_head and not settings.colocate:
         options += ["--tell", settings.draft_backend, str(settings.draft_model)]
     if role == "target" and settings.shards > 1:
@@ -186,17 +186,18 @@ def worker_command(
 
 
 def python(*arguments: str) -> list[str]:
-    """This interpreter, without the current directory on its path: a folder of the user's may be named like a room."""
+    """Returns this interpreter's command line, without the current directory on the path, where a folder of the user
+    may have the name of a package."""
     return [sys.executable, "-P", *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, in which our rooms are found wherever it was started."""
+    """Returns this process's environment, with the package on the path for any current directory."""
     paths = [str(PACKAGE.parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "TOKENIZERS_PARALLELISM": "false"}
 
 
-# $1: the run directory. $2: a socket elsewhere, $3: what its lock file holds and $4: its inode while it is still ours.
+# $1: the run directory. $2: a socket elsewhere; it is still ours if its lock file holds $3 and its inode is $4.
 _SCRIPT = """
 while read -r _; do :; done
 rm -rf -- "$1"
@@ -205,7 +206,7 @@ rm -rf -- "$1"
 
 
 class Sweeper:
-    """Waits beside the server for its end, to remove `directory` and the socket of `lock`; what others made stays."""
+    """Removes `directory` and the socket of `lock` once the server has ended; a socket that is not ours stays."""
 
     def __init__(self, directory: Path, lock: SocketLock | None) -> None:
         elsewhere = [lock.path, lock.token, str(lock.inode)] if lock is not None else ["", "", ""]
@@ -214,11 +215,11 @@ class Sweeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the server's group must not end the one who sweeps after it
+            start_new_session=True,  # a signal to the server's process group must not end the sweeper
         )
 
     def dismiss(self) -> None:
-        """Nothing is left to sweep."""
+        """Ends the sweeper, once the server has removed its files."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
@@ -229,15 +230,15 @@ READER_SECONDS = 1200.0
 
 
 def measured(draft_model: str) -> str | None:
-    """A sentence that says who reads which prompts, or why that is not known; None where there is no Core ML."""
+    """Returns a note on what reads which prompts, or why that was not measured; None on systems without Core ML."""
     if sys.platform != "darwin":
         return None
     command = python("-m", "outrider.drafters.coreml.prompts", "--model", draft_model)
     try:
         done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=READER_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"prompts stay with MLX: Core ML had not read them after {READER_SECONDS:g} s"
+        return f"MLX reads prompts: Core ML took more than {READER_SECONDS:g} s"
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["no reason told"]
-        return f"MLX reads prompts: {said[-1]}"
+        lines = done.stderr.strip().splitlines() or ["the measurement failed without a message"]
+        return f"MLX reads prompts: {lines[-1]}"
     return str(json.loads(done.stdout)["sentence"])

@@ -1,16 +1,16 @@
-"""What this machine has and allows: the libraries that workers compute with, cores, open files, memory.
+"""The machine's libraries for computing, cores, open files and memory.
 
 `openblas`: a system OpenBLAS for the workers on Linux. MLX's CPU wheel carries the reference BLAS, whose cost is linear
-in rows; preloaded, OpenBLAS takes its place. On macOS MLX uses Accelerate and nothing is needed. `require_mlx`: whether
-MLX has its library, which on Linux is a package of its own that a person chooses.
+in rows; preloaded, OpenBLAS replaces it. On macOS MLX uses Accelerate. `require_mlx`: checks for MLX's library, which
+on Linux is a separate package that the user chooses.
 
-`place`: which CPU core a process runs on. Only two cores need telling apart: there target and drafter have one each.
-The orchestrator is on the drafter's core and has priority there: on the target's core it would delay the target's
-forwards, on which everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
+`place`: the CPU core of a process. Cores are assigned only on a machine of two: target and drafter have one each, and
+the orchestrator has priority on the drafter's. On the target's core it would delay the target's forwards, for which
+everything waits, and the drafter works ahead anyway (docs/log.md). Linux only.
 
-`raise_limit`: how many files this process may have open, of which each connection is one. A Mac's terminal allows 256
-unless asked for more, and ZeroMQ ends the process when none is left. `physical`: how much memory this machine has, or
-this container may take. `likely_cause`: whether a process died for want of it.
+`raise_limit`: the number of files that this process may have open; each connection is one. A Mac's terminal allows 256
+by default, and ZeroMQ ends the process when none is left. `physical`: the memory of this machine or container.
+`likely_cause`: whether a process ended because memory ran out.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from outrider.protocol.version import install
 from outrider.protocol.worker_link import CPU_KERNELS
 
 MISSING = (
-    "no OpenBLAS was found, so verifying M tokens costs M times one token instead of 1.2 to 1.4 times;"
-    " install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install openblas)"
+    "no OpenBLAS was found; ONNX Runtime computes the default model and most others on a CPU and doesn't need it"
+    " (docs/exactness.md), but with a model that MLX computes, verifying M tokens costs M times one token instead of"
+    " 1.2 to 1.4 times; install it (Debian, Ubuntu: apt install libopenblas0-pthread; Fedora: dnf install openblas)"
 )
 CHOICE = "OUTRIDER_OPENBLAS"
-"""Names the library to preload; empty: none, MLX runs on what its wheel carries."""
+"""The environment variable that sets the library to preload; empty: none, so that MLX uses its wheel's BLAS."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
 _LDCONFIG_SECONDS = 5
 
 
 def openblas() -> Path | None:
-    """The library to preload, that of `CHOICE` before any other; None where there is none, or none is needed.
+    """Returns the library to preload, first of all that of `CHOICE`; None if there is none, or none is needed.
 
     Raises:
         InvalidRequest: `CHOICE` names no file.
@@ -63,7 +64,7 @@ def openblas() -> Path | None:
 
 def _given(library: Path) -> Path:
     if not library.is_file():
-        raise InvalidRequest(f"{CHOICE} names {library}, which is not a file; expected a libopenblas.so.0, or nothing")
+        raise InvalidRequest(f"{CHOICE} is {library}, which is not a file; expected a libopenblas.so.0, or no value")
     return library
 
 
@@ -72,15 +73,15 @@ def needs_openblas() -> bool:
 
 
 def notes() -> tuple[str, ...]:
-    """What a person should know about this machine's BLAS; mostly nothing."""
+    """Returns the notes on this machine's BLAS for the user; usually none."""
     wanted = needs_openblas() and os.environ.get(CHOICE) != ""
     return (MISSING,) if wanted and openblas() is None else ()
 
 
 def environment(base: dict[str, str], threads: int, kernels: str | None = None) -> dict[str, str]:
-    """`base` with OpenBLAS preloaded where it is needed and found, and `threads` threads for any BLAS there is.
+    """Returns the environment `base` with OpenBLAS preloaded, if it is needed and found, and `threads` BLAS threads.
 
-    `kernels`: what makes forwards on a CPU (`protocol.worker_link`); None: what `base` says.
+    `kernels`: what computes forwards on a CPU (`protocol.worker_link`); None: as in `base`.
     """
     changed = {**base, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
     if kernels is not None:
@@ -93,7 +94,7 @@ def environment(base: dict[str, str], threads: int, kernels: str | None = None) 
 
 
 def _known_to_loader() -> Path | None:
-    """What the dynamic loader's cache lists, for libraries in unusual places."""
+    """Finds the library in the dynamic loader's cache, for libraries in unusual places."""
     for command in ("ldconfig", "/sbin/ldconfig"):
         try:
             listing = subprocess.run([command, "-p"], capture_output=True, text=True, timeout=_LDCONFIG_SECONDS)
@@ -110,27 +111,27 @@ LIBRARY = Path("lib", "libmlx.so")
 
 
 def require_mlx() -> None:
-    """Before a process is started that imports MLX: there it would be a traceback.
+    """Checks that MLX's library is installed, before a process that imports MLX would fail with a traceback.
 
     Raises:
         InvalidRequest: MLX's library is not installed.
     """
     if not sys.platform.startswith("linux"):
         return
-    found = find_spec("mlx")
-    places = found.submodule_search_locations if found is not None else None
-    if not any(Path(place, LIBRARY).is_file() for place in places or ()):
+    spec = find_spec("mlx")
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not any(Path(folder, LIBRARY).is_file() for folder in folders or ()):
         raise InvalidRequest(f"MLX has no backend installed; run {install('cpu')}, or the extra cuda for a GPU")
 
 
 BEHIND = 5
-"""How nice a drafter is to the orchestrator: a third of its weight where both want to run."""
+"""The drafter's nice value on the orchestrator's core: about a third of the orchestrator's share if both run."""
 GIVEN = sorted(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else []
-"""The cores this process was given."""
+"""The cores that this process may use."""
 
 
 def place(pid: int, role: str, settings: ServeSettings) -> None:
-    """Keeps the process of a `role` to its core; on the orchestrator's it comes after that."""
+    """Pins the process of a `role` to its core; on the orchestrator's core it gets a lower priority."""
     core = core_of(role, settings)
     pin(pid, core)
     if role == "draft" and core is not None:
@@ -138,39 +139,39 @@ def place(pid: int, role: str, settings: ServeSettings) -> None:
 
 
 def core_of(role: str, settings: ServeSettings) -> int | None:
-    """The core for a `target`, `draft` or `orchestrator` process; None, and for all others: any."""
+    """Returns the core for a `target`, `draft` or `orchestrator` process; None for any core, and for other roles."""
     if len(GIVEN) != 2 or settings.threads != 1 or not settings.has_draft_worker:
         return None
-    if settings.shards > 1 or not settings.pin_cores:  # ranks that wait for each other on one core would take turns
+    if settings.shards > 1 or not settings.pin_cores:  # on one core, ranks that wait for each other would take turns
         return None
     return {"target": GIVEN[0], "draft": GIVEN[-1], "orchestrator": GIVEN[-1]}.get(role)
 
 
 def pin(pid: int, core: int | None) -> None:
-    """Keeps process `pid` (0: this one), and what it starts from now on, on `core`; None: on any it was given."""
+    """Pins process `pid` (0: this one), and those that it starts later, to `core`; None: to all cores in `GIVEN`."""
     if not sys.platform.startswith("linux"):
         return
-    with suppress(OSError):  # gone already, or not allowed here: it runs where it runs
+    with suppress(OSError):  # the process has ended, or pinning is not allowed here
         os.sched_setaffinity(pid, GIVEN if core is None else {core})
 
 
 def put_behind(pid: int) -> None:
-    """Has process `pid`, which leads a session and has one thread, run after others that want its core."""
+    """Lowers the priority of process `pid`, which leads a session and has one thread."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, BEHIND)
-        Path(f"/proc/{pid}/autogroup").write_text(str(BEHIND))  # where a session's processes have a share of their own
+        Path(f"/proc/{pid}/autogroup").write_text(str(BEHIND))  # for kernels that give each session its own share
 
 
 WANTED = 65_536
-# What systems allow that don't allow WANTED: macOS's OPEN_MAX, and what mlx-lm asks for when it is imported.
+# Tried if WANTED is not allowed: macOS's OPEN_MAX, and the limit that mlx-lm sets when it is imported.
 LESS = (10_240, 4_096)
 
 
 def raise_limit() -> int:
-    """Asks for more files, for this process and those that it starts; how many it may have open.
+    """Raises the limit of open files for this process and those that it starts; returns the limit.
 
     Raises:
-        EndpointError: the system allows too few for a server and its workers.
+        EndpointError: the system allows too few files for a server and its workers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in (WANTED, *LESS):
@@ -178,7 +179,7 @@ def raise_limit() -> int:
             return max(soft, wanted)
     raise EndpointError(
         f"this process may open {hard} files, but a server and its workers need {LESS[-1]}; raise the hard limit"
-        " (`ulimit -n` tells it, your system's administrator sets it)"
+        " (`ulimit -Hn` shows it, the system's administrator sets it)"
     )
 
 
@@ -187,7 +188,7 @@ def _raised(wanted: int, hard: int) -> bool:
         return False
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):  # macOS tells no limit and has one
+    except (ValueError, OSError):  # macOS reports no hard limit, but has one
         return False
     return True
 
@@ -196,7 +197,7 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def physical(bound: Path = _CGROUP) -> int:
-    """In bytes; `bound` is the file of a container's limit, where there is one."""
+    """Returns the memory in bytes; `bound`: the file that holds a container's limit, if there is one."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(whole, int(bound.read_text()))
@@ -208,10 +209,10 @@ _REFUSED = ("MemoryError", "bad_alloc", "Cannot allocate memory", "Resource temp
 
 
 def likely_cause(code: int, last_words: str = "", bound: Path = _CGROUP) -> str:
-    """What a process that ended with this code most likely died of, where its memory has a limit; empty: unknown.
+    """Returns why a process with this exit code most likely ended, if its memory is limited; "" if unknown.
 
-    Beyond a limit of its address space allocations fail, and threads can't be started, which libraries answer by a
-    crash or an error in the process's `last_words`; a container's kernel kills.
+    Beyond a limit of the address space, allocations and starts of threads fail, and libraries crash or print an error,
+    which is in `last_words`; beyond a container's limit the kernel kills the process.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     crashed = -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGKILL)

@@ -31,7 +31,7 @@ def beacon() -> Iterator[Beacon]:
 
 def test_a_server_is_found_by_its_key_and_not_by_announcing_itself(beacon: Beacon) -> None:
     assert find({OWN, OTHER}, interfaces=HERE) == DiscoveredServer("tcp://127.0.0.1:45556", OWN, str(PROTOCOL_VERSION))
-    with pytest.raises(EndpointError, match=r"no server is here whose key is known, only tcp://127.0.0.1:45556"):
+    with pytest.raises(EndpointError, match=r"found no server with a trusted key, only tcp://127.0.0.1:45556"):
         find({OTHER}, interfaces=HERE)
 
 
@@ -41,7 +41,7 @@ def heard(monkeypatch: pytest.MonkeyPatch, *found: DiscoveredServer) -> None:
 
 def test_what_cannot_be_joined_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     heard(monkeypatch)
-    with pytest.raises(EndpointError, match=r"no server is announced here .* `outrider serve --advertise`"):
+    with pytest.raises(EndpointError, match=r"found no server within .* --advertise"):
         find({OWN})
     heard(monkeypatch, DiscoveredServer("tcp://10.0.0.1:1", OWN, "1"), DiscoveredServer("tcp://10.0.0.2:1", OTHER, "1"))
     with pytest.raises(EndpointError, match=r"found several servers .* tcp://10.0.0.1:1 .* choose one with --connect"):

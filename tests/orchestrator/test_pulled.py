@@ -125,9 +125,7 @@ def test_offline_is_a_flag(model, monkeypatch, capsys):
 
 def test_terms_are_accepted_first(model, monkeypatch, capsys):
     known(monkeypatch, replace(model, terms="https://example.org/terms"))
-    with pytest.raises(
-        ModelError, match=r"only be used under its terms \(https://example.org/terms\).* --accept-terms"
-    ):
+    with pytest.raises(ModelError, match=r"under its terms \(https://example.org/terms\).* --accept-terms"):
         find_model(NAME)
     assert main(["pull", NAME, "--accept-terms"]) == 0
     said = capsys.readouterr()

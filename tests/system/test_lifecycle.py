@@ -370,7 +370,7 @@ def test_too_few_files_are_a_sentence(command: tuple[str, ...]) -> None:
     process = outrider(*command, "--draft-backend", "ngram", preexec_fn=limited((64, 64)))
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == EndpointError.exit_code and "Traceback" not in err
-    assert "may open 64 files" in err and "ulimit -n" in err
+    assert "may open 64 files" in err and "ulimit -Hn" in err
 
 
 def test_an_endpoint_in_use_is_refused_and_its_server_goes_on(cluster: LocalCluster) -> None:
