@@ -1,1 +1,1 @@
-"""What computes with MLX: loading, caches with rollback and branches, sampling and its noise. Knows no socket."""
+"""Computes with MLX: loading, caches with rollback and branches, sampling and its noise. Opens no socket."""

@@ -1,8 +1,8 @@
-"""The caches of one text with forwards of its own, with a rollback that works or raises; and growing buffers.
+"""The caches of one text that has its own forwards, with a rollback that works or raises; and growing buffers.
 
-`LengthCache` holds keys and values of one attention layer and forgets by shortening itself, in O(1). State that can't
-be shortened (a recurrent layer's) is kept by reference at marked lengths and put back; any other cache is copied
-there. `with_room` grows buffers by more than is needed, so that they grow seldom. Knows nothing of tokens.
+`LengthCache` holds keys and values of one attention layer; it rolls back in O(1) by a shorter length. State that can't
+be shortened (a recurrent layer's) is kept by reference at marked lengths and restored; any other cache is copied at the
+marks. `with_room` grows buffers by more than is needed, so that they rarely grow. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayerCache:
         self.values: mx.array | None = None
 
     def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
-        """Copies of a row's columns from `start` to `length`, lazy."""
+        """Returns copies of a row's columns [start, length), lazy."""
         return first_rows(self.keys, length, row, start), first_rows(self.values, length, row, start)
 
     @property
@@ -54,11 +54,11 @@ class LayerCache:
 
 
 class LengthCache(LayerCache):
-    """Keys and values [1, H, capacity, D] of which the first `offset` columns count. Stands in for mlx-lm's `KVCache`.
+    """Keys and values [1, H, capacity, D], of which the first `offset` columns are valid. Replaces mlx-lm's `KVCache`.
 
-    Sliding-window layers use it too, at full length: the window is in the mask, so that a rollback may cross it.
-    `window`: how many columns the layer sees if it asks for no window itself, as one with a rotating cache; None: all.
-    Keep no other reference to `keys` or `values`: the next write would then copy the whole buffer.
+    Sliding-window layers use it too, at full length: the window is in the mask, so that a rollback can cross it.
+    `window`: the columns that the layer sees if it passes no window, like one with a rotating cache; None: all. Keep no
+    other reference to `keys` or `values`: the next write would then copy the whole buffer.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -75,7 +75,7 @@ class LengthCache(LayerCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """For layers that read another layer's. Raises AttributeError before anything was fed."""
+        """Returns the valid columns, also for layers that share them. Raises AttributeError before any forward."""
         if self.keys is None or self.values is None:
             raise AttributeError("nothing has been fed yet")
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
@@ -85,42 +85,39 @@ class LengthCache(LayerCache):
         return create_attention_mask(n, offset=self.offset, return_array=return_array, window_size=window)
 
     def adopt(self, keys: mx.array, values: mx.array) -> None:
-        """Fills the first columns of a cache that is empty."""
+        """Fills the first columns of an empty cache."""
         self.offset = keys.shape[2]
         self.keys, self.values = (with_room(None, 1, self.offset, part) for part in (keys, values))
         self.keys[..., : self.offset, :], self.values[..., : self.offset, :] = keys, values
 
 
 def first_rows(buffer: mx.array | None, length: int, row: int = 0, start: int = 0) -> mx.array:
-    """A copy of a row's columns from `start` to `length`, [1, H, length - start, D]. Lazy.
-
-    Once evaluated it does not keep the buffer alive.
-    """
+    """Returns a copy of a row's columns, [1, H, length - start, D]. Lazy; once evaluated it doesn't keep the buffer."""
     if buffer is None:
         raise RollbackError("nothing has been fed yet, so there is nothing to copy")
     return mx.contiguous(buffer[row : row + 1, :, start:length])
 
 
 def is_attention(cache: Any) -> bool:
-    """Whether this holds keys and values only, so that `LengthCache` can replace it (a window becomes a mask)."""
+    """Returns whether `LengthCache` can replace this cache: it holds keys and values only (a window becomes a mask)."""
     return type(cache) in (KVCache, ConcatenateKVCache) or (type(cache) is RotatingKVCache and cache.keep == 0)
 
 
 def window_of(cache: Any) -> int | None:
-    """How many tokens a layer with this cache sees; None: all."""
+    """Returns how many tokens a layer with this cache sees; None: all."""
     return int(cache.max_size) if isinstance(cache, RotatingKVCache) else None
 
 
 def narrowed(window: int | None, length: int) -> int | None:
-    """The window, or None for a text that is no longer than it."""
+    """Returns the window, or None for a text that is no longer than it."""
     return window if window is not None and length > window else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Layers after `length` tokens: recurrent states by reference, other caches as copies of all they hold.
+    """The layers' state after `length` tokens: recurrent states by reference, other caches as copies.
 
-    MLX copies an array when one of two that share it is written to, so a copy costs nothing until then.
+    MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
     """
 
     length: int
@@ -129,7 +126,7 @@ class _Mark:
 
 
 class KVState:
-    """All layers' caches of one text. `length` tokens have been fed."""
+    """The caches of all layers for one text. `length`: the tokens fed so far."""
 
     def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
         """`own_caches`: use the model's own caches only (see `engine.load_checks.abilities`)."""
@@ -144,7 +141,7 @@ class KVState:
 
     @property
     def marks_freely(self) -> bool:
-        """Whether a mark costs nothing; otherwise the next forward copies what the marked caches hold."""
+        """True if a mark costs nothing; otherwise the next forward copies the marked caches."""
         return not self._others
 
     @property
@@ -158,7 +155,7 @@ class KVState:
         return [cache.state for cache in self.caches]
 
     def mark(self) -> None:
-        """Makes the present length one that `roll_back` can return to. The last few marks are kept."""
+        """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
         states = tuple(tuple(cache.cache) for cache in self._recurrent)
@@ -166,10 +163,10 @@ class KVState:
         del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
 
     def roll_back(self, length: int) -> None:
-        """Forgets what came after the first `length` tokens, or after the last mark before them: see `self.length`.
+        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result.
 
         Raises:
-            RollbackError: the model keeps state that can't be shortened, and nothing that early was marked.
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
         if length >= self.length:
             if length > self.length:
@@ -182,10 +179,10 @@ class KVState:
         self.length = length
 
     def save(self, length: int) -> SavedPrefix:
-        """A copy of what is remembered of the first `length` tokens, or at the last mark before them, evaluated.
+        """Returns a copy of the state after `length` tokens, or at the last mark before them, evaluated.
 
         Raises:
-            RollbackError: the model keeps state that can't be shortened, and nothing that early was marked.
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
         states: tuple[Any, ...] = ()
         if not self.exact:
@@ -196,7 +193,7 @@ class KVState:
         return saved
 
     def adopt(self, start: CachedPrefix) -> None:
-        """Begins a text that is still empty with a saved prefix."""
+        """Fills an empty text with a saved prefix."""
         for cache, (keys, values) in zip(self._by_length, start.saved.columns(start.length), strict=True):
             cache.adopt(keys, values)
         self.length = start.length
@@ -206,7 +203,7 @@ class KVState:
         mx.eval(self.state)
 
     def _mark_at(self, length: int) -> _Mark:
-        """The state after `length` tokens, or the last one before them that was marked."""
+        """Returns the mark at `length` tokens, or the last one before."""
         if self.length <= length:
             self.mark()
         marks = [mark for mark in self._marks if mark.length <= length]
@@ -225,7 +222,7 @@ class KVState:
         for cache, state in zip(self._recurrent, mark.states, strict=True):
             cache.cache = list(state)
         for cache, held in zip(self._others, mark.copies, strict=True):
-            vars(cache).update(copy.deepcopy(held))  # it may be put back again
+            vars(cache).update(copy.deepcopy(held))  # copied, since the mark may be restored again
 
 
 def stand_in(cache: Any, make: Callable[[Any], Any]) -> Any:
@@ -240,18 +237,18 @@ def _suitable(cache: Any) -> Any:
 
 
 def leaves_of(cache: Any) -> list[Any]:
-    """The caches in a list of caches, or this one cache."""
+    """Returns the caches in a list of caches, or this one cache."""
     return [leaf for inner in cache.caches for leaf in leaves_of(inner)] if type(cache) is CacheList else [cache]
 
 
-_BUFFER_STEP = 256  # columns a buffer grows by
-EARLY = 128  # columns over which the layers' buffers grow one after the other
+_BUFFER_STEP = 256  # buffers grow by multiples of so many columns
+EARLY = 128  # the range of columns over which the layers' buffers grow one after the other
 
 
 def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array, early: int = 0) -> mx.array:
-    """`buffer` itself, or a copy of it with room for so many rows and columns.
+    """Returns `buffer`, or a copy of it with room for so many rows and columns.
 
-    It grows `early` columns before it must. With another number for each layer no forward copies all layers.
+    It grows `early` columns before it must; with a different number for each layer, no forward copies all layers.
     """
     had_rows, had_columns = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
     columns += early if buffer is not None else 0

@@ -4,11 +4,11 @@ Dense layers see the tokens of all texts as one row, so nothing is padded there 
 attention layer has one buffer with a row for each text (`FlatCache`). mlx-lm models run unmodified: their cache objects
 supply positions and masks, and the attention function of their modules asks the cache (`install`).
 
-A `Segment` is one text's part of a flat row: how many tokens, in which columns, at which positions, and what each sees.
-Ordinary tokens stand one behind the other and see all before them. The nodes of a tree of drafts have a column each,
-too, but the position of their depth, and see only their ancestors. `FlatRows` opens, closes and copies the rows of the
-buffers; rows in use come first, so that a forward sees a block of rows. Knows rows, columns and lengths; nothing of
-what tokens mean, or of requests.
+A `Segment` is one text's part of a flat row: the number of its tokens, their columns, their positions, and what each
+sees. Ordinary tokens follow one another and see all tokens before them. The nodes of a tree of drafts have a column
+each, too, but their depth's position, and see only their ancestors. `FlatRows` opens, closes and copies the rows of the
+buffers; rows in use come first, so that a forward sees a block of rows. Knows rows, columns and lengths; knows nothing
+of tokens' meaning or of requests.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The next `count` tokens of the text in `row`, of which `start` are in the buffers.
+    """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
 
-    `long`: a piece of a prompt. `whole`: each token sees all of them, later ones too. With `parents` the last tokens
-    are the nodes of a tree (`protocol.trees`), behind the last token that is no node.
+    `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too. With `parents`
+    the last tokens are the nodes of a tree (`protocol.trees`), which follows the other tokens.
     """
 
     row: int
@@ -54,7 +54,7 @@ class Segment:
 
     @property
     def is_apart(self) -> bool:
-        """Whether its tokens see anything but the columns up to their own, or stand elsewhere."""
+        """True if its tokens see other columns than those up to their own, or have other positions than columns."""
         return self.whole or bool(self.parents)
 
     @property
@@ -71,7 +71,7 @@ class Segment:
         return places
 
     def seen(self, end: int, window: int | None) -> Bools:
-        """Which of the row's first `end` columns each token sees, within `window` positions if any: [count, end]."""
+        """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end]."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
         if self.whole:
             seen[:, : self.end] = True
@@ -110,7 +110,7 @@ class NodeSegment(Segment):
 
 
 def _ancestry(parents: tuple[int, ...]) -> Bools:
-    """Which nodes each is or stands behind, [M, M]."""
+    """Returns for each node which nodes are its ancestors or itself, [M, M]."""
     seen = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent >= 0:
@@ -122,14 +122,14 @@ _PATCHED = "scaled_dot_product_attention"
 
 
 class WindowMask:
-    """A placeholder for the mask of layers with this window (None: all columns). Attention makes it text by text."""
+    """Stands for the mask of layers with this window (None: all columns); attention builds it text by text."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
 
 
 class SegmentGroup:
-    """Texts whose queries attend in one operation: rows `first`.. of the buffers, `width` queries each, padded."""
+    """Texts whose attention is one operation: the buffers' rows from `first` on, `width` queries each, padded."""
 
     def __init__(self, segments: Sequence[Segment], begins: Sequence[int]) -> None:
         self.first, self.stop = min(p.row for p in segments), max(p.row for p in segments) + 1
@@ -150,19 +150,19 @@ class SegmentGroup:
         self._masks: dict[int | None, mx.array | None] = {}
 
     def queries(self, flat: mx.array) -> mx.array:
-        """Queries [1, H, T, D] laid out by text: [rows, H, width, D]."""
+        """Arranges queries [1, H, T, D] by text: [rows, H, width, D]."""
         heads, width = flat.shape[1], flat.shape[-1]
         together = slice(self.begin, self.begin + self.count)
         own = flat[0, :, together] if self.even else mx.take(flat[0], self._padded, axis=1)
         return own.reshape(heads, -1, self.width, width).swapaxes(0, 1)
 
-    def answers(self, found: mx.array) -> mx.array:
-        """Attention's output [rows, H, width, D] back in the order of the flat row: [H, count, D]."""
-        flat = found.swapaxes(0, 1).reshape(found.shape[1], -1, found.shape[-1])
+    def answers(self, output: mx.array) -> mx.array:
+        """Arranges attention's output [rows, H, width, D] in the order of the flat row: [H, count, D]."""
+        flat = output.swapaxes(0, 1).reshape(output.shape[1], -1, output.shape[-1])
         return flat if self.even else mx.take(flat, self._spread, axis=1)
 
     def mask(self, window: int | None) -> mx.array | None:
-        """Which columns each query sees, [rows, 1, width, end]; None: all of them."""
+        """Returns which columns each query sees, [rows, 1, width, end]; None: all of them."""
         if window not in self._masks:
             columns, places = np.arange(self.end), self._starts[:, None] + np.arange(self.width)
             seen = columns <= places[..., None]
@@ -175,7 +175,7 @@ class SegmentGroup:
 
 
 class FlatAttentionMetadata:
-    """Where the tokens of one forward stand, for all layers' caches."""
+    """The places of one forward's tokens, for all layers' caches."""
 
     def __init__(self) -> None:
         self.segments: tuple[Segment, ...] = ()
@@ -187,11 +187,11 @@ class FlatAttentionMetadata:
 
     @property
     def alone(self) -> Segment | None:
-        """The only segment of the forward, or None. It attends by mlx-lm's own function."""
+        """The forward's only segment, for which mlx-lm's own attention is used, or None."""
         return self.segments[0] if len(self.segments) == 1 else None
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """The next forward feeds these segments, in this order."""
+        """Sets the segments of the next forward, in their order."""
         self.segments = tuple(segments)
         self.reach = max(p.row for p in segments) + 1, max(p.end for p in segments)
         if len(segments) == 1:
@@ -202,7 +202,7 @@ class FlatAttentionMetadata:
         short = [(p, b) for p, b in zip(segments, begins, strict=True) if not p.long]
         long = [(p, b) for p, b in zip(segments, begins, strict=True) if p.long]
         self.groups = [
-            SegmentGroup(*zip(*part, strict=True)) for part in ([short] if short else []) + [[one] for one in long]
+            SegmentGroup(*zip(*part, strict=True)) for part in ([short] if short else []) + [[pair] for pair in long]
         ]
         places = np.concatenate([np.arange(p.start, p.end) for p in segments]).astype(np.int32)
         self.offset = self.columns = mx.array(places)
@@ -212,13 +212,13 @@ class FlatAttentionMetadata:
 
 
 class FlatCache(LayerCache):
-    """One attention layer's buffer [rows, H, columns, D], written in place, standing in for a `KVCache`."""
+    """One attention layer's buffer [rows, H, columns, D], written in place; replaces a `KVCache`."""
 
     def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
-        """`window`: how many columns the layer sees if it asks for no window itself. `early`: see `with_room`."""
+        """`window`: the columns that the layer sees if it passes no window. `early`: see `with_room`."""
         super().__init__()
         self._frame, self._window, self._early = frame, window, early
-        self._host: tuple[Floats, Floats] | None = None  # views of both, until MLX writes: it would have to copy then
+        self._host: tuple[Floats, Floats] | None = None  # numpy views, dropped when MLX writes, which would copy else
 
     @property
     def offset(self) -> int | mx.array:
@@ -236,7 +236,7 @@ class FlatCache(LayerCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes the forward's keys and values [1, H, T, D].
 
-        Returns those of a text that is alone, as a `KVCache` would. With several texts `attend` reads the buffers.
+        Returns all of the text's for a single text, as a `KVCache` does. For several texts `attend` reads the buffers.
         """
         self._host = None
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
@@ -247,19 +247,19 @@ class FlatCache(LayerCache):
         return self.keys[place, :, : alone.end], self.values[place, :, : alone.end]
 
     def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
-        """The attention of flat queries [1, H, T, D], each over its own text."""
-        found = []
+        """Computes the attention of flat queries [1, H, T, D], each over its own text."""
+        outputs = []
         for group in self._frame.groups:
             keys, values = (b[group.first : group.stop, :, : group.end] for b in (self.keys, self.values))  # type: ignore[index]
             part = mx.fast.scaled_dot_product_attention(
                 group.queries(queries), keys, values, scale=scale, mask=group.mask(window), sinks=sinks
             )
-            found.append(group.answers(part))
-        flat = found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
+            outputs.append(group.answers(part))
+        flat = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=1)
         return flat[None]
 
     def on_host(self, rows: int, columns: int, like: mx.array) -> tuple[Floats, Floats]:
-        """The buffers themselves, writable, with room for so many rows and columns. `like`: keys of one column."""
+        """Returns writable views of the buffers, with room for so many rows and columns. `like`: keys of one column."""
         host = self._host
         if host is None or rows > host[0].shape[0] or columns + self._early > host[0].shape[2]:
             self._host = host = None
@@ -280,14 +280,14 @@ class FlatCache(LayerCache):
         return buffer
 
     def move(self, source: int, target: int, columns: int) -> None:
-        """Copies the first columns of a row over another's."""
+        """Copies the first columns of a row to another row."""
         self._host = None
         for buffer in (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
 
     def gather(self, row: int, start: int, columns: Ints) -> None:
-        """Column `columns[i]` (ascending) of a row becomes its column `start` + i."""
+        """Moves column `columns[i]` (ascending) of a row to its column `start` + i."""
         self._host = None
         source = mx.array(columns)
         for buffer in (self.keys, self.values):
@@ -309,7 +309,7 @@ class FlatCache(LayerCache):
 
 
 def install(model: nn.Module) -> None:
-    """Makes the attention of `model` call `FlatCache.attend` where the mask is a `WindowMask`."""
+    """Makes the attention of `model` call `FlatCache.attend` if the mask is a `WindowMask`."""
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = sys.modules.get(name)
         if getattr(namespace, _PATCHED, None) is scaled_dot_product_attention:
@@ -320,12 +320,12 @@ def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
     """mlx-lm's function of this name, except that with a `WindowMask` the cache computes attention."""
-    found: mx.array
+    output: mx.array
     if isinstance(mask, WindowMask):
-        found = cache.attend(queries, scale, mask.window, sinks)
-        return found
-    found = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-    return found
+        output = cache.attend(queries, scale, mask.window, sinks)
+        return output
+    output = scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    return output
 
 
 Layers = tuple[tuple[mx.array, mx.array], ...]
@@ -341,25 +341,25 @@ class FlatSequence:
 
     @property
     def marks_freely(self) -> bool:
-        """False where a forward is computed at once, as by ONNX Runtime."""
+        """False if forwards are computed at once, as by ONNX Runtime."""
         return self._rows.is_lazy
 
     def mark(self) -> None:
-        """Any length can be returned to."""
+        """Does nothing: every length can be rolled back to."""
 
     def roll_back(self, length: int) -> None:
-        """The next forward overwrites the columns behind."""
+        """Rolls back to `length`; the next forward overwrites the later columns."""
         self.length = min(length, self.length)
 
     def keep(self, length: int, columns: Sequence[int]) -> None:
-        """Keeps only these columns (ascending) behind the first `length` tokens."""
+        """Keeps only these columns (ascending) after the first `length` tokens."""
         for cache in self._caches:
             cache.gather(self.row, length, np.array(columns, np.int32))
         self.length = length + len(columns)
 
 
 class FlatRows:
-    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when waited for."""
+    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read."""
 
     def __init__(self, model: nn.Module) -> None:
         install(model)
@@ -376,7 +376,7 @@ class FlatRows:
         return self._sequences[-1]
 
     def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row: the last row moves there. Without texts the buffers are freed."""
+        """Frees a text's row, to which the last row moves. Frees the buffers after the last text."""
         last = self._sequences.pop()
         if last is not sequence:
             for cache in self._caches:
@@ -403,7 +403,7 @@ class FlatRows:
         mx.eval(self.state())
 
     def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
-        """Copies of a text's keys and values from `start` to `end`, as `extend` takes them; evaluated."""
+        """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
         layers = tuple(cache.saved(end, sequence.row, start) for cache in self._caches)
         mx.eval(layers)
         return layers

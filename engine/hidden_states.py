@@ -1,11 +1,10 @@
-"""Parts of unmodified mlx-lm models: where they are, what passes through them, and logits only where they are read.
+"""Parts of unmodified mlx-lm models: finds them, records their hidden states, and computes only the wanted logits.
 
-`HiddenStates` records the outputs of chosen layers, and what goes into and comes out of the final norm, during forwards
-that ask for them. Layers are counted from 0. `HiddenStateReaders` lets several readers share one recording.
-`FirstLayers` runs the model's own forward as far as a layer and ends it there. `backbone_of` and the functions behind
-it find a model's layers, final norm, embedding and output layer. `LMHead` wraps the output layer, so that it computes
-logits only of the rows that are wanted (`LogitsIndices`); by default of all. Knows rows of tokens; nothing of texts,
-chains or who reads them.
+`HiddenStates` records the outputs of chosen layers, and the input and output of the final norm, during forwards that
+request them. Layers are counted from 0. `HiddenStateReaders` lets several readers share one recording. `FirstLayers`
+runs the model's own forward up to a layer and ends it there. `backbone_of` and the functions after it find a model's
+layers, final norm, embedding and output layer. `LMHead` wraps the output layer, so that it computes logits only of the
+wanted rows (`LogitsIndices`), by default of all. Knows rows of tokens; knows nothing of texts, chains or readers.
 """
 
 from __future__ import annotations
@@ -22,37 +21,37 @@ import mlx.nn as nn
 from outrider.engine.flat import Floats
 from outrider.protocol.errors import ModelError
 
-Tell = Callable[[Any, Any], None]
+Callback = Callable[[Any, Any], None]
 
 
-def listen(module: nn.Module, who: object, tell: Tell) -> None:
-    """Calls `tell(input, output)` after each call of `module` from now on, in place of `who`'s callback before.
+def listen(module: nn.Module, owner: object, callback: Callback) -> None:
+    """Calls `callback(input, output)` after each call of `module`; replaces the owner's earlier callback.
 
-    The module stays what it was in all else.
+    Everything else about the module stays the same.
     """
     kind = type(module)
     if not issubclass(kind, _Observed):
         module.__class__ = type(kind.__name__, (_Observed, kind), {"__module__": kind.__module__})
         module._callbacks = _Callbacks()
-    module._callbacks.by[who] = tell
+    module._callbacks.by[owner] = callback
 
 
 class _Callbacks:
     """The callbacks of a module. (A plain dict would become part of the module.)"""
 
     def __init__(self) -> None:
-        self.by: dict[object, Tell] = {}
+        self.by: dict[object, Callback] = {}
 
 
 class _Observed:
-    """Stands before a module's own class in the order of methods."""
+    """A base that comes before a module's own class in the method resolution order."""
 
     _callbacks: _Callbacks
 
     def __call__(self, *args: Any, **others: Any) -> Any:
         out = super().__call__(*args, **others)  # type: ignore[misc]
-        for tell in self._callbacks.by.values():
-            tell(next(iter((*args, *others.values()))), out)
+        for callback in self._callbacks.by.values():
+            callback(next(iter((*args, *others.values()))), out)
         return out
 
 
@@ -61,7 +60,7 @@ _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "embeddings", "word_embe
 
 
 def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """The module that holds the model's layers, wherever it is nested, and the layers."""
+    """Returns the module that holds the model's layers, wherever it is nested, and the layers."""
     first = next(iter(getattr(model, "layers", ())), None)
     for module in model.modules():
         for value in module.values():
@@ -71,36 +70,36 @@ def backbone_of(model: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 
 def final_norm(backbone: nn.Module) -> nn.Module:
-    return _child(backbone, _NORMS, "final norm to tap")
+    return _child(backbone, _NORMS, "final norm")
 
 
 def embedding(backbone: nn.Module) -> nn.Module:
-    return _child(backbone, _EMBEDDINGS, "embedding to share")
+    return _child(backbone, _EMBEDDINGS, "embedding")
 
 
 def output_layer(model: nn.Module, backbone: nn.Module) -> Callable[[mx.array], mx.array]:
-    """Computes logits of rows behind the final norm, in a model that does nothing else to them."""
+    """Returns a function that computes logits of rows after the final norm, for models that do nothing else there."""
     own = model.get("lm_head")
     if isinstance(own, nn.Module):
-        return lambda rows: own(rows)  # a module would become part of the module that keeps it
+        return lambda rows: own(rows)  # a function, since a module would become part of the module that holds it
     return lambda rows: embedding(backbone).as_linear(rows)
 
 
-def _child(backbone: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
+def _child(backbone: nn.Module, names: tuple[str, ...], part: str) -> nn.Module:
     for name in names:
         if isinstance(backbone.get(name), nn.Module):
             return backbone[name]
-    raise ModelError(f"the model has no {what}; expected one of {', '.join(names)} beside its layers")
+    raise ModelError(f"the model's {part} can't be found; expected one of {', '.join(names)} next to its layers")
 
 
 BEFORE_NORM, AFTER_NORM = "before", "after"
 Takes = Callable[[mx.array], None]
-"""Is called with the hidden states of a part's tokens, [N, W], lazy."""
+"""A function that takes the hidden states of a part's tokens, [N, W], lazy."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatePoints:
-    """Which rows are recorded, side by side in this order: layers' outputs, the final norm's input, its output."""
+    """Which rows are recorded, concatenated in this order: layers' outputs, the final norm's input, its output."""
 
     layers: tuple[int, ...] = ()
     before_norm: bool = False
@@ -112,30 +111,30 @@ class HiddenStatePoints:
 
     @property
     def keys(self) -> tuple[object, ...]:
-        """A key for each of them, in their order."""
+        """A key for each point, in their order."""
         return (*self.layers, *[BEFORE_NORM] * self.before_norm, *[AFTER_NORM] * self.after_norm)
 
 
 class HiddenStates:
-    """Records rows of one model. `fuse` makes what readers get, [N, W], of recorded rows [N, points * D]."""
+    """Records rows of one model. `fuse` converts recorded rows [N, points * D] to the rows of the readers, [N, W]."""
 
     def __init__(
         self, model: nn.Module, points: HiddenStatePoints, fuse: Callable[[mx.array], mx.array] | None = None
     ) -> None:
-        """Raises ModelError: the model has no such layer, no norm behind them, or its layers give no row a token."""
+        """Raises ModelError if the model lacks a layer or the final norm, or a layer doesn't return a row per token."""
         self._points, self._fuse = points, fuse
         self._seen: dict[object, mx.array] | None = None
         backbone, layers = backbone_of(model)
         for number in points.layers:
             if not 0 <= number < len(layers):
-                raise ModelError(f"there is no layer {number}: the model has {len(layers)}, counted from 0")
+                raise ModelError(f"there is no layer {number}; expected 0 to {len(layers) - 1}")
             listen(layers[number], "taps", partial(self._record_layer, number))
         if points.before_norm or points.after_norm:
             listen(final_norm(backbone), "taps", self._record_norm)
         self._try(model)
 
     def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
-        """Runs `call`, a forward over parts of so many tokens each; each `Takes` gets its part's hidden states."""
+        """Runs `call`, a forward over parts of these token counts; each `Takes` gets its part's hidden states."""
         if not any(takes for _, takes in parts):
             return call()
         with self._open() as seen:
@@ -152,7 +151,7 @@ class HiddenStates:
 
     @contextmanager
     def _open(self) -> Iterator[dict[object, mx.array]]:
-        """Records meanwhile. Afterwards no reference is kept, so that buffers can be used again."""
+        """Records during the block. Afterwards no reference is kept, so that buffers can be reused."""
         seen = self._seen = {}
         try:
             yield seen
@@ -161,15 +160,15 @@ class HiddenStates:
 
     @property
     def is_open(self) -> bool:
-        """Whether the forward under way is to record anything."""
+        """True if the forward under way records anything."""
         return self._seen is not None
 
     def wants(self, key: object) -> bool:
-        """Whether a forward that is not the model's own is to record what passes there."""
+        """Returns whether a forward that is not the model's own should record the rows at this key."""
         return key in self._points.keys
 
     def on_hidden_states(self, key: object, rows: Floats) -> None:
-        """Records rows [T, D] of such a forward's tokens."""
+        """Records rows [T, D] of the tokens of such a forward."""
         if self._seen is not None and self.wants(key):
             self._seen[key] = mx.array(rows)[None]
 
@@ -191,11 +190,13 @@ class HiddenStates:
         shapes = {key: seen[key].shape if key in seen else None for key in self._points.keys}
         for key, shape in shapes.items():
             if shape is None or shape[:-1] != (1, 2):
-                raise ModelError(f"the model gives no hidden row a token at {key!r} ({shape}); it can't be tapped")
+                raise ModelError(
+                    f"the model's hidden states at {key!r} have the shape {shape}; expected (1, 2, D), a row per token"
+                )
 
 
 def _wanted(parts: Sequence[tuple[int, Takes | None]]) -> list[int]:
-    """The places in the flat row of the parts that are taken."""
+    """Returns the indices in the flat row of the parts that are recorded."""
     rows: list[int] = []
     begin = 0
     for count, takes in parts:
@@ -208,17 +209,17 @@ class FirstLayers:
     """The first `count` layers of `model`."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
-        """Raises ModelError: the model has fewer layers."""
+        """Raises ModelError if the model has fewer layers."""
         _, layers = backbone_of(model)
         if not 0 < count <= len(layers):
-            raise ModelError(f"the model has {len(layers)} layers, so none can be left after {count}")
+            raise ModelError(f"the model has {len(layers)} layers, but its first {count} are requested")
         self._ends = False
         listen(layers[count - 1], self, self._end)
 
     def rows(self, call: Callable[[], Any]) -> mx.array:
-        """The output of the last of them for what `call` feeds to the model, [1, T, D]. Lazy.
+        """Returns the last layer's output for the tokens that `call` feeds to the model, [1, T, D]. Lazy.
 
-        Of the caches only those of these layers are written.
+        Only the caches of these layers are written.
         """
         self._ends = True
         try:
@@ -227,14 +228,14 @@ class FirstLayers:
             return end.rows
         finally:
             self._ends = False
-        raise ModelError("the model's forward never came to the layer that was to end it")
+        raise ModelError("the model's forward did not call the layer after which it should end; choose another model")
 
     def _end(self, _: Any, out: Any) -> None:
         if self._ends:
             raise _End(out[0] if isinstance(out, tuple) else out)
 
 
-class _End(Exception):  # no error: the layer has been reached
+class _End(Exception):  # no error: ends the forward after the layer
     def __init__(self, rows: mx.array) -> None:
         super().__init__()
         self.rows = rows
@@ -242,28 +243,28 @@ class _End(Exception):  # no error: the layer has been reached
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateReader:
-    """`fuse` makes what it reads, [N, W], of the rows that are recorded for it, [N, points * D]."""
+    """`fuse` converts the rows that are recorded for the reader, [N, points * D], to those that it reads, [N, W]."""
 
     points: HiddenStatePoints
     fuse: Callable[[mx.array], mx.array]
 
 
 class HiddenStateReaders:
-    """Readers of one `HiddenStates`, whose `points` and `fuse` are these; `apart` gives each reader its own again."""
+    """Several readers of one `HiddenStates`, which uses these `points` and `fuse`; `apart` splits rows by reader."""
 
     def __init__(self, readers: Sequence[HiddenStateReader]) -> None:
-        """One reader at least."""
+        """Takes at least one reader."""
         self._readers = tuple(readers)
         self._parts: list[tuple[int, mx.Dtype]] = []
         points = [reader.points for reader in readers]
         self.points = HiddenStatePoints(
-            tuple(sorted({layer for one in points for layer in one.layers})),
-            any(one.before_norm for one in points),
-            any(one.after_norm for one in points),
+            tuple(sorted({layer for each in points for layer in each.layers})),
+            any(each.before_norm for each in points),
+            any(each.after_norm for each in points),
         )
 
     def fuse(self, rows: mx.array) -> mx.array:
-        """What all of them read, side by side."""
+        """Returns the rows of all readers, concatenated."""
         columns = dict(zip(self.points.keys, mx.split(rows, self.points.count, axis=-1), strict=True))
         own = [
             reader.fuse(mx.concatenate([columns[key] for key in reader.points.keys], axis=-1))
@@ -273,25 +274,25 @@ class HiddenStateReaders:
         return own[0] if len(own) == 1 else mx.concatenate(own, axis=-1)
 
     def apart(self, features: mx.array) -> list[mx.array]:
-        """Splits what `fuse` made: each reader's part, in order and in its own number format."""
+        """Splits the result of `fuse` into each reader's rows, in order and in its own number format."""
         if len(self._parts) == 1:
             return [features]
-        found, begin = [], 0
+        parts, begin = [], 0
         for width, dtype in self._parts:
-            found.append(features[:, begin : begin + width].astype(dtype))
+            parts.append(features[:, begin : begin + width].astype(dtype))
             begin += width
-        return found
+        return parts
 
 
 class LogitsIndices:
-    """The rows of the next forward that need logits, int [R]; None: all. `passed`: a head has used them."""
+    """The rows of the next forward that need logits, int [R]; None: all. `passed`: an output layer has used them."""
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.passed = False
 
     def of(self, hidden: mx.array) -> mx.array:
-        """The wanted ones of hidden rows [1, T, D]."""
+        """Returns the wanted rows of hidden rows [1, T, D]."""
         if self.rows is None:
             return hidden
         self.passed = True
@@ -299,9 +300,9 @@ class LogitsIndices:
 
 
 class ReducedLMHead(nn.Module):  # type: ignore[misc]
-    """An output layer for some of the vocabulary's tokens, as FR-Spec's and EAGLE-3's: the others' logits are -inf.
+    """An output layer for part of the vocabulary, as in FR-Spec and EAGLE-3; the other tokens' logits are -inf.
 
-    `rows` is the layer, [hidden] -> [its tokens]; `tokens` are their ids, ascending.
+    `rows`: the layer, [hidden] -> [its tokens]; `tokens`: their ids, ascending.
     """
 
     def __init__(self, hidden: int, count: int, vocab_size: int) -> None:
@@ -315,7 +316,7 @@ class ReducedLMHead(nn.Module):  # type: ignore[misc]
         return self.spread(self.rows(x))
 
     def spread(self, logits: mx.array) -> mx.array:
-        """[..., V] of the rows' own [..., V_d]."""
+        """Returns logits [..., V] for the layer's own [..., V_d]."""
         whole = mx.full((*logits.shape[:-1], self.vocab_size), -mx.inf, logits.dtype)
         whole[..., self.tokens] = logits
         return whole
@@ -330,7 +331,7 @@ class LMHead(nn.Module):  # type: ignore[misc]
         self._wanted = wanted
 
     def __getattr__(self, name: str) -> Any:
-        """Models may read their layer's own attributes, such as its weights."""
+        """Returns the inner layer's attributes, such as its weights, which models may read."""
         inner = self.get("inner")
         if inner is None or name == "inner":
             return super().__getattr__(name)
@@ -338,22 +339,22 @@ class LMHead(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         is_output = isinstance(self.inner, nn.Linear | nn.QuantizedLinear | ReducedLMHead)
-        found: mx.array = self.inner(self._wanted.of(x) if is_output else x)
-        return found
+        logits: mx.array = self.inner(self._wanted.of(x) if is_output else x)
+        return logits
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """An embedding's second use, as the output layer."""
-        found: mx.array = self.inner.as_linear(self._wanted.of(x))
-        return found
+        """Computes logits with an embedding that is also the output layer."""
+        logits: mx.array = self.inner.as_linear(self._wanted.of(x))
+        return logits
 
 
 def unwrapped(layer: nn.Module) -> nn.Module:
-    """The model's own layer, whether it was wrapped or not."""
+    """Returns the model's own layer, whether it is wrapped or not."""
     return layer.inner if isinstance(layer, LMHead) else layer
 
 
 def install(model: nn.Module) -> LogitsIndices:
-    """Wraps the output layer of `model`, once. The result says which rows it computes."""
+    """Wraps the output layer of `model`, once; returns the object that chooses the rows that it computes."""
     wanted = LogitsIndices()
     for parent in model.modules():
         for name in ("lm_head", "embed_tokens", "wte", "tok_embeddings"):

@@ -1,16 +1,16 @@
-"""What a model can do, tried at load, and the fastest form of its texts and trees that passes the checks.
+"""Checks at load what a model can do, and chooses the fastest form of its texts and trees that passes.
 
-`abilities` tries a model as a target, against its own caches fed one token at a time. The simplest caches whose logits
-are right are taken: those that roll back at once, else the model's own, copied before each chain, else the model's own
-without chains. Where layers see a window of the text all is tried past the window, too, behind keys and values that are
-made up, because computing so many would take minutes.
+`abilities` tries a model as a target, and compares with its own caches fed one token at a time. It chooses the simplest
+caches with the right logits: those that roll back at once, else the model's own, copied before each chain, else the
+model's own without chains. If layers have a window, everything is tried past the window, too, after made-up keys and
+values, because computing so many would take minutes.
 
 `open_kv_cache` opens a target's KV cache: texts share forwards (`batch_agrees`) and verify trees of drafts
-(`drafts_agree`) where logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
+(`drafts_agree`) if the logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
 reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. These checks compare with plain forwards
 (`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or the columns it is given, whose
 attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check and
-removes what a failed form has put into the model. Knows nothing of requests.
+undoes a failed form's changes to the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ from outrider.protocol.trees import lines
 log = logging.getLogger(__name__)
 
 _TEXT, _STEPS, _WRONG = 9, 6, 3
-_TRUE, _ROUGH = 1e-3, 0.3  # root mean square, of the logits' deviation or of 1 if that is more: float32, and less
-_WINDOWS = ("max_size", "chunk_size", "window_size")  # the name in mlx-lm's caches
+_TRUE, _ROUGH = 1e-3, 0.3  # allowed root mean square, in deviations of the logits or 1: float32, and lower precision
+_WINDOWS = ("max_size", "chunk_size", "window_size")  # the attributes of mlx-lm's caches
 _PAST = 64  # tokens that no window reaches
-_LARGEST = 4096  # past larger windows nothing is tried: the made-up text would take gigabytes
-_LARGEST_READ = 512  # nor past this one where a cache can't be filled, and the text has to be read
-_EDGE, _LOUD = 16, 30.0  # values up to so far into the window are so much larger: an error of one token shows
+_LARGEST = 4096  # larger windows are not tried: the made-up text would take gigabytes
+_LARGEST_READ = 512  # the same if a cache can't be filled, and the text has to be read
+_EDGE, _LOUD = 16, 30.0  # values this far into the window are this much larger, so that an error of one token shows
 
 _abilities_of: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
 
 
 def abilities(model: LoadedModel) -> Abilities:
-    """What this model can do, tried the first time and then remembered.
+    """Returns what this model can do, tried once.
 
     Raises:
-        ModelError: it can't even decode: its forward fails, or its logits are not numbers.
+        ModelError: the model can't decode: its forward fails, or its logits are NaN or infinite.
     """
     if model.cpu is not None:
-        return Abilities()  # chains and rollbacks are part of its check at load
+        return Abilities()  # `engine.ort` checks chains and rollbacks at load
     if model not in _abilities_of:
         _abilities_of[model] = _find(model)
         mx.clear_cache()
@@ -102,7 +102,7 @@ def _find(model: LoadedModel) -> Abilities:
 def _first_fault(attempts: list[Callable[[], None]]) -> str | None:
     for attempt in attempts:
         try:
-            with named_errors("trying it", logging.INFO):
+            with named_errors("a trial forward", logging.INFO):
                 attempt()
         except OutriderError as error:
             return str(error)
@@ -111,9 +111,9 @@ def _first_fault(attempts: list[Callable[[], None]]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A text's last `_STEPS` tokens and the logits that the model itself gives them, [_STEPS, V].
+    """`truth`: the model's own logits of a text's last `_STEPS` tokens, [_STEPS, V].
 
-    `before` stands between the text's `_TEXT` first tokens and these: keys and values of each cache, or tokens.
+    `before`: what comes between the text's first `_TEXT` tokens and these: keys and values of each cache, or tokens.
     """
 
     model: LoadedModel
@@ -125,11 +125,17 @@ class _Trial:
         kv = _begun(model, before, own_caches=True)
         truth = mx.concatenate([_feed(model, kv, [token]) for token in _last(model)])
         if mx.isnan(truth).any().item():
-            raise ModelFault(f"the logits of this {model.model_type} model are NaN or infinite; check its weights")
+            raise ModelFault(
+                f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
+            )
         return cls(model, before, truth)
 
     def run(self, own_caches: bool) -> None:
-        """Token by token, then with a chain of which one token holds. Raises ModelFault where the logits differ."""
+        """Feeds token by token, then a chain that is rolled back after its first token.
+
+        Raises:
+            ModelFault: the logits differ from the model's own.
+        """
         model, last = self.model, _last(self.model)
         if not own_caches:
             kv = _begun(model, self.before, own_caches)
@@ -141,23 +147,23 @@ class _Trial:
         self._compare(0, _feed(model, kv, [last[0], *wrong])[:1], "several tokens at once")
         kv.roll_back(base + 1)
         done = kv.length - base
-        self._compare(done, _feed(model, kv, last[done:]), "what follows a chain that did not hold")
+        self._compare(done, _feed(model, kv, last[done:]), "tokens after a rejected chain")
 
-    def _compare(self, start: int, logits: mx.array, what: str) -> None:
+    def _compare(self, start: int, logits: mx.array, tokens: str) -> None:
         truth = self.truth[start : start + logits.shape[0]].astype(mx.float32)
         allowed = _TRUE if logits.dtype == mx.float32 else _ROUGH
-        finite = mx.isfinite(truth)  # some models rule tokens out
+        finite = mx.isfinite(truth)  # some models exclude tokens
         truth = mx.where(finite, truth, 0)
         difference = mx.where(finite, logits.astype(mx.float32), 0) - truth
         deviation = mx.maximum(mx.std(truth, axis=-1), 1.0)
         worst = float((mx.sqrt(mx.mean(difference**2, axis=-1)) / deviation).max().item())  # type: ignore[arg-type]
         if not worst <= allowed:
             past = " past its window" if self.before else ""
-            raise ModelFault(f"the logits of {what}{past} are not its own, by {worst:.1g} of their deviation")
+            raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
 
 
 def _trials(model: LoadedModel) -> list[_Trial]:
-    """At a text's start, and past its windows if it has any."""
+    """Returns a trial at a text's start, and one past the model's windows if it has any."""
     trials = [_Trial.of(model, [])]
     kv = KVState(model.model, own_caches=True)
     leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
@@ -166,7 +172,7 @@ def _trials(model: LoadedModel) -> list[_Trial]:
         return trials
     fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in leaves)
     if window > (_LARGEST if fillable else _LARGEST_READ):
-        log.info("a window of %d tokens is too long to test", window)
+        log.info("a window of %d tokens is too long to be tried", window)
         return trials
     if not fillable:
         return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]
@@ -176,7 +182,7 @@ def _trials(model: LoadedModel) -> list[_Trial]:
 
 
 def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
-    """Keys and values like those that the cache holds, for more tokens than a window takes."""
+    """Returns random keys and values like those in the cache, for more tokens than a window has."""
     columns = window + _PAST
     parts = []
     for i, held in enumerate((leaf.keys, leaf.values)):
@@ -202,7 +208,7 @@ def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
 
 
 def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
-    """The logits [N, V], evaluated."""
+    """Feeds tokens, and returns their logits [N, V], evaluated."""
     logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
     kv.length += len(tokens)
     mx.eval(logits, kv.state)
@@ -210,7 +216,7 @@ def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
 
 
 def _tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
-    """Text number `number`, of no meaning."""
+    """Returns the tokens of meaningless text number `number`."""
     return [(step * i + 104729 * number + 13) % model.vocab_size for i in range(count)]
 
 
@@ -219,14 +225,14 @@ def _last(model: LoadedModel) -> list[int]:
 
 
 _PROMPT, _BRANCHES, _DEPTH = 9, 3, 2
-_EXACT, _HALF = 1e-4, 0.1  # of the logits' standard deviation, or of 1 if that is more
-_ROUNDED = 0.3  # the same, root mean square, where activations are rounded to 8 bits
+_EXACT, _HALF = 1e-4, 0.1  # allowed differences, in standard deviations of the logits or 1: float32, lower precision
+_ROUNDED = 0.3  # allowed root mean square if activations are rounded to 8 bits
 
 
 def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], prompt: int = _PROMPT) -> bool:
-    """True if the tree's logits are the model's own, up to rounding, before a commit and after it.
+    """Returns whether the tree's logits are the model's own up to rounding, before and after a commit.
 
-    `prompt`: how many tokens it is opened with.
+    `prompt`: the number of tokens that the tree is opened with.
     """
     tokens = _tokens(model, prompt + 4 * _BRANCHES * _DEPTH)
     text, rest = tokens[:prompt], tokens[prompt:]
@@ -248,41 +254,41 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
 
 
 def _distance(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> float:
-    """The largest difference between the tree's and the model's logits, in units of what is allowed."""
+    """Returns the largest difference between the tree's and the model's logits, in units of the allowed one."""
     return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
 
 
 class ReferenceLogits:
-    """The model's own logits, computed once for each text, because several forms are tried with the same texts."""
+    """The model's own logits, computed once for each text, since several forms are tried with the same texts."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model, self._cpu = model.model, model.cpu
         self._known: dict[tuple[int, ...], mx.array] = {}
 
-    def distance(self, text: Sequence[int], found: mx.array) -> float:
-        """How far logits [V] are from the model's own after `text`, in units of what rounding explains. Waits."""
+    def distance(self, text: Sequence[int], logits: mx.array) -> float:
+        """Returns how far logits [V] are from the model's own after `text`, in units of the allowed error. Waits."""
         key = tuple(text)
         if key not in self._known:
             self._known[key] = self._of(text)
         own = self._known[key]
         allowed = _EXACT if own.dtype == mx.float32 else _HALF
-        known = own != -mx.inf  # a draft may be able to say fewer tokens than there are
-        own, found = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, found.astype(mx.float32), 0.0)
-        if self._cpu is not None and self._cpu.quantised:  # other sums, and roundings to 8 bits fall another way
-            off = mx.sqrt(mx.mean((found - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
+        known = own != -mx.inf  # a draft model may have only part of the vocabulary
+        own, logits = mx.where(known, own.astype(mx.float32), 0.0), mx.where(known, logits.astype(mx.float32), 0.0)
+        if self._cpu is not None and self._cpu.quantised:  # sums in another order change the rounding to 8 bits
+            off = mx.sqrt(mx.mean((logits - own) ** 2)) / mx.maximum(mx.std(own), 1.0)
             return float(off.item()) / _ROUNDED  # type: ignore[arg-type]
-        difference = mx.abs(found - own).max() / mx.maximum(mx.std(own), 1.0)
+        difference = mx.abs(logits - own).max() / mx.maximum(mx.std(own), 1.0)
         return float(difference.item()) / allowed  # type: ignore[arg-type]
 
     def _of(self, text: Sequence[int]) -> mx.array:
-        if self._cpu is not None:  # it was compared with the model itself when it was loaded
+        if self._cpu is not None:  # compared with the model itself at load
             return mx.array(alone(self._cpu, np.array(text, np.int32), (len(text),))[-1])
         own: mx.array = self._model(mx.array([list(text)]), cache=make_prompt_cache(self._model))[0, -1]
         return own
 
 
 def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree]) -> bool:
-    """True if trees of unlike lengths that share a forward have the model's own logits, up to rounding."""
+    """Returns whether trees of different lengths that share a forward have the model's own logits up to rounding."""
     texts = [_tokens(model, _PROMPT + 5 * n, n) for n in range(2)]
     trees = [open_tree(text) for text in texts]
     fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
@@ -298,53 +304,56 @@ _BATCH_LENGTHS = (9, 3, 6)
 
 
 def batch_agrees(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
-    """True if every text keeps its logits through a prompt's piece, ragged chains, a rollback and a closed text."""
+    """Returns whether texts that share forwards have the model's own logits, up to rounding.
+
+    Tries a piece of a prompt, chains of different lengths, a rollback, and closing a text.
+    """
     kv_cache = FlatKVCache(model.model, cpu=cpu)
     tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
     def feed(*parts: tuple[int, int, bool]) -> bool:
-        """Feeds text n up to `end`; True if all wanted logits are the model's own."""
+        """Feeds each text n up to `end`; returns whether all wanted logits are the model's own."""
         feeds = [Feed(places[n], tokens[n][places[n].length : end], 0 if cut else 1, cut) for n, end, cut in parts]
         logits = kv_cache.forward(feeds)
         read = [(n, end) for n, end, cut in parts if not cut]
         return all(own.distance(tokens[n][:end], logits[i]) <= 1.0 for i, (n, end) in enumerate(read))
 
     feed((0, 5, True))
-    found = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
+    agrees = feed((1, 3, False), (0, 9, True)) and feed((0, 10, False), (1, 6, False), (2, 6, False))
     places[1].roll_back(4)
     kv_cache.close(places[0])
-    found = found and feed((1, 5, False), (2, 9, False))
+    agrees = agrees and feed((1, 5, False), (2, 9, False))
     kv_cache.close(places[1])
     kv_cache.close(places[2])
-    return found
+    return agrees
 
 
-_PARENTS = (-1, 0, -1, 0, 2)  # two branches behind the text, the first one forked
+_PARENTS = (-1, 0, -1, 0, 2)  # two branches after the text, the first of them with a fork
 _PATH = (0, 3)
 _LENGTHS = (9, 4)
 
 
 def drafts_agree(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
-    """True if every node's logits are the model's own behind its branch, before and after a branch is accepted.
+    """Returns whether every node's logits are the model's own after its branch, before and after a branch is accepted.
 
     The tree forks at the text and further down. It is fed alone, then with another request.
     """
     kv_cache = FlatKVCache(model.model, cpu=cpu)
     trials = [_TreeTrial.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
     first = trials[0]
-    found = _drafts_agree(own, kv_cache, [first])
+    agrees = _drafts_agree(own, kv_cache, [first])
     first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
     first.text += [first.nodes[node] for node in _PATH]
-    found = found and _drafts_agree(own, kv_cache, trials)
-    for one in trials:
-        kv_cache.close(one.place)
-    return found
+    agrees = agrees and _drafts_agree(own, kv_cache, trials)
+    for trial in trials:
+        kv_cache.close(trial.place)
+    return agrees
 
 
 @dataclass(slots=True)
 class _TreeTrial:
-    """A text whose tokens have all been fed, and the tokens of a tree behind it."""
+    """A text whose tokens have all been fed, and the tokens of a tree that follows it."""
 
     place: Any
     text: list[int]
@@ -360,22 +369,22 @@ class _TreeTrial:
 
 
 def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, trials: list[_TreeTrial]) -> bool:
-    """Feeds each text its tree; True if all logits are the model's own. The columns stay."""
+    """Feeds each text its tree; returns whether all logits are the model's own. The columns stay."""
     count = len(_PARENTS)
-    logits = kv_cache.forward([Feed(one.place, one.nodes, count, parents=_PARENTS) for one in trials])
-    branches = [[*one.text, *down] for one in trials for down in lines(one.nodes, _PARENTS)]
+    logits = kv_cache.forward([Feed(trial.place, trial.nodes, count, parents=_PARENTS) for trial in trials])
+    branches = [[*trial.text, *down] for trial in trials for down in lines(trial.nodes, _PARENTS)]
     return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
 
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
-    """Why `what`, which `agrees` tries, does not work for this model; empty: it works, and what it installed stays."""
+    """Runs the check `agrees` of the form `what`; returns why the form fails, or "": then its changes stay."""
     with _restored(model.model) as keep:
         try:
             with named_errors(what, logging.INFO):
                 if agrees():
                     keep()
                     return ""
-            reason = "its logits differ"
+            reason = "its logits are wrong"
         except ModelError as error:
             reason = first_line(error)
     log.info("%s: not for a %s model: %s", what, model.model_type, reason)
@@ -384,7 +393,7 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Restores a model's parts, and the names in their Python modules, unless the block calls what it is given."""
+    """Restores a model's modules, and the names in their Python modules, unless the block calls what is yielded."""
     parts = [(part, dict(part)) for part in model.modules()]
     names = [vars(sys.modules[name]) for name in {type(part).__module__ for part, _ in parts} if name in sys.modules]
     functions = [(known, dict(known)) for known in names]
@@ -411,7 +420,7 @@ _cache_forms: WeakKeyDictionary[LoadedModel, Callable[[], KVCache]] = WeakKeyDic
 
 
 def open_kv_cache(model: LoadedModel) -> KVCache:
-    """An empty KV cache. Its form is found the first time and then remembered."""
+    """Opens an empty KV cache. Its form is found once for each model."""
     if model not in _cache_forms:
         _cache_forms[model] = _find_cache_form(model)
     return _cache_forms[model]()
@@ -420,15 +429,15 @@ def open_kv_cache(model: LoadedModel) -> KVCache:
 def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     own = ReferenceLogits(model)
     if model.cpu is not None:
-        # Texts together were checked at load (`engine.ort`). Where logits are rounded, branches differ from chains.
+        # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
         cpu = OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0]))
         trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
         return partial(FlatKVCache, model.model, trees, cpu)
-    able = abilities(model)
-    plain = model.attention_only and able.chains and not able.own_caches
+    found = abilities(model)
+    plain = model.attention_only and found.chains and not found.own_caches
     kinds = MlxKVCache | RotatingKVCache
     if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
-        return partial(SeparateKVCache, model.model, able.own_caches)
+        return partial(SeparateKVCache, model.model, found.own_caches)
     if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
         return partial(SeparateKVCache, model.model)
     return partial(FlatKVCache, model.model, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
@@ -441,11 +450,11 @@ def open_slots(
     progress: Callable[[int, int], None] | None = None,
     kv_cache: KVCache | None = None,
 ) -> list[CacheSlot]:
-    """Opens a slot for each prompt and feeds all of the prompt but its last token, in chunks.
+    """Opens a slot for each prompt and feeds the prompt except for its last token, in chunks.
 
     Args:
-        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
-        kv_cache: where the texts are held; None: each has forwards of its own.
+        progress: called as (tokens done, total) after each chunk of a long prompt; may raise to end the call.
+        kv_cache: the cache of the texts; None: each text has its own forwards.
 
     Raises:
         InvalidRequest: a prompt is empty or has tokens outside the vocabulary.
@@ -458,7 +467,7 @@ def open_slots(
 
 
 def sequence_cost(kv_cache: KVCache) -> KvCost:
-    """The memory that a text takes. State that can't be cut may grow with the text, too, which is tried."""
+    """Returns the memory that a text takes. State that can't be shortened may grow with the text, which is tried."""
     sequence = kv_cache.open()
     kv_cache.forward([Feed(sequence, [0], 0, True)])
     short = kv_cache.save(sequence, 1)
@@ -489,26 +498,26 @@ def open_tree(
     """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
     Args:
-        progress: called as (tokens done, tokens in all) after each chunk of a long prompt; may raise to end the call.
-        draws: how nodes' own continuations are drawn, for residual sampling; None: they are the best.
-        reader: reads prompts in the model's place where that is faster.
-        cache: tokens that it has are not read; what the tree has read goes there when the tree is closed.
-        constraint: what the text's grammar allows, if it has one.
+        progress: called as (tokens done, total) after each chunk of a long prompt; may raise to end the call.
+        draws: draws nodes' continuations, for residual sampling; None: the best token continues.
+        reader: reads prompts instead of the model, if that is faster.
+        cache: tokens in it are not read again; the tree's text is saved there when the tree is closed.
+        constraint: the text's grammar, if it has one.
 
     Raises:
-        InvalidRequest: no tokens, or one the model does not have.
+        InvalidRequest: there are no tokens, or one is not in the vocabulary.
         ModelError: no form of tree reproduces this model's logits.
     """
     if not tokens:
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-        raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the draft's vocabulary")
+        raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1}, the draft model's")
     sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
     return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
 def tree_form(model: LoadedModel) -> Form:
-    """The form of KV rows for trees of this model, found the first time and then remembered.
+    """Returns the form of KV rows for trees of this model, found once for each model.
 
     Raises:
         CannotDraft: no form reproduces this model's logits.
@@ -522,13 +531,13 @@ def tree_form(model: LoadedModel) -> Form:
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
-    """A greedy tree of this form, whether or not it is the model's own."""
+    """Opens a greedy tree of this form, whether or not it passes the checks."""
     sampler = Sampler(SamplingParams(), model.vocab_size, normalised=False)
     return Tree(form(model), sampler, model.context_length, tokens)
 
 
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
-    """Empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
+    """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
     kv_rows: KVRows = tree_form(model)(model)
     if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
         kv_rows.reader = reader
@@ -536,7 +545,7 @@ def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRo
 
 
 def tree_cost(model: LoadedModel) -> KvCost:
-    """The memory that a tree of this model takes. Raises ModelError as `tree_form` does."""
+    """Returns the memory that a tree of this model takes. Raises ModelError as `tree_form` does."""
     kv_rows = open_kv_rows(model)
     kv_rows.prefill([0], None, 1)
     return kv_rows.save(1).cost

@@ -1,12 +1,11 @@
-"""From a path or a Hugging Face id to a model that is ready to compute, without its tokenizer.
+"""Loads a model from a path or a Hugging Face id, ready to compute, without its tokenizer.
 
-Chooses the number format: as stored on a GPU; on a CPU, where MLX computes in half precision or 4 bits 20 to 80 times
-slower, float32, or what is stored where ONNX Runtime computes (`engine.ort`). Every failure is a `ModelError` in one
-sentence.
+Chooses the number format: on a GPU as stored; on a CPU as stored if ONNX Runtime computes (`engine.ort`), else float32,
+because MLX is 20 to 80 times slower there in half precision or 4 bits. Every failure is a `ModelError` of one sentence.
 
-On a CPU dense weights are transposed in memory where the BLAS in this process multiplies faster that way (`lay_out`).
-OpenBLAS gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference
-BLAS gains a third on all, and gives the same bits (docs/log.md). Values never change, only strides.
+On a CPU dense weights are transposed in memory if this process's BLAS multiplies faster that way (`lay_out`). OpenBLAS
+gains a quarter on weights that fit the last-level cache and loses a twentieth on larger ones; the reference BLAS gains
+a third on all, and gives the same bits (docs/log.md). Values never change, only strides.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CACHE_BYTES = 24 * 2**20
 
 
 class HeadEmbedding(nn.Embedding):  # type: ignore[misc]
-    """An embedding that is also the output head: rows are looked up in one layout and multiplied in the other."""
+    """An embedding that is also the output layer: rows are looked up in one layout and multiplied in the other."""
 
     def __init__(self, weight: mx.array) -> None:
         nn.Module.__init__(self)
@@ -70,7 +69,7 @@ def lay_out(model: nn.Module, weight_bytes: int) -> bool:
 
 
 def _has_openblas() -> bool:
-    """True when an OpenBLAS was preloaded: its symbols then come before those of the wheel's own BLAS."""
+    """Returns whether an OpenBLAS was preloaded: its symbols then come before those of the wheel's own BLAS."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")
 
 
@@ -83,10 +82,10 @@ _UNKNOWN_CONTEXT = 32768
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoadedModel:
-    """A model in memory. `vocab_size` is the width of its logits, padding included; sizes are in bytes as held now.
+    """A model in memory. `vocab_size`: the width of its logits, including padding; `weight_bytes`: as held now.
 
-    `attention_only`: its only state is keys and values, so any token can be rolled back or masked out. `folder` is
-    where it was read from, if anywhere. `cpu` computes its forwards; None: MLX does.
+    `attention_only`: its only state is keys and values, so any token can be rolled back or masked out. `folder`: the
+    folder it was read from, if any. `cpu`: computes its forwards; None: MLX does.
     """
 
     model: nn.Module
@@ -102,9 +101,9 @@ class LoadedModel:
 
     @property
     def number_format(self) -> str:
-        """What it computes in, as MLX calls it: the format of its first weight that is not quantised.
+        """MLX's name for the format of its first weight that is not quantised.
 
-        Where activations are rounded it includes the CPU's kernels, because the bits depend on them.
+        If activations are rounded, the name of the CPU's kernels, because the bits depend on them.
         """
         if self.cpu is not None and self.cpu.quantised:
             return ort.kernels()
@@ -122,21 +121,21 @@ def load(
 ) -> LoadedModel:
     """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
 
-    With `ranks` each loads its part, and `weight_bytes` is what this one holds. `trees`: the model drafts.
+    With `ranks` each rank loads its part, and `weight_bytes` counts this part. `trees`: the model drafts.
 
     Raises:
-        ModelError: there is no such path or id, it holds no model, or mlx-lm has no such architecture.
+        ModelError: there is no such path or id, it holds no model, or mlx-lm does not have its architecture.
     """
-    tell = progress or log.info
-    path = find(str(path_or_repo), tell)
-    tell(f"loading {path_or_repo}")
+    report = progress or log.info
+    path = find(str(path_or_repo), report)
+    report(f"loading {path_or_repo}")
     model, config = _read(path)
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
         forward = _by_ort(path, model, config["model_type"], trees) if ranks is None else None
         if forward is None:
-            tell("converting to float32")
+            report("converting to float32")
             model = _to_float32(model, parameters)
     if ranks is not None:
         ranks.share_out(model, config["model_type"])
@@ -147,8 +146,8 @@ def load(
     positions.install(model)
     memory.set_limits(weight_bytes)
     if forward is None:
-        tell("warming up")
-        among = f", shared out among {ranks.size} ranks," if ranks is not None else ""
+        report("warming up")
+        among = f", sharded over {ranks.size} ranks," if ranks is not None else ""
         with named_errors(f"a forward of this {config['model_type']} model{among}"):
             _warm_up(model)
     return LoadedModel(
@@ -166,10 +165,7 @@ def load(
 
 
 def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None = None) -> LoadedModel:
-    """The model with its weights left in their files until something computes with them.
-
-    Raises ModelError as `load` does.
-    """
+    """Returns the model with its weights left in their files until they are used. Raises ModelError as `load` does."""
     path = find(str(path_or_repo), progress or log.info)
     model, config = _read(path)
     parameters = get_total_parameters(model)
@@ -188,8 +184,8 @@ def outline(path_or_repo: str | Path, *, progress: Callable[[str], None] | None 
     )
 
 
-def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
-    """The model's directory, downloaded if need be. Raises ModelError when there is no such path or id."""
+def find(path_or_repo: str, report: Callable[[str], None]) -> Path:
+    """Returns the model's directory, downloaded if needed. Raises ModelError if there is no such path or id."""
     path = Path(path_or_repo).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -199,18 +195,18 @@ def find(path_or_repo: str, tell: Callable[[str], None]) -> Path:
         raise ModelError(f"{path} is a file; expected a directory with config.json and model*.safetensors")
     if path_or_repo.startswith((".", "/", "~")) or path_or_repo.count("/") != 1:
         raise ModelError(f"no model at {path}: give an existing directory or a Hugging Face id such as org/name")
-    tell(f"fetching {path_or_repo}")
-    return _fetched(path_or_repo)
+    report(f"downloading {path_or_repo}")
+    return _downloaded(path_or_repo)
 
 
-def _fetched(repo: str) -> Path:
-    from huggingface_hub import errors, snapshot_download  # deferred: a local model needs none of it
+def _downloaded(repo: str) -> Path:
+    from huggingface_hub import errors, snapshot_download  # deferred: a local model doesn't need it
 
     try:
         return Path(snapshot_download(repo, allow_patterns=_FILES))
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{repo} is neither a local folder nor a model in the Hugging Face cache, and the hub can't be "
+            f"{repo} is neither a local folder nor a model in the Hugging Face cache, and Hugging Face can't be "
             "reached: give an existing folder, or download the model first"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
@@ -230,29 +226,29 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
             f"{path / 'config.json'} is not JSON ({first_line(error)}): download the model again"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{path / 'config.json'} names no model_type: expected a Hugging Face model's config")
+        raise ModelError(f"{path / 'config.json'} has no model_type: expected a Hugging Face model's config")
     try:
         if "draft_vocab_size" in config:
             model, config = load_model(path, lazy=True, get_model_classes=_reduced)
         else:
             model, config = load_model(path, lazy=True)
     except FileNotFoundError as error:
-        raise ModelError(f"{path} holds no weights: expected model*.safetensors beside config.json") from error
+        raise ModelError(f"{path} has no weights: expected model*.safetensors next to config.json") from error
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
         reason = first_line(error)
         if "not supported" in reason:
             raise ModelError(f"{path}: mlx-lm has no model type {config['model_type']!r}; choose another") from error
         raise ModelError(f"{path} can't be loaded as {config['model_type']}: {reason}") from error
-    except SystemExit as error:  # mlx-lm's OLMo ends the process where a library of its own is missing
-        raise ModelError(f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed") from error
+    except SystemExit as error:  # mlx-lm's OLMo ends the process if a library of its own is missing
+        raise ModelError(
+            f"{path}: mlx-lm's {config['model_type']} needs a library that is not installed; see stderr for its name"
+        ) from error
     return model, config
 
 
 def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """A Llama for `draft_vocab_size` of its tokens, whose ids `d2t` has as in EAGLE-3's heads.
-
-    Raises ValueError: the config describes something else.
-    """
+    """Returns the classes of a Llama with an output layer of `draft_vocab_size` tokens; `d2t` has their ids, as in
+    EAGLE-3's heads. Raises ValueError if the config describes another model."""
     count: int = config["draft_vocab_size"]
     size: int = config.get("vocab_size", 0)
     expected = f"expected a llama with draft_vocab_size from 1 to its vocab_size, {size}; not {count}"
@@ -270,10 +266,10 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
             weights = super().sanitize(weights)
             offsets = weights.pop("d2t", None)
             if offsets is None or offsets.shape != (count,):
-                raise ValueError(f"expected a tensor d2t of {count} offsets to the tokens it can say")
+                raise ValueError(f"expected a tensor d2t of {count} offsets to the tokens that it can draft")
             tokens = mx.arange(count) + offsets.astype(mx.int32)
             if mx.any((tokens < 0) | (tokens >= size)).item():
-                raise ValueError(f"d2t names tokens outside the vocabulary of {size}")
+                raise ValueError(f"d2t has tokens outside the vocabulary of {size}")
             moved = {key.replace("lm_head.", "lm_head.rows."): value for key, value in weights.items()}
             return moved | {"lm_head.tokens": tokens}
 
@@ -281,7 +277,7 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
 
 
 def _by_ort(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtForward | None:
-    """What computes its forwards in MLX's place, if anything. MLX's weights then stay in their files until needed."""
+    """Returns the forwards by ONNX Runtime, or None. MLX's weights then stay in their files until they are used."""
     model.set_dtype(mx.float32)
     quantised = any(hasattr(module, "scales") for module in model.modules())
     forward = ort.serve(model, model_type, trees or not quantised)
@@ -290,12 +286,12 @@ def _by_ort(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtFo
         again.set_dtype(mx.float32)
         model.update(again.parameters())
         gc.collect()
-        memory.give_back()  # what only building the session needed
+        memory.give_back()  # memory that only the session's creation needed
     return forward
 
 
 def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
-    """Scales first, then the product: dequantising in float16 would round the weights."""
+    """Converts scales first, then dequantises: dequantising in float16 would round the weights."""
     model.set_dtype(mx.float32)
     quantised = any(hasattr(module, "bits") and hasattr(module, "scales") for module in model.modules())
     if not quantised:
@@ -303,8 +299,8 @@ def _to_float32(model: nn.Module, parameters: int) -> nn.Module:
     dense_bytes, physical = 4 * parameters, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if dense_bytes > physical // 2:
         log.warning(
-            "the model stays quantized: dense float32 weights would take %.1f GiB of %.1f; verifying M tokens will "
-            "cost M times one token",
+            "the model stays quantized, because dense float32 weights would take %.1f GiB of this machine's %.1f; so "
+            "verifying M tokens costs M times one token",
             dense_bytes / 2**30,
             physical / 2**30,
         )

@@ -1,7 +1,7 @@
-"""How much memory this process may wire and keep cached on Metal, how much it has held, and when it is given back.
+"""Limits of wired and cached memory on Metal, the peak of this process, and the return of free memory.
 
-MLX-LM would wire three quarters of the machine in each process. Two workers share it, so each asks for what it needs.
-The sum is not checked; `outrider doctor` shows what may be wired.
+MLX-LM would wire three quarters of the machine in each process. Since two workers share it, each wires what it needs.
+The sum is not checked; `outrider doctor` shows how much can be wired.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 _KV_BUDGET = 2 * 2**30
 _MARGIN = 2**29
 _CACHE = 2**30
-# Free memory is given back after so many texts have ended and none runs, and after so many in any case.
+# Free memory is returned after so many ended texts if none runs, and after so many in any case.
 _WHERE_IDLE, _AT_THE_LATEST = 16, 64
 
 
 def give_back() -> None:
-    """Returns free memory to the system: MLX's cache, and glibc's holes between texts that were remembered.
+    """Returns free memory to the system: MLX's cache, and glibc's free blocks between cached texts.
 
-    It takes a millisecond or two.
+    Takes a millisecond or two.
     """
     mx.clear_cache()
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -38,8 +38,8 @@ def give_back() -> None:
 class PeakMemory:
     """The most memory that this process has held, weights included.
 
-    On a GPU: what MLX has held since `restart`. On a CPU: the process's own peak since it started, for ONNX Runtime and
-    numpy hold what MLX knows nothing of.
+    On a GPU: MLX's peak since `restart`. On a CPU: the process's peak since its start, since MLX does not count the
+    memory of ONNX Runtime and numpy.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class PeakMemory:
         return mx.get_peak_memory()
 
     def ended(self, idle: bool) -> None:
-        """A text has ended; `idle`: none runs now."""
+        """Counts an ended text; `idle`: no text runs now."""
         self._ended += 1
         if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
             self._ended = 0
@@ -64,19 +64,19 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Bytes."""
+    """Limits in bytes."""
 
     wired: int
     cache: int
 
 
 def plan_limits(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits:
-    """Weights, room for KV caches and a margin, never past what the device recommends for all processes together."""
+    """Returns limits for weights, KV caches and a margin, at most what the device recommends for all processes."""
     return MemoryLimits(min(weight_bytes + kv_bytes + _MARGIN, recommended), _CACHE)
 
 
 def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits | None:
-    """Sets this process's limits; None where there is no Metal."""
+    """Sets and returns this process's limits; None without Metal."""
     if not mx.metal.is_available():
         return None
     limits = plan_limits(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)

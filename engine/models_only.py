@@ -1,7 +1,7 @@
 """Imports mlx-lm's models without its tokenizers and downloads, for a process that only computes.
 
-`import mlx_lm` also imports transformers and huggingface_hub, which took two thirds of a worker's imports. They can
-still be imported where they are needed.
+`import mlx_lm` also imports transformers and huggingface_hub, which took two thirds of a worker's import time. Code
+that needs them can still import them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ LEFT_OUT = {"mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"), "huggingface
 
 
 def models_only() -> None:
-    """Makes `mlx_lm` the folder of its modules, whose `utils` read local models only. Does nothing after its import.
+    """Makes `mlx_lm` a package whose __init__ is not run, and whose `utils` read local models only.
 
-    If this mlx-lm imports more names from those modules, all of it is imported.
+    Does nothing if mlx_lm is imported already. If this mlx-lm imports more names from those modules, all of it is
+    imported.
     """
     package = find_spec("mlx_lm")
     if "mlx_lm" in sys.modules or package is None:
         return
-    sys.modules["mlx_lm"] = module_from_spec(package)  # and its __init__, which imports everything, is not run
-    standing_in = {name: _module(name, names) for name, names in LEFT_OUT.items() if name not in sys.modules}
-    sys.modules.update(standing_in)
+    sys.modules["mlx_lm"] = module_from_spec(package)  # without its __init__, which imports everything
+    stubs = {name: _stub(name, names) for name, names in LEFT_OUT.items() if name not in sys.modules}
+    sys.modules.update(stubs)
     try:
         import_module("mlx_lm.utils")
     except ImportError:
         del sys.modules["mlx_lm"]
     finally:
-        for name in standing_in:
+        for name in stubs:
             del sys.modules[name]
 
 
-def _module(name: str, names: tuple[str, ...]) -> ModuleType:
+def _stub(name: str, names: tuple[str, ...]) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update(dict.fromkeys(names, object))  # they stand in annotations
+    vars(module).update(dict.fromkeys(names, object))  # used in annotations
     return module

@@ -1,14 +1,14 @@
-"""The sampling contract: `warp` makes log-probabilities of logits, `Sampler` adds the request's noise.
+"""The sampling contract: `warp` turns logits into log-probabilities, `Sampler` adds the request's noise.
 
-Both workers choose a token as the argmax of `Sampler.scores`, so verification is equality. The order of steps and the
-steps themselves are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature); a grammar rules out
-tokens before the log-softmax. With a temperature all of it is in float32, whatever the logits are in: half precision's
-steps are as large as the noise that decides. Greedy choices are made in the logits' own format and bit-identical with
-`mlx_lm.generate`. Knows nothing of models, caches or where a logit row comes from.
+Both workers choose a token as the argmax of `Sampler.scores`, so verification is equality. The steps and their order
+are mlx-lm's (penalties and bias, log-softmax, top-p, min-p, top-k, temperature); a grammar excludes tokens before the
+log-softmax. With a temperature all steps are in float32, whatever the format of the logits: half precision's steps are
+as large as the noise that decides. Greedy choices are made in the logits' own format and bit-identical with
+`mlx_lm.generate`. Knows nothing of models, caches or the origin of a row of logits.
 
-`filtered` applies the same filters by numpy, for a drafter's scores on a CPU: MLX sorts a whole vocabulary for top-p, 4
-ms for 12 rows of 4,096 there, 0.2 ms here. The kept tokens are the same up to rounding at a border, where a drafter may
-differ because only the target's choice counts. `RowLogprobs` are the log-probabilities that a request asks for, before
+`filtered` applies the same filters by numpy, for a drafter's scores on a CPU: for top-p MLX sorts a whole vocabulary, 4
+ms for 12 rows of 4,096, numpy 0.2 ms. The kept tokens are the same up to rounding at the border, where a drafter may
+differ because only the target's choice counts. `RowLogprobs`: the log-probabilities that a request asks for, before
 temperature and filters.
 """
 
@@ -35,7 +35,7 @@ from outrider.protocol.schema import NEVER, Logprobs
 
 
 def masked(logits: mx.array, words: Words) -> mx.array:
-    """Logits [R, V] with -inf where `words` [R, W] have no bit, or are too short to have one. Lazy."""
+    """Returns logits [R, V] with -inf where the bit in `words` [R, W] is 0, or `words` are too short. Lazy."""
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     return mx.where(mx.array(bits.view(np.bool_)), logits, mx.array(-mx.inf, logits.dtype))
 
@@ -44,36 +44,36 @@ History = mx.array | Sequence[int]
 """The tokens before a row's own choice: a sequence of ints, or a 1-axis integer array that may be lazy."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-_ROUNDING, _ULPS = 1e-4, 2e-6
-_MASS = 2e-3  # by which a sum of a vocabulary's probabilities in float32 may be wrong
-"""What the steps of float32 between logits and scores may add up to: at least, and of the numbers' size."""
-_BLOCK = 8  # positions whose noise is made at once
+_ROUNDING, _ULPS = 1e-4, 2e-6  # the rounding errors between logits and scores: absolute, and relative to their size
+_MASS = 2e-3  # the error of a sum of a vocabulary's probabilities in float32
+_BLOCK = 8  # positions whose noise is computed at a time
 _BLOCKS_KEPT = 4
 
 
 def warp(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
-    """Log-probabilities after penalties, bias, filters and temperature; tokens filtered out are -inf.
+    """Returns log-probabilities after penalties, bias, filters and temperature; excluded tokens are -inf.
 
     Args:
         logits: [R, V], any float dtype.
-        histories: committed text plus chain prefix, one a row; needed only when `params.has_penalties`.
+        histories: committed text plus chain prefix of each row; needed only with `params.has_penalties`.
         params: temperature 0 means no filters and no temperature, as in mlx-lm.
 
     Returns:
-        [R, V]; with a temperature float32, and normalised only before the filters; without one in `logits`' format.
+        [R, V]; with a temperature in float32, normalised before the filters; else in `logits`' format.
     """
     logits = _penalise(logits, histories, params)
     return _filter(logits - mx.logsumexp(logits, axis=-1, keepdims=True), params)
 
 
 class Sampler:
-    """Scores for one request: `warp` plus Gumbel noise of the request's seed.
+    """Computes the scores of one request: `warp` plus Gumbel noise of the request's seed.
 
-    With `normalised` False the log-softmax is left out where no filter needs it: scores then differ from the contract's
-    by a constant a row (and by rounding), which no argmax and no gap notices. A side makes all its choices in one way.
+    With `normalised` False the log-softmax is left out if no filter needs it: each row of scores then differs from the
+    contract's by a constant (and by rounding), which changes no argmax and no gap. A worker makes all its choices in
+    one way.
 
-    For residual sampling there is no noise in the scores: a drafter must not know the target's, which is
-    `engine.residual`'s, and draws by its own (`engine.residual`).
+    For residual sampling the scores have no noise: `engine.residual` draws, and a drafter must not know the target's
+    noise.
     """
 
     def __init__(
@@ -86,59 +86,59 @@ class Sampler:
     ) -> None:
         """
         Args:
-            params: `seed` must be set when `temp` is above 0.
-            vocab_size: width of the logit rows; the noise of a token does not depend on it.
-            constraint: what the text's grammar allows, if it has one.
+            params: `seed` must be set if `temp` is above 0.
+            vocab_size: the width of the logits' rows; the noise of a token does not depend on it.
+            constraint: the text's grammar, if it has one.
 
         Raises:
-            InvalidRequest: there is a temperature and no seed.
+            InvalidRequest: there is a temperature, but no seed.
         """
         if params.temp > 0 and params.seed is None:
-            raise InvalidRequest("seed is None; expected a number once temp is above 0: draw one before sampling")
+            raise InvalidRequest("seed is None; expected a number, since temp is above 0: draw one before sampling")
         self.params = params
         self.vocab_size = vocab_size
         self.constraint = constraint
         self._normalised = normalised or (params.temp > 0 and (params.top_p < 1 or params.min_p > 0))
         self._noise_seed = params.seed or 0
-        # The same bits either way; on the CPU numpy is several times quicker.
+        # The bits are the same; on the CPU numpy is several times faster.
         self._xp: Any = np if mx.default_device().type == mx.cpu else mx
         self._blocks: dict[int, Any] = {}
         alike = replace(
             params, seed=None, max_tokens=1, min_tokens=0, stop=(), ignore_eos=False, grammar=None, logprobs=None
         )
         self.kind = (type(self), self._normalised, alike, constraint.width if constraint is not None else 0)
-        """Samplers of the same kind differ in nothing but their noise and in what their grammars allow: their rows can
-        be scored together."""
+        """Samplers of the same kind differ only in their noise and in the tokens that their grammars allow: their rows
+        can be scored together."""
 
     @property
     def noisy(self) -> bool:
-        """True when `scores` has noise in it."""
+        """True if `scores` include noise."""
         return self.params.temp > 0 and not self.params.is_residual
 
     @property
     def needs_history(self) -> bool:
-        """True when `scores` needs histories, of known tokens if there is a grammar."""
+        """True if `scores` needs histories; with a grammar their tokens must be known."""
         return self.params.has_penalties or self.constraint is not None
 
     @property
     def filters(self) -> bool:
-        """True when `scores` rules some tokens out."""
+        """True if `scores` excludes tokens by top-p, min-p or top-k."""
         params = self.params
         return params.temp > 0 and (params.top_p < 1 or params.min_p > 0 or params.top_k > 0)
 
     @property
     def reach(self) -> int:
-        """How many tokens before it a choice can depend on, apart from through the model."""
+        """The number of preceding tokens that a choice depends on other than through the model."""
         return _reach(self.params) if self.constraint is None else sys.maxsize
 
     def scores(
         self, logits: mx.array, positions: Sequence[int], histories: Sequence[History] | None = None
     ) -> mx.array:
-        """Scores whose argmax are the tokens at `positions`: [R, V] for logits [R, V]. Lazy.
+        """Returns scores [R, V] for logits [R, V]; their argmax are the tokens at `positions`. Lazy.
 
         Args:
-            logits: one row a token to choose.
-            positions: absolute position of the token each row chooses.
+            logits: one row per token to choose.
+            positions: the absolute position of the token that each row chooses.
             histories: see `warp`.
         """
         scores = self.warped(logits, histories)
@@ -147,11 +147,11 @@ class Sampler:
     def warped(
         self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
     ) -> mx.array:
-        """`scores` without the noise; `words` as in `penalise`. Lazy."""
+        """Returns `scores` without noise; `words`: see `penalise`. Lazy."""
         return self.filtered(self.penalise(logits, histories, words))
 
     def filtered(self, logits: mx.array) -> mx.array:
-        """`warped` of logits from `penalise`. Lazy."""
+        """Returns `warped` of logits that `penalise` has returned. Lazy."""
         if self._normalised:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return _filter(logits, self.params)
@@ -159,9 +159,9 @@ class Sampler:
     def penalise(
         self, logits: mx.array, histories: Sequence[History] | None = None, words: Words | None = None
     ) -> mx.array:
-        """`logits` after penalties, bias and grammar, the first step of `scores`; float32 if there is a temperature.
+        """Returns `logits` after penalties, bias and grammar, the first step of `scores`; float32 with a temperature.
 
-        `words`: what grammars allow, for rows of several samplers (`joint_words`). Lazy except for that.
+        `words`: the allowed tokens, for rows of several samplers (`joint_words`). Lazy, except for the grammar.
         """
         penalised = _penalise(logits, histories, self.params)
         if words is None:
@@ -169,11 +169,11 @@ class Sampler:
         return penalised if words is None else masked(penalised, words)
 
     def choose(self, penalised: Floats, positions: Sequence[int]) -> list[int] | None:
-        """The argmax of `scores` for each row of float32 logits [R, V] from `penalise`, by numpy alone.
+        """Returns the argmax of `scores` for each row of float32 logits [R, V] from `penalise`, by numpy alone.
 
-        Noise is computed only where it can decide: at tokens whose score could be the best with the greatest noise.
-        None where the exact steps have to decide: scores that are no numbers, two tokens closer than rounding, or a
-        token that rounding may keep or filter out.
+        Noise is computed only for tokens whose score could be the best with the greatest noise. Returns None if only
+        the exact steps can decide: scores are not finite, two tokens are closer than rounding, or rounding decides
+        whether a filter keeps a token.
         """
         best = penalised.max(axis=-1, keepdims=True)
         if not np.isfinite(best).all():
@@ -206,11 +206,11 @@ class Sampler:
         return cast("list[int]", few[every, chosen].tolist())
 
     def noise(self, positions: Sequence[int]) -> mx.array:
-        """G at these positions, float32 [P, V]; made once a position and kept a while."""
+        """Returns the noise G at these positions, float32 [P, V]; the latest blocks of positions are cached."""
         return joint_noise([(self, positions)])
 
     def _noise_at_all(self, positions: Sequence[int]) -> Any:
-        """`noise` as it was made: a numpy array on the CPU."""
+        """Returns `noise`; on the CPU as a numpy array."""
         xp, (blocks, index) = self._xp, _blocks_of(positions)
         rows = [self._block(block) for block in blocks]
         noise = rows[0] if len(rows) == 1 else xp.concatenate(rows)
@@ -219,7 +219,7 @@ class Sampler:
         return xp.take(noise, xp.array(index), axis=0)
 
     def add_noise(self, scores: np.ndarray[Any, np.dtype[np.float32]], positions: Sequence[int]) -> None:
-        """Adds `noise` to scores [P, V] in place, by numpy: row by row, for rows that are gathered are copied first."""
+        """Adds `noise` to scores [P, V] in place, by numpy; row by row, since a gather would copy the rows first."""
         blocks = {block: np.array(self._block(block), copy=False) for block in _blocks_of(positions)[0]}
         for row, position in zip(scores, positions, strict=True):
             row += blocks[position // _BLOCK][position % _BLOCK]
@@ -235,7 +235,7 @@ class Sampler:
 
 
 def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int] | None:
-    """The place of each row's best score; None where a second score is equal up to rounding."""
+    """Returns the column of each row's best score; None if a second score of a row is equal up to rounding."""
     near = best - (_ROUNDING + _ULPS * np.maximum(abs(best), largest))
     if (np.count_nonzero(scores >= near, axis=-1) > 1).any():
         return None
@@ -245,7 +245,7 @@ def _only_bests(scores: Floats, best: Floats, largest: float = 0.0) -> list[int]
 def _filtered_out(
     logits: Floats, tokens: Ints, params: SamplingParams
 ) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Which of a row's tokens [N] filters surely remove, and of which rounding decides. `logits`: the row [V]."""
+    """Returns which of a row's tokens [N] the filters remove, and for which rounding decides. `logits`: the row [V]."""
     own, best = logits[tokens], logits.max()
     slack = _ROUNDING + _ULPS * abs(best)
     lowest = best + math.log(params.min_p) if params.min_p > 0 else -np.inf
@@ -257,9 +257,9 @@ def _filtered_out(
         mass = np.cumsum(np.exp(ranked - best), dtype=np.float64) / np.exp(logits - best).sum()
         mass = np.concatenate([[0.0], mass])
         above = mass[np.searchsorted(-ranked, -own, side="left")]  # the mass of all better tokens
-        beside = mass[np.searchsorted(-ranked, -own, side="right") - 1]  # and of all but one that are as good
+        equal = mass[np.searchsorted(-ranked, -own, side="right") - 1]  # and that of all but one of the equal ones
         lost |= above > params.top_p + _MASS
-        unsure |= (beside > params.top_p - _MASS) & ~lost
+        unsure |= (equal > params.top_p - _MASS) & ~lost
     return lost, unsure & ~lost
 
 
@@ -267,9 +267,9 @@ _PARTS = 64
 
 
 def best_tokens(scores: Floats, count: int) -> Ints:
-    """The `count` best tokens of one row of scores [V], best first, of equals the lower token first: [count].
+    """Returns the `count` best tokens of one row of scores [V], best first, lower tokens first if equal: [count].
 
-    numpy's argpartition takes 0.5 ms for 49,152 scores and 9 ms where most of them are -inf; this takes 0.07 ms.
+    numpy's argpartition takes 0.5 ms for 49,152 scores, and 9 ms if most of them are -inf; this takes 0.07 ms.
     """
     columns = len(scores) // _PARTS
     if columns < count:
@@ -283,32 +283,32 @@ def best_tokens(scores: Floats, count: int) -> Ints:
 
 
 def joint_words(own: Sequence[tuple[Sampler, Sequence[History] | None]]) -> Words | None:
-    """What the grammars of samplers of one kind allow after their histories, row after row; None: no grammar."""
-    found = []
+    """Returns what grammars of samplers of one kind allow after their histories, row by row; None: no grammar."""
+    words = []
     for sampler, histories in own:
         if sampler.constraint is not None:
             if histories is None:
                 raise InvalidRequest("a grammar needs the tokens before each row; got none")
-            found.append(sampler.constraint.allowed(cast("Sequence[Sequence[int]]", histories)))
-    return np.concatenate(found) if found else None
+            words.append(sampler.constraint.allowed(cast("Sequence[Sequence[int]]", histories)))
+    return np.concatenate(words) if words else None
 
 
 def joint_noise(wanted: Sequence[tuple[Sampler, Sequence[int]]]) -> mx.array:
-    """The noise of several samplers, each at its positions, one after the other: float32 [P, V]."""
+    """Returns the noise of several samplers, each at its positions, one after another: float32 [P, V]."""
     parts = [sampler._noise_at_all(positions) for sampler, positions in wanted]
     joint = parts[0] if len(parts) == 1 else wanted[0][0]._xp.concatenate(parts)
     return joint if isinstance(joint, mx.array) else mx.array(joint)
 
 
 def _blocks_of(positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The blocks of these positions, and each position's place in the concatenated blocks."""
+    """Returns the blocks of these positions, and each position's index in the concatenated blocks."""
     blocks = sorted({position // _BLOCK for position in positions})
     return blocks, [blocks.index(position // _BLOCK) * _BLOCK + position % _BLOCK for position in positions]
 
 
 def _penalise(logits: mx.array, histories: Sequence[History] | None, params: SamplingParams) -> mx.array:
     if params.temp > 0:
-        logits = logits.astype(mx.float32)  # nothing, where they are
+        logits = logits.astype(mx.float32)
     processors = _processors(params, logits.shape[-1])
     if not processors:
         return logits
@@ -343,7 +343,7 @@ def _processors(params: SamplingParams, vocab_size: int) -> list[Any]:
 
 
 def _tail(history: History, params: SamplingParams, vocab_size: int) -> mx.array:
-    """The tokens penalties can see; ids beyond a narrower vocabulary are dropped where they are known."""
+    """Returns the tokens that penalties look at; known ids beyond a narrower vocabulary are dropped."""
     if isinstance(history, mx.array):
         return history[-_reach(params) :]
     tail = list(history[-_reach(params) :])
@@ -371,7 +371,7 @@ def _filter(logprobs: mx.array, params: SamplingParams) -> mx.array:
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """mlx-lm compiles its filters for each value of their parameters: seconds of g++ for every new top-p on a CPU."""
+    """Disables compilation: mlx-lm compiles its filters for each new top-p, which takes seconds of g++ on a CPU."""
     mx.disable_compile()
     try:
         yield
@@ -381,10 +381,10 @@ def _uncompiled() -> Iterator[None]:
 
 
 class RowLogprobs:
-    """Log-probabilities of some rows, on the device: the whole distribution and the likeliest tokens. Lazy."""
+    """Log-probabilities of rows on the device: the whole distribution and the likeliest tokens. Lazy."""
 
     def __init__(self, logits: mx.array, count: int) -> None:
-        """`logits` [R, V] after penalties, bias and grammar; `count` likeliest tokens are wanted."""
+        """`logits` [R, V] after penalties, bias and grammar; `count`: the number of likeliest tokens."""
         logits = logits.astype(mx.float32)
         self._all = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         width = logits.shape[1]
@@ -392,11 +392,11 @@ class RowLogprobs:
 
     @property
     def pending(self) -> list[mx.array]:
-        """What to evaluate so that `of` need not wait."""
+        """The arrays to evaluate before `of`, so that it does not wait."""
         return [self._all] if self._top is None else [self._all, self._top]
 
     def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
-        """The log-probabilities of these rows' tokens, and the likeliest others. Waits."""
+        """Returns the log-probabilities of these rows' tokens and of the likeliest tokens. Waits."""
         every = np.array(self._all, copy=False)[rows]
         ids = np.asarray(tokens, np.int32)[:, None]
         if self._top is not None:
@@ -407,7 +407,7 @@ class RowLogprobs:
 
 
 def filtered(logits: Floats, params: SamplingParams) -> Floats:
-    """Logits [R, V], penalised but not normalised, at temperature above 0: filtered ones -inf, then divided by it."""
+    """Filters logits [R, V] that are penalised and not normalised, and divides them by the temperature, above 0."""
     top = logits.max(axis=-1)
     lowest = np.full(len(logits), -np.inf, dtype=np.float32)
     if 0 < params.top_p < 1:
@@ -421,10 +421,10 @@ def filtered(logits: Floats, params: SamplingParams) -> Floats:
 
 
 def _top_p(logits: Floats, top: Floats, p: float) -> Floats:
-    """The lowest logit of each row's nucleus: the fewest best tokens whose mass reaches `p`."""
+    """Returns the lowest logit of each row's nucleus: the fewest best tokens whose mass reaches `p`."""
     mass = np.exp(logits - top[:, None])
     total = mass.sum(axis=-1)
-    # All tokens below this together weigh less than 1 - p, so they can't belong to the nucleus.
+    # All tokens below this together have a mass of less than 1 - p, so they can't belong to the nucleus.
     hopeless = (1.0 - p) * total / logits.shape[1]
     lowest = np.empty_like(top)
     for row in range(len(logits)):

@@ -1,4 +1,4 @@
-"""The scores of one forward of a token tree, lazy, and the tokens that are chosen by them.
+"""The scores of one forward of a token tree, lazy, and the tokens that they choose.
 
 On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an argmax takes 5 us there and 40 us in MLX.
 On a GPU everything stays on the device.
@@ -20,9 +20,9 @@ from outrider.engine.tree_feed import Candidate
 
 
 class Step:
-    """Scores [R, V] of one forward's rows: warped log-probabilities plus noise, up to a constant a row.
+    """Scores [R, V] of one forward's rows: warped log-probabilities plus noise, up to a constant for each row.
 
-    With `finish` what the device computes are only penalised logits; the rest is done when they are read.
+    With `finish` the device computes penalised logits only; `finish` does the rest when they are read.
     """
 
     def __init__(self, scores: mx.array, finish: Callable[[Floats], Floats] | None = None) -> None:
@@ -33,7 +33,7 @@ class Step:
         self._on_cpu = mx.default_device().type == mx.cpu
 
     def chosen(self) -> mx.array:
-        """Each row's best token, int [R], still on the device."""
+        """Returns each row's best token, int [R], on the device."""
         if self._chosen is None:
             if self._finish is None:
                 self._chosen = self._choose(self._scores)
@@ -43,7 +43,7 @@ class Step:
 
     @property
     def pending(self) -> mx.array:
-        """What to evaluate so that `best` need not wait."""
+        """The array to evaluate before `best`, so that it does not wait."""
         return self._scores if self._chosen is None and self._on_cpu else self.chosen()
 
     @property
@@ -51,7 +51,7 @@ class Step:
         return self._best is not None
 
     def best(self) -> list[int]:
-        """Each row's best token. Waits."""
+        """Returns each row's best token. Waits."""
         if self._best is None:
             if self._chosen is None and self._on_cpu:
                 self._best = self._choose_on_host(self._host())
@@ -60,16 +60,16 @@ class Step:
         return self._best
 
     def candidates(self, rows: Sequence[int], count: int) -> list[list[Candidate]]:
-        """The `count` best tokens of each of these rows, best first; fewer when filters leave fewer. Waits."""
+        """Returns the `count` best tokens of each of these rows, best first; fewer if filters leave fewer. Waits."""
         count = min(count, self._scores.shape[1])
-        found = self._host_top(rows, count) if self._on_cpu else self._device_top(rows, count)
+        top = self._host_top(rows, count) if self._on_cpu else self._device_top(rows, count)
         return [
             [Candidate(t, max(0.0, values[0] - v)) for t, v in zip(tokens, values, strict=True) if v > -np.inf]
-            for tokens, values in found
+            for tokens, values in top
         ]
 
     def few(self, count: int) -> tuple[mx.array, mx.array]:
-        """Tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
+        """Returns tokens and scores of each row's `count` best, [R, count] in any order; lazy on a GPU."""
         count = min(count, self._scores.shape[1])
         if self._on_cpu:
             tokens, values = zip(*self._host_top(range(self._scores.shape[0]), count), strict=True)
@@ -78,7 +78,7 @@ class Step:
         return best.astype(mx.int32), mx.take_along_axis(self._scores, best, axis=-1).astype(mx.float32)
 
     def row(self, row: int) -> mx.array:
-        """One row's scores, [V]."""
+        """Returns one row's scores, [V]."""
         return self._scores[row] if self._finish is None else mx.array(self._host()[row])
 
     def _choose(self, scores: mx.array) -> mx.array:
@@ -88,7 +88,7 @@ class Step:
         return cast(list[int], scores.argmax(axis=-1).tolist())
 
     def _host(self) -> Floats:
-        """The scores, where possible in MLX's own memory: not to be written to. Waits."""
+        """Returns the scores, in MLX's own memory if possible; they must not be written to. Waits."""
         if self._read is None:
             scores = self._scores if self._scores.dtype == mx.float32 else self._scores.astype(mx.float32)
             self._read = np.array(scores, copy=False)
@@ -98,8 +98,8 @@ class Step:
 
     def _host_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
         scores = self._host()
-        found = [(scores[row], best_tokens(scores[row], count)) for row in rows]
-        return [(tokens.tolist(), row[tokens].tolist()) for row, tokens in found]
+        best = [(scores[row], best_tokens(scores[row], count)) for row in rows]
+        return [(tokens.tolist(), row[tokens].tolist()) for row, tokens in best]
 
     def _device_top(self, rows: Sequence[int], count: int) -> list[tuple[list[int], list[float]]]:
         scores = mx.take(self._scores, mx.array(list(rows)), axis=0)
@@ -116,7 +116,7 @@ Make = Callable[[mx.array, Callable[[Floats], Floats] | None], Step]
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Whose tokens some rows of logits choose: those at `positions`, by this sampler, after `histories` if it looks."""
+    """How rows of logits choose tokens: at `positions`, by `sampler`, after `histories` if it needs them."""
 
     sampler: Sampler
     positions: Sequence[int]
@@ -124,31 +124,31 @@ class SamplingMetadata:
 
 
 def score(asked: Sequence[SamplingMetadata], logits: mx.array, make: Make = Step, *, at_once: bool = False) -> Step:
-    """The step of these logits [R, V], as `make` makes it: the rows of one after the other. Lazy.
+    """Returns the step of logits [R, V], the rows of all `asked` one after another. Lazy.
 
-    The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are there, so nothing is gained by laziness.
+    The samplers are of one kind (`Sampler.kind`). `at_once`: the logits are evaluated, so laziness gains nothing.
     """
     sampler = asked[0].sampler
-    histories = [h for one in asked for h in one.histories or ()] if sampler.needs_history else None
-    words = joint_words([(one.sampler, one.histories) for one in asked])
+    histories = [h for rows in asked for h in rows.histories or ()] if sampler.needs_history else None
+    words = joint_words([(rows.sampler, rows.histories) for rows in asked])
     by_host = sampler.filters or (at_once and sampler.params.temp > 0)
     if by_host and mx.default_device().type == mx.cpu:
         return make(sampler.penalise(logits, histories, words), partial(_finish, asked))
     scores = sampler.warped(logits, histories, words)
     if sampler.noisy:
-        scores = scores + joint_noise([(one.sampler, one.positions) for one in asked])
+        scores = scores + joint_noise([(rows.sampler, rows.positions) for rows in asked])
     return make(scores, None)
 
 
 def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
-    """Scores of penalised logits, at a temperature, by numpy."""
+    """Returns the scores of penalised logits, with a temperature, by numpy."""
     sampler, end = asked[0].sampler, 0
     scores: Floats
     if sampler.filters:
         scores = sampling.filtered(penalised, sampler.params)
     else:
         scores = penalised * np.float32(1.0 / sampler.params.temp)
-    for one in asked if sampler.noisy else ():
-        start, end = end, end + len(one.positions)
-        one.sampler.add_noise(scores[start:end], one.positions)
+    for rows in asked if sampler.noisy else ():
+        start, end = end, end + len(rows.positions)
+        rows.sampler.add_noise(scores[start:end], rows.positions)
     return scores

@@ -1,11 +1,11 @@
 """A token tree: committed tokens, and the drafted tokens that grow from them.
 
-`Tree` knows the nodes and satisfies `drafters.drafter.TokenTree`, whose docstrings are the contract. Keys and values
+`Tree` has the nodes and implements `drafters.drafter.TokenTree`, whose docstrings are the contract. Keys and values
 are in `engine.kv_rows`; `engine.steps` chooses tokens. `feed_together` feeds several trees at once.
 
-`TreeLayout` knows which token stands in which column of a tree's row, at which position, and what it sees. Columns
-below `prefix` hold committed text, column i the token at position i, and every token sees them. Behind them are the
-window's tokens in the order of feeding, each seeing the prefix, its ancestors and itself. Pure numpy.
+`TreeLayout` maps the columns of a tree's row to positions and to the columns that each token sees. Columns below
+`prefix` hold committed text, column i the token at position i, and every token sees them. Then come the window's
+tokens in the order of feeding; each sees the prefix, its ancestors and itself. Pure numpy.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import SparseQ
 
-_ROOM = 256  # columns in the window, to begin with
+_ROOM = 256  # the window's initial columns
 
 
 class TreeLayout:
-    """Columns 0..`end`-1; those below `prefix` are compact."""
+    """Columns 0 to `end` - 1; those below `prefix` hold committed text."""
 
     def __init__(self, prefix: int) -> None:
         self.prefix = self.end = prefix
@@ -45,9 +45,9 @@ class TreeLayout:
         return self._positions[: self.end]
 
     def add(self, parents: Sequence[int]) -> int:
-        """Appends a column behind each parent's (-1: at the text's start); a parent may be one appended before it.
+        """Appends a column for a child of each parent column (-1: the start of the text); returns the first new column.
 
-        Returns the first new column.
+        A parent may be a column appended earlier in the same call.
         """
         start = self.end
         self._make_room(start - self.prefix + len(parents))
@@ -56,22 +56,22 @@ class TreeLayout:
             if parent >= self.prefix:
                 self._seen[inner] = self._seen[parent - self.prefix]
             else:
-                self._seen[inner] = False  # what stood here before is gone
+                self._seen[inner] = False  # clears an earlier token's
             self._seen[inner, inner] = True
             self._positions[column] = self._positions[parent] + 1 if parent >= 0 else 0
         self.end += len(parents)
         return start
 
     def seen(self, start: int) -> Bools:
-        """What the columns from `start` on see: [end - start, end]."""
+        """Returns what the columns from `start` on see: [end - start, end]."""
         visible = np.ones((self.end - start, self.end), dtype=np.bool_)
         visible[:, self.prefix :] = self._seen[start - self.prefix : self.end - self.prefix, : self.end - self.prefix]
         return visible
 
     def compact(self, committed: Sequence[int], pending: Sequence[int]) -> Ints:
-        """Drops every window column but these (both ascending), `committed` ones joining the prefix.
+        """Keeps only these columns of the window (both ascending); the `committed` ones join the prefix.
 
-        Returns `committed` + `pending`; the i-th of them is now column (old) `prefix` + i.
+        Returns `committed` + `pending`; the i-th of them becomes column (old) `prefix` + i.
         """
         kept = np.array([*committed, *pending], dtype=np.int32)
         old = self.prefix
@@ -93,15 +93,15 @@ class TreeLayout:
             self._positions = longer
 
 
-NOWHERE = -1  # the parent of a root that was just read
-_SLACK = 8  # dead columns that are not worth a gather
+NOWHERE = -1  # the parent of a root that was read with the text
+_SLACK = 8  # unused columns that are not worth a gather
 
 
 @dataclass(slots=True)
 class _Node:
-    """A fed token; row `row` of `step` has the scores of what follows. `token` is None until it is read.
+    """A fed token; row `row` of `step` has the scores of the next token. `token` is None until it is read.
 
-    `fork` is the position of the last token on the way down to it that the tree did not choose itself.
+    `fork`: the position of the last token on the path to it that the caller chose, not the tree.
     """
 
     parent: int
@@ -115,7 +115,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class TreeInput:
-    """Tokens that are being fed to a tree: their columns, how they are scored, and where their chains fork."""
+    """Tokens that are being fed to a tree: their columns, how they are scored, and their forks (see `_Node`)."""
 
     parents: Sequence[int]
     ids: Sequence[int | None]
@@ -139,15 +139,15 @@ class Tree:
     ) -> None:
         """Prefills `tokens`; the last becomes the root, node 0, whose continuation is still lazy.
 
-        With `draws` a node's own continuation is drawn from them, else it is the best. Tokens in `cache` are not read.
+        With `draws` a node's continuation is drawn, else it is the best token. Tokens in `cache` are not read again.
         """
         self.kv_rows, self._sampler, self._context_length = kv_rows, sampler, context_length
         self._draws = draws
-        self._origin = 0  # the position of the first column's token; those before have none
+        self._origin = 0  # the position of the first column's token; earlier tokens have no column
         self._committed: list[int] = []
         self._layout = TreeLayout(0)
         self._column_tokens: list[int] = []
-        self._recent: list[int] = []  # committed columns that still stand in the window
+        self._recent: list[int] = []  # committed columns that are still in the window
         self._nodes: dict[int, _Node] = {}
         self._next, self._root = 0, 0
         self._cache = cache if cache is not None else PromptCache(KvCost())
@@ -156,7 +156,7 @@ class Tree:
         if start is not None:
             kv_rows.restore(start)
             self._committed, self._column_tokens = list(tokens[: start.length]), list(tokens[: start.length])
-        with ExitStack() as undo:  # a prompt that can't be read, or need not be read to its end
+        with ExitStack() as undo:  # if reading fails, or `progress` ends it
             self._cache.enter(self, min(len(tokens) + sampler.params.max_tokens, context_length))
             undo.callback(self._cache.leave, self)
             self._read(tokens[self.cached :], False, progress)
@@ -199,11 +199,11 @@ class Tree:
         return [self._best(self._node(node)) for node in nodes]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        found: dict[int, list[Candidate]] = {}
+        by_node: dict[int, list[Candidate]] = {}
         for step in self._steps(nodes):
             own = [node for node in nodes if self._nodes[node].step is step]
-            found.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
-        return [found[node] for node in nodes]
+            by_node.update(zip(own, step.candidates([self._nodes[n].row for n in own], count), strict=True))
+        return [by_node[node] for node in nodes]
 
     def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
         rows = [(node.step, node.row) for node in map(self._node, nodes)]
@@ -211,7 +211,7 @@ class Tree:
         return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
 
     def scores(self, node: int) -> mx.array:
-        """The scores [V] of what may follow a node."""
+        """Returns the scores [V] of the tokens after a node."""
         return self._node(node).step.row(self._nodes[node].row)
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
@@ -227,7 +227,7 @@ class Tree:
             self._prune()
 
     def lendable(self) -> list[int]:
-        """See `PrefixSource`: the committed tokens in the prefix."""
+        """Returns the committed tokens in the prefix; see `PrefixSource`."""
         return [] if self.kv_rows.whole else self._column_tokens[: self._layout.prefix]
 
     def save(self, length: int) -> SavedPrefix:
@@ -248,7 +248,7 @@ class Tree:
         self._recent = []
 
     def _read(self, tokens: Sequence[int], more: bool, progress: Callable[[int, int], None] | None = None) -> None:
-        """Feeds final tokens behind the columns, all of them committed; the last as the root, unless there are more."""
+        """Feeds committed tokens after the columns, all of them committed; the last as the root, unless `more` come."""
         start, plain = len(self._committed), list(tokens if more else tokens[:-1])
         self._committed += plain
         self._column_tokens += plain
@@ -261,7 +261,7 @@ class Tree:
 
     def _node(self, node: int) -> _Node:
         if node not in self._nodes:
-            raise InvalidRequest(f"node {node} is not in the tree: it was dropped, or never fed")
+            raise InvalidRequest(f"node {node} is not in the tree; expected one that was fed and not dropped")
         return self._nodes[node]
 
     def _steps(self, nodes: Sequence[int]) -> list[Step]:
@@ -276,10 +276,10 @@ class Tree:
         return node.token
 
     def begin(self, feed: TreeFeed) -> TreeInput:
-        """Gives each token a column and says what the forward and its scores need of this tree."""
+        """Assigns a column to each token; returns what the forward and its scores need of this tree."""
         first, start = self._next, self._layout.end
         if any(token is None and parent >= first for parent, token in zip(feed.parents, feed.tokens, strict=True)):
-            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
+            raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
         above = [self._column_of(parent) for parent in feed.parents]
         ids = [self._readily(parent, token) for parent, token in zip(feed.parents, feed.tokens, strict=True)]
         histories = self._histories(feed.parents, ids) if self._sampler.needs_history else None
@@ -301,17 +301,17 @@ class Tree:
 
     @property
     def kind(self) -> Hashable:
-        """Trees of the same kind are scored together; one with draws is scored alone."""
+        """Trees of the same kind are scored together; a tree with draws is scored alone."""
         return self._sampler.kind if self._draws is None else id(self)
 
     def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
-        """The step of these logits [R, V], those of trees of this kind."""
+        """Returns the step of these logits [R, V] of trees of this kind."""
         if self._draws is None:
             return score([growth.asked for growth in begun], logits, at_once=not self.kv_rows.lazy)
         return self._draws.score(begun[0].asked, logits, begun[0].forks)
 
     def end(self, growth: TreeInput, step: Step, first_row: int) -> list[int]:
-        """The new nodes, whose scores are the rows of `step` from `first_row` on."""
+        """Adds the fed nodes, whose scores are the rows of `step` from `first_row` on, and returns them."""
         first = self._next
         for index, (parent, token) in enumerate(zip(growth.parents, growth.ids, strict=True)):
             column = growth.new.start + index
@@ -322,27 +322,27 @@ class Tree:
         return list(range(first, self._next))
 
     def _column_of(self, parent: int) -> int:
-        """The column of a node, also of one that is being fed; for NOWHERE that of the last committed token."""
+        """Returns the column of a node, also of one being fed; for NOWHERE that of the last committed token."""
         if parent >= self._next:
             return self._layout.end + parent - self._next
         return len(self._column_tokens) - 1 if parent == NOWHERE else self._node(parent).column
 
     def _readily(self, parent: int, token: int | None) -> int | None:
-        """The token to feed, if it is known without waiting."""
+        """Returns the token to feed, or None if it is not known without waiting."""
         if token is not None:
             return token
         node = self._node(parent)
         return self._best(node) if node.step.is_read or not self.kv_rows.lazy else None
 
     def _lazily(self, parents: Sequence[int], ids: Sequence[int | None]) -> mx.array:
-        """The tokens to feed, [R]: those not yet read stay on the device."""
+        """Returns the tokens to feed, [R]; those not yet read stay on the device."""
         lazy = [self._nodes[parent] for parent, token in zip(parents, ids, strict=True) if token is None]
         steps = {id(node.step): node.step for node in lazy}
         if len(steps) == 1 and len(lazy) == len(ids):
             chosen = lazy[0].step.chosen()
             rows = [node.row for node in lazy]
             return chosen if rows == list(range(chosen.shape[0])) else chosen[mx.array(rows)]
-        # One list to pick from: the known tokens, then every step's choices.
+        # One array to index: the known tokens, then every step's choices.
         pool, begins, end = [mx.array([token or 0 for token in ids], dtype=mx.int32)], {}, len(ids)
         for key, step in steps.items():
             pool.append(step.chosen())
@@ -354,7 +354,7 @@ class Tree:
         return mx.concatenate(pool)[mx.array(picks)]
 
     def _histories(self, parents: Sequence[int], ids: list[int | None]) -> list[list[int]]:
-        """What penalties look at, for each row. They need every token: lazy ones are read into `ids`."""
+        """Returns the history of each row, for penalties and grammars; lazy tokens are read into `ids`."""
         first = self._next
         tails: list[list[int]] = []
         for row, parent in enumerate(parents):
@@ -367,7 +367,7 @@ class Tree:
         return [(self._committed[-reach:] + tail)[-reach:] for tail in tails]
 
     def _path(self, node: int) -> list[int]:
-        """The pending tokens down to `node`."""
+        """Returns the uncommitted tokens down to `node`."""
         path: list[int] = []
         while node in self._nodes and node != self._root:
             path.append(self._token(self._nodes[node]))
@@ -375,7 +375,7 @@ class Tree:
         return path[::-1]
 
     def _settle(self, node: int) -> None:
-        """Makes one node final."""
+        """Commits one node."""
         entry = self._nodes[node]
         self._committed.append(self._token(entry))
         self._column_tokens.append(self._committed[-1])
@@ -383,7 +383,7 @@ class Tree:
         self._root = node
 
     def _prune(self) -> None:
-        """Drops all but the root and its descendants; gathers the surviving columns once enough others are dead."""
+        """Drops all nodes but the root and its descendants; gathers the columns once enough are unused."""
         kept, todo = {}, [self._root]
         while todo:
             node = todo.pop()
@@ -403,9 +403,9 @@ class Tree:
 
 
 def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-    """Feeds each tree its tokens, in one forward where the KV rows can; returns each one's nodes.
+    """Feeds each tree its tokens, in one forward if the KV rows can; returns the nodes of each tree.
 
-    All trees are of one model. A call that fails leaves every tree as it was.
+    All trees are of one model. A call that fails leaves all trees unchanged.
     """
     begun: list[TreeInput] = []
     try:
@@ -422,13 +422,13 @@ def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list
 
 
 def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array) -> list[tuple[Step, int]]:
-    """Each tree's step, and the first of its rows there. Trees that differ in nothing but their noise share one."""
+    """Returns each tree's step and its first row there. Trees of the same kind share a step."""
     ends = np.cumsum([len(growth.ids) for growth in begun]).tolist()
     begins = [0, *ends[:-1]]
     groups: dict[Hashable, list[int]] = {}
     for index, tree in enumerate(trees):
         groups.setdefault(tree.kind if len(trees) > 1 else None, []).append(index)
-    found: dict[int, tuple[Step, int]] = {}
+    by_tree: dict[int, tuple[Step, int]] = {}
     for members in groups.values():
         rows = [logits[begins[i] : ends[i]] for i in members] if len(groups) > 1 else [logits]
         step = trees[members[0]].scored(
@@ -436,5 +436,5 @@ def _scored(trees: Sequence[Tree], begun: Sequence[TreeInput], logits: mx.array)
         )
         first = 0
         for i in members:
-            found[i], first = (step, first), first + len(begun[i].ids)
-    return [found[index] for index in range(len(trees))]
+            by_tree[i], first = (step, first), first + len(begun[i].ids)
+    return [by_tree[index] for index in range(len(trees))]

@@ -1,4 +1,4 @@
-"""What goes into a token tree and what may follow its nodes, without MLX, so that any drafter can use it."""
+"""The input of a token tree and the candidates after its nodes, without MLX, for all drafters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TreeFeed:
-    """One token behind each parent, as `drafters.drafter.TokenTree.feed` takes them.
+    """One token after each parent, for `drafters.drafter.TokenTree.feed`.
 
-    `wanted`: how many tokens will be asked for behind each, for what drafts several at once; (): not known.
+    `wanted`: how many tokens will be requested after each, for drafters of several tokens at once; (): not known.
     """
 
     parents: Sequence[int]
@@ -20,7 +20,7 @@ class TreeFeed:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that may follow a node; `gap` is how far its score lies below the best of that node (nats, >= 0)."""
+    """A token that may follow a node; `gap`: the best score after that node minus this token's (nats, >= 0)."""
 
     token: int
     gap: float

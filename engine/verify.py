@@ -1,8 +1,8 @@
 """One forward over several texts: each verifies a chain or a tree, takes a plain step or reads a piece of its prompt.
 
-`begin` starts it on the device, `BatchForward.verdicts` waits for it. Where all texts take plain steps the next forward
+`begin` starts it on the device, `BatchForward.verdicts` waits for it. If all texts take plain steps, the next forward
 may begin before this one is read, while its tokens are still on the device. A token is chosen by the same scores
-however it was fed, so a coupled text depends neither on that nor on the requests beside it. `engine.residual` rules on
+however it was fed, so a coupled text depends neither on its chains nor on other requests. `engine.residual` verifies
 chains that come with a q.
 """
 
@@ -28,9 +28,9 @@ _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """`accepted` tokens of a chain or a tree hold; `bonus` is the target's own token after them.
+    """`accepted` tokens of a chain or a tree are accepted; `bonus` is the target's own token after them.
 
-    `logprobs` are theirs, if the slot's request asked for them. `path`: the nodes that hold; None: the first ones.
+    `logprobs`: of all these tokens, if the request asked for them. `path`: the accepted nodes; None: the first ones.
     """
 
     accepted: int
@@ -46,9 +46,9 @@ class VerifyOutput:
 
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
-    """What one slot verifies: a chain (an empty one is a plain step), and what it was drawn from, if it was.
+    """What one slot verifies: a chain (if empty, a plain step), and the `q` that it was drawn from, if it was.
 
-    With `parents` its tokens are a tree (`protocol.trees`).
+    With `parents` the tokens are a tree (`protocol.trees`).
     """
 
     slot: CacheSlot
@@ -66,7 +66,7 @@ class PrefillChunk:
 
 
 class BatchForward:
-    """A forward under way over texts of `kv_cache`. `rows`: how many tokens it feeds, all texts together."""
+    """A forward under way over texts of `kv_cache`. `rows`: the number of tokens that it feeds, of all texts."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class BatchForward:
         rows: int,
         hidden: Sequence[mx.array | None],
     ) -> None:
-        """`logits` [sum of chain length + 1, V]; the first row of ask i chooses the token at `positions[i]`.
+        """`logits` [sum of chain lengths + 1, V]; the first row of ask i chooses the token at `positions[i]`.
 
-        `hidden[i]`: the hidden states of all that ask i feeds, for its listener; those of readings follow.
+        `hidden[i]`: the hidden states of all tokens that ask i feeds, for its listener; those of readings follow.
         """
         self._kv_cache, self.asks, self.rows = kv_cache, tuple(asks), rows
         self._logits, self._positions, self._hidden = logits, positions, hidden
@@ -92,24 +92,24 @@ class BatchForward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every text takes a plain step, so that the next forward can begin before this one is read."""
+        """True if every text takes a plain step, so that the next forward can begin before this one is read."""
         return bool(self.asks) and not any(ask.chain for ask in self.asks)
 
     def token_of(self, slot: CacheSlot) -> mx.array:
-        """The token of a slot's plain step, int [1], maybe unread."""
+        """Returns the token of a slot's plain step, int [1], possibly unread."""
         index = self._index_of[id(slot)]
         return cast(mx.array, self.chosen)[index : index + 1]
 
     def read_token_of(self, slot: CacheSlot) -> int:
-        """The same, read. Waits for this forward, not for one that was begun behind it."""
+        """Returns the token of a slot's plain step. Waits for this forward, not for one that was begun after it."""
         return self._read()[self._index_of[id(slot)]]
 
     def _read(self) -> list[int]:
-        # The whole array: making a slice of it would wait for the next forward.
+        # Reads the whole array: a slice would wait for the next forward.
         return cast(list[int], cast(mx.array, self.chosen).tolist())
 
     def verdicts(self) -> list[VerifyOutput | OutriderError]:
-        """Waits, commits accepted tokens to each slot and rolls the rest back. A slot that fails gets its error."""
+        """Waits; commits accepted tokens to each slot and rolls back the rest. Returns each slot's output or error."""
         if self.chosen is None:
             mx.eval(self._kv_cache.state(), self._hidden_rows)
             return []
@@ -120,17 +120,17 @@ class BatchForward:
         """Starts the choice of every row's token. Slots with samplers of one kind are scored together.
 
         Args:
-            after: the forward whose tokens are fed but not committed yet, if any.
+            after: a forward whose tokens are fed but not yet committed, if any.
         """
         if any(ask.slot.sampler.constraint is not None for ask in self.asks):
-            mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile the grammar computes what is allowed
+            mx.async_eval(self._logits)  # type: ignore[no-untyped-call]  # meanwhile grammars compute allowed tokens
         self.chosen = self._choices(after)
         wanted = [array for rows in self._logprobs.values() for array in rows.pending]
         mx.async_eval(self.chosen, wanted, self._hidden_rows)  # type: ignore[no-untyped-call]
 
     @property
     def _hidden_rows(self) -> list[mx.array]:
-        """Hidden states to evaluate with the forward."""
+        """The hidden states to evaluate with the forward."""
         return [rows for rows in self._hidden if rows is not None]
 
     def _choices(self, after: BatchForward | None) -> mx.array:
@@ -169,19 +169,19 @@ class BatchForward:
         return _choices(scores)
 
     def _chosen_on_host(self, members: Sequence[int], logits: mx.array) -> list[int] | None:
-        """The same by numpy: on a CPU MLX's operations over a vocabulary take as long as model layers."""
-        rows, begin, found = np.array(logits, copy=False), 0, []
+        """Chooses by numpy: on a CPU MLX's operations over a vocabulary take as long as model layers."""
+        rows, begin, tokens = np.array(logits, copy=False), 0, []
         for index in members:
             end = begin + len(self._rows(index))
             chosen = self.asks[index].slot.sampler.choose(rows[begin:end], self._positions_of(index))
             if chosen is None:
                 return None
-            found += chosen
+            tokens += chosen
             begin = end
-        return found
+        return tokens
 
     def _note(self, members: Sequence[int], logits: mx.array) -> None:
-        """Prepares the log-probabilities of members that ask for them; `logits` are the members' rows."""
+        """Prepares the log-probabilities of requests that asked for them; `logits`: the members' rows."""
         begin = 0
         for index in members:
             end, count = begin + len(self._rows(index)), self.asks[index].slot.sampler.params.logprobs
@@ -204,7 +204,7 @@ class BatchForward:
             else:
                 verdict = _by_equality(slot.sampler, ask, choices[rows.start : rows.stop])
             nodes = verdict.nodes
-            own = [0, *(node + 1 for node in nodes)]  # the rows of what holds
+            own = [0, *(node + 1 for node in nodes)]  # the rows of the accepted nodes
             new = [*(chain[node] for node in nodes), verdict.bonus]
             if slot.sampler.constraint is not None:
                 slot.sampler.constraint.check([*slot.tokens, *new[:-1]])
@@ -214,13 +214,11 @@ class BatchForward:
             slot.tokens += new
             if verdict.path is not None:
                 slot.sequence.keep(trunk, [trunk + node for node in verdict.path])
-            elif verdict.accepted < len(
-                chain
-            ):  # else there is nothing to roll back, and the next step may be under way
+            elif verdict.accepted < len(chain):  # else nothing is to be rolled back, and the next step may be under way
                 slot.sequence.roll_back(len(slot.tokens) - 1)
             hidden = self._hidden[index]
             if slot.listener is not None and hidden is not None:
-                # Tokens that were fed again stand before them. A slice would wait for the next forward.
+                # Tokens that were fed again come first. A slice would wait for the next forward.
                 fed = hidden if hidden.shape[0] == len(chain) + 1 else hidden[-len(chain) - 1 :]
                 kept = fed if len(new) == fed.shape[0] else fed[: len(new)]
                 kept = kept if verdict.path is None else mx.take(fed, mx.array(own, mx.int32), axis=0)
@@ -233,9 +231,9 @@ class BatchForward:
         self, sampler: ResidualSampler, ask: VerifyInput, rows: range, places: Sequence[int]
     ) -> VerifyOutput:
         if ask.parents:
-            raise InvalidRequest("a tree comes for a request that samples residual; expected a chain")
+            raise InvalidRequest("this request uses residual sampling, which can't verify a tree; expected a chain")
         if ask.q is None:
-            raise InvalidRequest("the chain comes without a q and the request samples residual; expected one with")
+            raise InvalidRequest("this request uses residual sampling, and its chain has no q; expected one with q")
         histories = _histories(ask, None) if sampler.needs_history else None
         log_p = sampler.log_p(self._logits[rows.start : rows.stop], histories)
         if not (log_p.max(axis=-1) > -np.inf).all():
@@ -248,10 +246,10 @@ class BatchForward:
 def begin(
     asks: Sequence[VerifyInput], readings: Sequence[PrefillChunk] = (), after: BatchForward | None = None
 ) -> BatchForward:
-    """Starts one forward over all these slots of one KV cache.
+    """Starts one forward over these slots of one KV cache.
 
     Args:
-        after: a forward of plain steps that is not read yet; every ask is then a plain step behind its own.
+        after: a forward of plain steps that is not read yet; every ask is then a plain step after its own.
     """
     feeds: list[Feed] = []
     positions: list[int] = []
@@ -262,7 +260,7 @@ def begin(
             slot.feed_all_but(1)
         if ask.chain or after is not None:
             slot.sequence.mark()
-        # A drafter may know tokens that the target does not; such a token is never accepted.
+        # A drafter may have tokens that the target lacks; they are never accepted.
         if ask.parents:
             _check_tree(ask)
         known = [token if token < slot.sampler.vocab_size else 0 for token in ask.chain]
@@ -290,7 +288,7 @@ def begin(
 
 
 def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes | None:
-    """Stores the hidden states of a slot that has a listener in their place."""
+    """Returns a function that stores a slot's hidden states in `hidden`, or None if the slot has no listener."""
 
     def takes(rows: mx.array) -> None:
         hidden[place] = rows
@@ -299,9 +297,9 @@ def _taken(hidden: list[mx.array | None], place: int, slot: CacheSlot) -> Takes 
 
 
 def _check_tree(ask: VerifyInput) -> None:
-    """Raises InvalidRequest: it is no tree, or the target verifies only chains."""
+    """Raises InvalidRequest if the parents are invalid, or the target verifies chains only."""
     if not ask.slot.kv_cache.trees:
-        raise InvalidRequest("a tree of drafts comes to a target that verifies chains alone; expected a chain")
+        raise InvalidRequest("this target can't verify a tree of drafts; expected a chain")
     if why := fault(ask.chain, ask.parents):
         raise InvalidRequest(why)
 
@@ -309,17 +307,17 @@ def _check_tree(ask: VerifyInput) -> None:
 def verify(
     slot: CacheSlot, chain: Sequence[int] = (), q: SparseQ | None = None, parents: Sequence[int] = ()
 ) -> VerifyOutput:
-    """One forward over one slot's last committed token and a chain; accepts while the target's token is the chain's.
+    """Runs one forward over one slot's last committed token and a chain; accepts tokens while they are the target's.
 
-    The slot commits the accepted tokens and the bonus, and forgets the rest. An empty chain is a decoding step.
+    The slot commits the accepted tokens and the bonus token, and rolls back the rest. An empty chain is a plain step.
 
     Args:
-        q: where the slot samples residual, what the chain's tokens were drawn from.
-        parents: with them the tokens are a tree; it accepts down the branch on which the target's tokens stand.
+        q: what the chain's tokens were drawn from, for residual sampling.
+        parents: the tokens are a tree, in which the branch of the target's own tokens is accepted.
 
     Raises:
-        ModelFault: the model's logits are not numbers.
-        InvalidRequest: the chain's kind is not what the slot samples by, or the tree is none.
+        ModelFault: the model's logits are NaN or infinite.
+        InvalidRequest: the chain does not fit the slot's sampling rule, or the tree is invalid.
     """
     (verdict,) = begin([VerifyInput(slot, tuple(chain), q, tuple(parents))]).verdicts()
     if isinstance(verdict, OutriderError):
@@ -329,7 +327,7 @@ def verify(
 
 def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> VerifyOutput:
     if ask.q is not None and ask.chain and sampler.params.temp > 0:
-        raise InvalidRequest("the chain comes with a q and the request samples coupled; expected one without")
+        raise InvalidRequest("this request uses coupled sampling, and its chain has a q; expected one without q")
     if min(choices) < 0:
         raise ModelFault("the target's logits are NaN or infinite; this request can't continue")
     if ask.parents:
@@ -343,14 +341,14 @@ def _by_equality(sampler: Sampler, ask: VerifyInput, choices: Sequence[int]) -> 
 
 
 def _choices(scores: mx.array) -> mx.array:
-    """The best token of each row, [N]; -1 where its score is not a number."""
+    """Returns the best token of each row, [N]; -1 if its score is NaN or -inf."""
     best = mx.argmax(scores, axis=-1)
     score = mx.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
     return mx.where(score > -mx.inf, best.astype(mx.int32), -1)
 
 
 def _histories(ask: VerifyInput, after: BatchForward | None) -> list[History]:
-    """What penalties and grammar look at, for each row: committed text and the chain before the row's choice."""
+    """Returns the history of each row, for penalties and grammar: committed text and the chain before its choice."""
     reach = ask.slot.sampler.reach
     if ask.parents:
         text = ask.slot.tokens[-reach:]

@@ -85,8 +85,8 @@ class CoreMLTree:
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         first = self.next_node
         if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
-            raise InvalidRequest("a token of None needs a parent that was fed before; expected a token")
-        fresh = [self._new_node(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+            raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
+        fresh = [self._grown(parent, token) for parent, token in zip(parents, tokens, strict=True)]
         job = self._predict.submit(self._columns.grow, fresh)
         for node in fresh:
             node.job = job
@@ -173,7 +173,7 @@ class CoreMLTree:
 
     def _node(self, number: int) -> Node:
         if number not in self._nodes:
-            raise InvalidRequest(f"node {number} is not in the tree: it was dropped, or never fed")
+            raise InvalidRequest(f"node {number} is not in the tree; expected one that was fed and not dropped")
         return self._nodes[number]
 
     def _new_node(self, parent: int, token: int | None) -> Node:

@@ -1,12 +1,13 @@
 """Forwards of one model by ONNX Runtime: the check at load whether they are used, and a target's over flat buffers.
 
-`OrtForward` computes one flat row of several texts; `OrtFlat` makes a target's forwards with it over the buffers of
-`engine.flat`, where rollback, copies and the prompt cache stay. `serve` compares logits with the model's own when the
-model loads: they may differ by the rounding of float32, or of activations to 8 bits where the checkpoint is quantised.
+`OrtForward` computes one flat row of several texts; `OrtFlat` runs a target's forwards with it over the buffers of
+`engine.flat`, which also has rollback, copies and the prompt cache. `serve` compares logits with the model's own when
+the model loads: they may differ by the rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
 
-On the quantised path a token's logits are the same bits however it is fed: alone, in a chain, in a piece of a prompt,
-or beside other requests. So chains and other requests can't change a text. Trees are not fed there, because their side
-branches are added up in another order. Knows rows, columns and positions; nothing of tokens' meaning or requests.
+On the quantised path a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a prompt,
+or together with other requests. So chains and other requests can't change a text. Trees are not fed there, because the
+sums of their side branches have another order. Knows rows, columns and positions; knows nothing of tokens' meaning or
+of requests.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from outrider.protocol.errors import InvalidRequest, ModelError, first_line, nam
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
 
 _MASKED = np.float32(-1e30)
-_PADDED = 2  # attention over one row goes another way in ONNX Runtime, and ends in other bits
-_ANGLES = 512  # positions whose angles are tabulated at once
-_BOUND = 16  # sets of rows whose bindings are kept
-_PLACES = 1024  # buffers whose places are remembered
+_PADDED = 2  # rows at least: for one row ONNX Runtime computes attention by another path, with other bits
+_ANGLES = 512  # positions whose angles are tabulated at a time
+_BOUND = 16  # bindings that are kept
+_PLACES = 1024  # buffers whose addresses are cached
 
 
 Layers = Sequence[tuple[Array, Array]]
@@ -53,13 +54,13 @@ Layers = Sequence[tuple[Array, Array]]
 
 
 def room(parts: Sequence[Segment]) -> tuple[int, int]:
-    """How many rows and columns a forward of these needs in buffers [rows, heads, columns, width]."""
+    """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
     size = max(_PADDED, *(part.count for part in parts))
     return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
 
 
 class Embedding:
-    """A model's embedding on the host."""
+    """A model's embedding in numpy."""
 
     def __init__(self, layer: nn.Module, factor: float) -> None:
         self._factor = np.float32(factor)
@@ -72,7 +73,7 @@ class Embedding:
             self._scales, self._biases = host(layer.scales), host(layer.biases)
 
     def __call__(self, tokens: Ints) -> Array:
-        """[T, H]"""
+        """Returns the rows [T, H] of tokens [T]."""
         rows: Array = self._weight[tokens]
         if self._bits:
             q = rows if self._bits == 8 else np.stack([rows & 15, rows >> 4], axis=-1)
@@ -83,21 +84,18 @@ class Embedding:
 
 
 class OrtForward:
-    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: fewer rows are padded to so many."""
+    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: rows that forwards are padded to."""
 
     def __init__(self, model: nn.Module, model_type: str, masked: bool) -> None:
-        """
-        Raises:
-            ModelError: ONNX Runtime can't compute the model.
-        """
+        """Builds the session. Raises ModelError if ONNX Runtime can't compute the model."""
         graph = build(model, model_type, masked)
         self._session = _session(graph)
         self.masked = masked
         self.shapes, self._ropes, self._masks = graph.shapes, graph.ropes, graph.masks
         self.quantised, self.width, self._outputs = graph.quantised, graph.width, graph.outputs
         head = output_of(model)
-        self._said = np.array(head.tokens) if isinstance(head, ReducedLMHead) else None
-        self.vocab_size = self._outputs if self._said is None else head.vocab_size
+        self._head_tokens = np.array(head.tokens) if isinstance(head, ReducedLMHead) else None
+        self.vocab_size = self._outputs if self._head_tokens is None else head.vocab_size
         self.least = 1
         backbone, _ = backbone_of(model)
         self._embedding = Embedding(unwrapped(embedding(backbone)), _factor(model_type, self.width))
@@ -109,10 +107,10 @@ class OrtForward:
     def __call__(
         self, tokens: Ints, parts: Sequence[Segment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
     ) -> dict[str, Array]:
-        """Feeds tokens [T], segment after segment. Returns `logits` [R, V] of the wanted places in the flat row.
+        """Feeds tokens [T], segment after segment. Returns `logits` [R, V] at the `wanted` places of the flat row.
 
         Args:
-            layers: see `room`; written in place.
+            layers: buffers, see `room`; written in place.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
         """
         counts = [part.count for part in parts]
@@ -162,17 +160,17 @@ class OrtForward:
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         self._session.run_with_iobinding(binding)
-        found = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
-        if self._said is not None:
+        results = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
+        if self._head_tokens is not None:
             whole = np.full((len(wanted), self.vocab_size), -np.inf, np.float32)
-            whole[:, self._said] = found["logits"]
-            found["logits"] = whole
-        return found
+            whole[:, self._head_tokens] = results["logits"]
+            results["logits"] = whole
+        return results
 
     def _binding(self, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
-        """A binding of these rows' keys and values, made anew where one has moved in memory or changed its size.
+        """Returns a binding of these rows' keys and values; a new one if a buffer has moved or changed its size.
 
-        Each set of tapped layers has a binding of its own, which would otherwise write rows to an old place.
+        Each set of tapped layers has its own binding, since a shared one would still write rows to an old place.
         """
         buffers = [buffer for pair in layers for buffer in pair]
         key = (tapped, first, stop, *map(self._place, buffers))
@@ -191,7 +189,7 @@ class OrtForward:
         return binding
 
     def _place(self, buffer: Array) -> tuple[tuple[int, ...], int]:
-        """A buffer's shape and address, remembered because numpy takes 2 us for it, for 60 buffers in each forward."""
+        """Returns a buffer's shape and address, cached because numpy takes 2 us, for 60 buffers in each forward."""
         known = self._places.get(id(buffer))
         if known is None or known[0]() is not buffer:
             if len(self._places) >= _PLACES:
@@ -200,18 +198,18 @@ class OrtForward:
         return known[1]
 
     def _look_up(self, count: int) -> None:
-        """Tabulates the angles of so many positions at least."""
+        """Tabulates the angles of at least `count` positions."""
         if self._angles and count <= len(self._angles[0][0]):
             return
         positions = np.arange(-(-2 * count // _ANGLES) * _ANGLES)
-        found = [rope.on_host(positions) for rope in self._ropes]
-        halves = [one[..., one.shape[-1] // 2 :] for one in found]  # there sines have their own sign
-        self._angles = [(np.ascontiguousarray(one[0]), np.ascontiguousarray(one[1])) for one in halves]
+        tables = [rope.on_host(positions) for rope in self._ropes]
+        halves = [table[..., table.shape[-1] // 2 :] for table in tables]  # in the first halves sines are negated
+        self._angles = [(np.ascontiguousarray(half[0]), np.ascontiguousarray(half[1])) for half in halves]
         self._bound.clear()
 
 
 def _mask(parts: Sequence[Segment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
-    """What is added to scores, [rows, 1, size, total]: 0 where a token sees a column."""
+    """Returns the mask to add to scores, [rows, 1, size, total]: 0 where a token sees a column."""
     mask = np.zeros((rows, 1, size, total), np.float32)
     for part in parts:
         own = mask[part.row - first, 0, : part.count, : part.end]
@@ -235,25 +233,25 @@ def _session(graph: Graph) -> Any:
     options.add_external_initializers(list(values), list(values.values()))
     try:
         return ort.InferenceSession(graph.proto, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its bindings raise kinds of their own without a common base
+    except Exception as error:  # its bindings raise classes without a common base
         raise ModelError(f"ONNX Runtime refuses this model's graph: {first_line(error)}") from error
 
 
 def threads() -> int:
-    """As many threads as the BLAS has (`orchestrator.machine.system`)."""
+    """Returns the number of the BLAS's threads (`orchestrator.machine.system`)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) > 0 else 1
 
 
 def _factor(model_type: str, width: int) -> float:
-    """The factor that the family's models apply to embedded tokens."""
+    """Returns the factor that models of this family apply to embeddings."""
     if not model_type.startswith("gemma3"):
         return 1.0
     return float(mx.array(width**0.5, mx.bfloat16).astype(mx.float32).item())  # type: ignore[arg-type]
 
 
 class OrtFlat:
-    """The forwards of one target; `norm` is its final one."""
+    """The forwards of one target; `norm`: its final norm."""
 
     def __init__(self, forward: OrtForward, norm: nn.Module) -> None:
         self._forward = forward
@@ -261,7 +259,7 @@ class OrtFlat:
 
     @property
     def trees(self) -> bool:
-        """Whether a tree's nodes have the logits of chains, up to the rounding of float32."""
+        """True if a tree's nodes have the logits of chains, up to the rounding of float32."""
         return not self._forward.quantised
 
     def forward(
@@ -272,7 +270,7 @@ class OrtFlat:
         wanted: Sequence[int] | None,
         hidden: HiddenStates | None = None,
     ) -> mx.array:
-        """Feeds tokens [T], segment after segment. Logits [R, V] of the `wanted` places, or of all of them.
+        """Feeds tokens [T], segment after segment. Returns logits [R, V] at the `wanted` places; None: at all.
 
         `hidden` records the hidden states that it wants.
         """
@@ -290,16 +288,16 @@ class OrtFlat:
                 cache.on_host(*reach, _like(shape.kv_heads, shape.width))
                 for cache, shape in zip(caches, self._forward.shapes, strict=True)
             ]
-            found = self._forward(tokens[first:end], own, layers, places[here] - first, tapped)
-            logits[here] = found["logits"]
+            results = self._forward(tokens[first:end], own, layers, places[here] - first, tapped)
+            logits[here] = results["logits"]
             for layer in tapped:
-                rows[layer][first:end] = found[f"layer{layer}"]
+                rows[layer][first:end] = results[f"layer{layer}"]
         if hidden is not None:
             self._record(hidden, rows)
         return mx.array(logits)
 
     def _tapped(self, hidden: HiddenStates | None) -> list[int]:
-        """The layers whose outputs are wanted, the norm's input among them."""
+        """Returns the layers whose outputs are wanted, including the norm's input."""
         if hidden is None:
             return []
         last = len(self._forward.shapes) - 1
@@ -318,7 +316,8 @@ class OrtFlat:
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Segments of one run, and its first token: all short ones together; a long one alone, it would pad the others."""
+    """Yields the first token and the segments of each run: all short segments together, each long one alone, since it
+    would pad the others."""
     begin, short = 0, 0
     while short < len(segments) and not segments[short].long:
         short += 1
@@ -329,24 +328,24 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
 
 @cache
 def _like(kv_heads: int, width: int) -> mx.array:
-    """Keys of one column."""
+    """Returns keys of one column."""
     return mx.zeros((1, kv_heads, 1, width))
 
 
 log = logging.getLogger(__name__)
 
-_OWN = 3  # tokens: MLX takes as long for each of a quantised model as ONNX Runtime for ten
-_EXACT, _ROUNDED = 1e-3, 0.5  # root mean square of the logits' deviation: float32, and tokens of no meaning in 8 bits
+_OWN = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
+_EXACT, _ROUNDED = 1e-3, 0.5  # allowed root mean square, in deviations of the logits: float32, and 8 bits
 _WIDE, _NEIGHBOUR = 11, 3
 _FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 
 
 def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
-    """What computes the model's forwards; None: MLX does, and the log says why.
+    """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
 
     Args:
         model: its parameters may be lazy; quantised ones stay quantised.
-        masked: trees of drafts are fed.
+        masked: trees of drafts will be fed.
 
     Raises:
         InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
@@ -357,7 +356,7 @@ def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
     if chosen == "mlx" or mx.default_device().type != mx.cpu:
         return None
     if model_type not in FAMILIES:
-        log.info("MLX makes the forwards of a %s model: ONNX Runtime serves %s", model_type, ", ".join(FAMILIES))
+        log.info("MLX computes this %s model: ONNX Runtime serves %s", model_type, ", ".join(FAMILIES))
         return None
     try:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
@@ -365,35 +364,35 @@ def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
             check(model, forward)
             return forward
     except ModelError as error:
-        log.warning("MLX makes the forwards of this %s model: %s", model_type, first_line(error))
+        log.warning("MLX computes this %s model: %s", model_type, first_line(error))
         return None
 
 
 def kernels() -> str:
-    """The kernels that a rounded forward's bits depend on: others may choose another token."""
+    """Returns the name of the kernels on which a quantised forward's bits depend: others may choose another token."""
     flags: set[str] = set()
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-    found = next((flag for flag in _FLAGS if flag in flags), platform.machine())
-    return f"int8-onnxruntime-{ort.__version__}-{found.replace('_', '-')}"
+    instructions = next((flag for flag in _FLAGS if flag in flags), platform.machine())
+    return f"int8-onnxruntime-{ort.__version__}-{instructions.replace('_', '-')}"
 
 
 def check(model: nn.Module, forward: OrtForward) -> None:
-    """Compares logits, and sets `forward.least`: how many rows a forward needs for its bits to be always the same.
+    """Compares logits, and sets `forward.least`: the rows that a forward needs for its bits to be always the same.
 
     Raises:
-        ModelError: its logits are not the model's, or depend on what is fed beside a token.
+        ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
     """
     tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_WIDE)], np.int32)
     own = np.array(model(mx.array(tokens[None, :_OWN]))[0].astype(mx.float32))
-    found = alone(forward, tokens, (_OWN,))
-    known = ~(own == -np.inf).all(axis=0)  # a draft may have fewer tokens
-    own, found = own[:, known], found[:, known]
+    logits = alone(forward, tokens, (_OWN,))
+    known = ~(own == -np.inf).all(axis=0)  # a draft model may have fewer tokens
+    own, logits = own[:, known], logits[:, known]
     deviation = np.maximum(own.std(axis=-1), 1.0)
-    worst = float((np.sqrt(np.square(found - own).mean(axis=-1)) / deviation).mean())
+    worst = float((np.sqrt(np.square(logits - own).mean(axis=-1)) / deviation).mean())
     if not worst <= (_ROUNDED if forward.quantised else _EXACT):
-        raise ModelError(f"its logits are not the model's own, by {worst:.2g} of their deviation")
+        raise ModelError(f"its logits differ from the model's own by {worst:.2g} of their standard deviation")
     if not forward.quantised:
         return
     for forward.least in (1, 2):
@@ -401,35 +400,35 @@ def check(model: nn.Module, forward: OrtForward) -> None:
         if (alone(forward, tokens, (1, 1, 2, 3, 4)) == whole).all():
             break
     else:
-        raise ModelError("its bits depend on how many tokens are fed at once")
-    if not (_beside(forward, tokens) == whole).all():
-        raise ModelError("its bits depend on which texts are fed beside a text")
+        raise ModelError("its logits depend on how many tokens are fed at once")
+    if not (_with_others(forward, tokens) == whole).all():
+        raise ModelError("its logits depend on the other texts in the same forward")
 
 
 def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
-    """Logits of one text's tokens, fed in pieces of so many."""
+    """Returns the logits of one text's tokens, fed in pieces of these sizes."""
     layers = _buffers(forward, 1)
-    found, start = [], 0
+    logits, start = [], 0
     for count in counts:
         part = Segment(0, start, count)
-        found.append(forward(tokens[start : start + count], [part], layers, np.arange(count))["logits"])
+        logits.append(forward(tokens[start : start + count], [part], layers, np.arange(count))["logits"])
         start += count
-    return np.concatenate(found)
+    return np.concatenate(logits)
 
 
-def _beside(forward: OrtForward, tokens: Array) -> Array:
-    """Logits of tokens fed in three pieces, with texts in the rows before and behind, one of them idle at times."""
+def _with_others(forward: OrtForward, tokens: Array) -> Array:
+    """Returns the logits of tokens fed in three pieces, with texts in the rows before and after, one idle at times."""
     layers = _buffers(forward, 3)
-    found, start = [], 0
+    logits, start = [], 0
     for number, count in enumerate((3, 1, _WIDE - 4)):
         own = Segment(1, start, count)
         others = [Segment(row, 0, _NEIGHBOUR) for row in ((0, 2), (2,), (0, 2))[number]]
         parts = sorted([own, *others], key=lambda part: part.row)
         flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
         begin = sum(part.count for part in parts if part.row < 1)
-        found.append(forward(flat, parts, layers, np.arange(begin, begin + count))["logits"])
+        logits.append(forward(flat, parts, layers, np.arange(begin, begin + count))["logits"])
         start += count
-    return np.concatenate(found)
+    return np.concatenate(logits)
 
 
 def _buffers(forward: OrtForward, rows: int) -> Layers:

@@ -197,7 +197,7 @@ def test_a_tapped_model_says_what_it_said(loaded: Loaded) -> None:
 @pytest.mark.parametrize(
     ("points", "sentence"),
     [
-        (HiddenStatePoints((3,)), "there is no layer 3: the model has 3"),
+        (HiddenStatePoints((3,)), "there is no layer 3; expected 0 to 2"),
         (HiddenStatePoints((-1,)), "there is no layer -1"),
     ],
 )
@@ -212,5 +212,5 @@ def test_a_model_without_a_known_norm(loaded: Loaded) -> None:
             super().__init__()
             self.layers = [nn.Linear(4, 4)]
 
-    with pytest.raises(ModelError, match="no final norm to tap"):
+    with pytest.raises(ModelError, match="final norm can.t be found"):
         HiddenStates(Bare(), HiddenStatePoints(after_norm=True))

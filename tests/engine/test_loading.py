@@ -117,9 +117,9 @@ def broken(source: Path, tmp_path: Path, name: str) -> Path:
     ("name", "expected"),
     [
         ("no-config", "is not a model folder"),
-        ("no-weights", "holds no weights"),
+        ("no-weights", "has no weights"),
         ("bad-json", "is not JSON"),
-        ("no-type", "names no model_type"),
+        ("no-type", "has no model_type"),
         ("strange-type", "no model type 'frobnicator'"),
         ("half-config", "can't be loaded as llama"),
         ("other-shape", "can't be loaded as llama"),

@@ -272,7 +272,7 @@ def test_damaged_weights_are_a_sentence(draft: Path, target: Path, tmp_path: Pat
     with pytest.raises(ModelError, match="can't be read"):
         assemble_draft(other, target, tmp_path)
     (other / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with pytest.raises(ModelError, match="has no weights"):
         assemble_draft(other, target, tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_what_is_no_tree_ends_that_request_alone(target: LoadedModel, alone: Alo
         Verify("1", 0, 1, len(PROMPTS[1]) + 1, chain),
     ]
     fault_, outcome = answered(worker, link, words)
-    assert "stands twice behind node -1" in fault_.message
+    assert "follows node -1 of a tree twice" in fault_.message
     assert (outcome.request, outcome.accepted) == ("1", 2)
 
 
