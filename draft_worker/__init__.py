@@ -1,1 +1,1 @@
-"""The process with the small model: drafters behind one interface, and the work ahead that they do."""
+"""The process of the draft model: serves requests with a drafter that works ahead."""

@@ -1,4 +1,4 @@
-"""`python -m outrider.draft_worker`: makes its drafter, says HELLO, works ahead until told to stop."""
+"""`python -m outrider.draft_worker`: loads its drafter, sends HELLO and works ahead until SHUTDOWN."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def main() -> int:
 
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWorker]:
-    def tell(stage: str) -> None:
+    def report(stage: str) -> None:
         link.send(Loading("draft", stage))
 
-    tell(f"starting the {options.backend} drafter")
+    report(f"starting the {options.backend} drafter")
     models_only()
-    drafter = make(options.backend, options.model, tell, options.prefill, options.target)
+    drafter = make(options.backend, options.model, report, options.prefill, options.target)
     far: DraftLink = link
     if options.simulate:
         profile = Profile.read(options.simulate)
@@ -73,12 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     worker_link.add_flags(parser, "draft-0")
     parser.add_argument("--backend", choices=NAMES, default="mlx")
     parser.add_argument("--model", required=True, help="a model directory; for replay, its script")
-    parser.add_argument("--target", default="", help="the model whose hidden rows a head reads")
+    parser.add_argument("--target", default="", help="the model whose hidden states a head reads")
     parser.add_argument("--prefill", default="auto", help="what reads prompts for mlx: auto, mlx, coreml or a package")
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="where MLX computes")
     parser.add_argument("--fan-out", choices=sorted(POLICIES), default="best-first")
     parser.add_argument("--simulate", type=Path, help="a latency profile to simulate, see docs/simulation.md")
-    parser.add_argument("--vocabulary", default="", help="a digest of what the model's tokens stand for")
+    parser.add_argument("--vocabulary", default="", help="a digest of the texts of the model's tokens")
     return parser
 
 

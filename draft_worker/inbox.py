@@ -1,9 +1,9 @@
-"""The drafter's messages, one after the other with a look ahead, over its link or a slower one.
+"""The drafter's messages: a queue that can be inspected, over its link or a simulated slow one.
 
-`Inbox` lets a long prompt's reading look ahead; messages that are not handled yet are kept in order. It knows which
-request a message belongs to and does nothing about it. `SlowLink` simulates a drafter that is farther away: every
-message takes the profile's time each way. It works in one thread, like the link it wraps: messages that are due go out
-whenever the worker sends, receives or naps.
+`Inbox` lets a worker look at new messages while it reads a long prompt; messages that are not yet handled stay in
+order. It knows which request a message belongs to, and handles none. `SlowLink` simulates a distant drafter: every
+message takes the profile's time each way. It has no thread of its own: messages that are due are sent whenever the
+worker sends, receives or naps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.protocol.worker_link import WorkerLink
 
 
 class DraftLink(Protocol):
-    """What the worker needs of a link: `protocol.worker_link.WorkerLink`, or one that stands for it."""
+    """The part of `protocol.worker_link.WorkerLink` that the worker needs."""
 
     @property
     def name(self) -> str: ...
@@ -28,34 +28,34 @@ class DraftLink(Protocol):
     def receive(self, wait: bool) -> Message | None: ...
 
     def expect(self, milliseconds: float) -> None:
-        """What is done next should take so long at most; 0: not known."""
+        """Sets how long the next piece of work should take at most; 0: not known."""
         ...
 
 
 class ReadCancelled(Exception):
-    """The prompt that is being read is not needed any more."""
+    """The prompt that is being read is no longer needed."""
 
 
 class Inbox:
-    """Messages of `link`, in the order in which they came."""
+    """The messages of `link`, in the order of their arrival."""
 
     def __init__(self, link: DraftLink) -> None:
         self._link = link
         self._kept: deque[Message] = deque()
 
     def next(self, wait: bool) -> Message | None:
-        """The oldest message; without one it waits if `wait`, else returns None."""
+        """Returns the oldest message; if there is none, waits, or returns None if `wait` is False."""
         return self._kept.popleft() if self._kept else self._link.receive(wait=wait)
 
     def clear(self) -> None:
-        """Drops the messages that are kept."""
+        """Drops the messages that are not yet handled."""
         self._kept.clear()
 
     def look(self, request: str) -> None:
-        """Takes in messages that came while a prompt of `request` was read.
+        """Receives the messages that arrived while a prompt of `request` was read.
 
         Raises:
-            ReadCancelled: the worker shuts down, or the request was closed or opened anew; earlier messages about it
+            ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
                 are dropped.
         """
         while (message := self._link.receive(wait=False)) is not None:
@@ -64,16 +64,16 @@ class Inbox:
             if isinstance(message, Shutdown):
                 raise ReadCancelled
             if isinstance(message, Open | Close) and message.request == request:
-                news = list(self._kept)
-                others = [earlier for earlier in news[:index] if getattr(earlier, "request", None) != request]
-                self._kept = deque([*others, *news[index:]])
+                kept = list(self._kept)
+                others = [earlier for earlier in kept[:index] if getattr(earlier, "request", None) != request]
+                self._kept = deque([*others, *kept[index:]])
                 raise ReadCancelled
 
     def of_others(self, request: str) -> list[Commit | Close]:
-        """Takes out messages about other requests that are open; what has to wait for an OPEN stays."""
-        waiting, taken, news = {request}, list[Commit | Close](), list(self._kept)
+        """Removes and returns messages about other open requests; messages that follow an OPEN stay."""
+        waiting, taken, kept = {request}, list[Commit | Close](), list(self._kept)
         self._kept.clear()
-        for message in news:
+        for message in kept:
             if isinstance(message, Commit | Close) and message.request not in waiting:
                 taken.append(message)
                 continue
@@ -83,14 +83,14 @@ class Inbox:
         return taken
 
 
-# How long a message may lie unseen while this thread sleeps.
+# How long a message may wait while this thread sleeps.
 SLICE_SECONDS = 0.0003
 
 
 class SlowLink:
     """Delays messages of `link` by `link_ms` each way.
 
-    `heard`: when the message that `receive` returned last arrived, in seconds of `time.perf_counter`.
+    `heard`: when the message last returned by `receive` arrived, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, link: WorkerLink, link_ms: float) -> None:
@@ -106,11 +106,11 @@ class SlowLink:
 
     def send(self, message: Message) -> None:
         self._going.append((time.perf_counter() + self._delay, message))
-        self._pass_on()
+        self._deliver()
 
     def receive(self, wait: bool) -> Message | None:
         while True:
-            self._pass_on()
+            self._deliver()
             if self._coming and self._coming[0][0] <= time.perf_counter():
                 self.heard, message = self._coming.popleft()
                 return message
@@ -125,14 +125,14 @@ class SlowLink:
         self._link.expect(milliseconds)
 
     def nap(self, seconds: float) -> None:
-        """Sleeps while messages travel on."""
+        """Sleeps, and delivers messages meanwhile."""
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
-            self._pass_on()
+            self._deliver()
             if left > AWAKE_SECONDS:
                 time.sleep(min(left - AWAKE_SECONDS, SLICE_SECONDS))
 
-    def _pass_on(self) -> None:
+    def _deliver(self) -> None:
         now = time.perf_counter()
         while self._going and self._going[0][0] <= now:
             self._link.send(self._going.popleft()[1])

@@ -1,8 +1,8 @@
-"""The draft worker's loop: OPEN and COMMIT in, BRANCHES and DRAFTED out, one forward at a time.
+"""The draft worker's loop: receives OPEN and COMMIT, sends BRANCHES and DRAFTED, runs one forward at a time.
 
-It handles messages between two forwards, so an outcome that arrives early redirects the work at once. Owns a
-`DraftRequest` with one token tree for each request; acts only on the newest commit; sends RESYNC when it missed one.
-`OpLatency` measures its operations, so that it can announce how long the next should take. Knows nothing of models.
+It handles messages between two forwards, so a new outcome redirects the work at once. Owns a `DraftRequest` with one
+token tree for each request; acts only on the newest commit; sends RESYNC if it has missed one. `OpLatency` measures its
+operations, so that it can announce how long the next one should take. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ FADE = 0.95
 
 
 class Operation(Enum):
-    """What a drafter does without looking at its link."""
+    """The work between two looks at the link."""
 
     READ = "a piece of a prompt"
     GROW = "a forward of its trees"
-    CHAIN = "a chain that is waited for"
+    CHAIN = "a chain on request"
 
 
 class OpLatency:
-    """The longest time of each operation; old ones fade."""
+    """The longest time of each operation; old measurements fade."""
 
     def __init__(self) -> None:
         self._ms: dict[Operation, float] = {}
@@ -65,14 +65,15 @@ class OpLatency:
         self._ms[operation] = max(milliseconds, FADE * self._ms.get(operation, 0.0))
 
     def expected_ms(self, *operations: Operation) -> float:
-        """The time of these, one after the other; 0: one of them was never measured."""
+        """Returns the time of these operations in sequence; 0 if one of them was never measured."""
         known = [self._ms.get(operation, 0.0) for operation in operations]
         return sum(known) if all(known) else 0.0
 
 
 @dataclass(slots=True)
 class DraftRequest:
-    """`newest` is the message that its work belongs to, received at `committed_ns`; `owed`: DRAFTED is expected."""
+    """A request's work. `newest`: the message that it belongs to, received at `committed_ns`; `owed`: it must send
+    DRAFTED."""
 
     work: WorkAhead
     newest: Open | Commit
@@ -81,7 +82,7 @@ class DraftRequest:
 
     @classmethod
     def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> DraftRequest:
-        """A request whose text has been read; it begins with the chain under verification."""
+        """Creates a request whose text has been read; it begins with the chain under verification."""
         work.commit((), _wanted(message))
         return cls(work, message, now_ns)
 
@@ -90,15 +91,15 @@ class DraftRequest:
         return self.newest.epoch
 
     def is_beyond(self, message: Open | Commit) -> bool:
-        """Whether it works for a later round than this message's."""
+        """Returns whether it works for a later round than this message's."""
         return (message.epoch, message.round) < (self.epoch, self.newest.round)
 
     def gap(self, message: Commit) -> int:
-        """How many tokens before the message's were missed; below 0: they are known already."""
+        """Returns how many tokens before the message's were missed; below 0: its tokens are known already."""
         return message.base_len - len(message.tokens) - self.work.committed_len
 
     def is_next(self, message: Commit) -> bool:
-        """Whether its round follows the newest commit's, with chains under verification in both."""
+        """Returns whether its round follows the newest commit's, with chains under verification in both."""
         both = message.verifying is not None and bool(self.newest.verifying)
         return both and message.round == self.newest.round + 1
 
@@ -107,18 +108,18 @@ class DraftRequest:
         self.newest, self.committed_ns = message, now_ns
         self.owed = message.verifying is None and message.depth > 0
 
-    def drafted(self, found: Continuation, work: Span, peak_bytes: int) -> Drafted:
+    def drafted(self, draft: Continuation, work: Span, peak_bytes: int) -> Drafted:
         newest = self.newest
         return Drafted(
             request=newest.request,
             epoch=newest.epoch,
             round=newest.round,
             base_len=self.work.committed_len,
-            chain=found.line,
+            chain=draft.line,
             work=work,
-            q=found.q,
+            q=draft.q,
             peak_bytes=peak_bytes,
-            alternatives=found.alternatives,
+            alternatives=draft.alternatives,
         )
 
     def branches(self, ready: ReadyBranches, work: Span, peak_bytes: int) -> Branches:
@@ -143,7 +144,7 @@ def _wanted(message: Open | Commit) -> BranchTask:
 
 log = logging.getLogger(__name__)
 
-_FORWARDS_BETWEEN = 8  # for other requests, at most, between two pieces of a prompt
+_FORWARDS_BETWEEN = 8  # the most forwards for other requests between two pieces of a prompt
 
 
 class DraftWorker:
@@ -157,8 +158,8 @@ class DraftWorker:
         memory: PeakMemory | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        """`memory` measures the drafter's, if possible. `compiler`: for grammars over its tokens; without one it may
-        draft what a grammar rules out."""
+        """`memory`: measures the drafter's peak, if possible. `compiler`: for grammars over its tokens; without one it
+        may draft tokens that a grammar excludes."""
         self._link = link
         self._drafter = drafter
         self._fan_out = fan_out
@@ -178,13 +179,13 @@ class DraftWorker:
             pass
 
     def forget(self) -> None:
-        """Closes all requests; what was read of them stays in the prompt cache."""
+        """Closes all requests; their state stays in the prompt cache."""
         for request in list(self._running):
             self._drop(request)
         self._inbox.clear()
 
     def turn(self) -> bool:
-        """Handles one message if there is one, else makes one forward for all requests; False: shut down."""
+        """Handles one message, or if there is none runs one forward for all requests. Returns False on SHUTDOWN."""
         working = self._working()
         message = self._inbox.next(wait=not working)
         if isinstance(message, Shutdown):
@@ -200,13 +201,13 @@ class DraftWorker:
 
     def _take(self, message: Message) -> None:
         try:
-            with named_errors("the draft's forward"):
+            with named_errors("the drafter's forward"):
                 self._handle(message)
         except OutriderError as error:
             self._fault(message.request if isinstance(message, Open | Commit | Features | Close) else None, error)
 
     def _fault(self, request: str | None, error: OutriderError) -> None:
-        """Ends that request, never the worker."""
+        """Ends the request, not the worker."""
         running = self._running.get(request or "")
         about = {"request": request, "round": running.newest.round if running is not None else None}
         log.warning("request %s failed: %s", request, error, extra=about)
@@ -247,7 +248,7 @@ class DraftWorker:
             nonlocal read_ns
             self._took(Operation.READ, read_ns)
             self._link.send(Prefilled(request=message.request, epoch=message.epoch, done=done, total=total))
-            self._let_others_work(message.request)
+            self._work_for_others(message.request)
             self._link.expect(self._op_latency.expected_ms(Operation.READ))
             read_ns = clock.now()
 
@@ -285,7 +286,7 @@ class DraftWorker:
         log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
 
     def _forget_silent(self) -> None:
-        """Closes requests without a message for long: CLOSE may have been lost. If not, COMMIT finds a gap."""
+        """Closes requests without a message for a long time: CLOSE may have been lost. If not, COMMIT finds a gap."""
         since_ns = clock.now() - FORGET_NS
         for request, running in list(self._running.items()):
             if running.committed_ns < since_ns:
@@ -296,11 +297,11 @@ class DraftWorker:
             return None
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
-    def _let_others_work(self, request: str) -> None:
+    def _work_for_others(self, request: str) -> None:
         """Grows the trees of other requests between two pieces of this one's prompt.
 
         Raises:
-            ReadCancelled: this request is not needed any more.
+            ReadCancelled: this request is no longer needed.
         """
         for _ in range(_FORWARDS_BETWEEN):
             self._inbox.look(request)
@@ -336,7 +337,7 @@ class DraftWorker:
             running.work.add_features(message.position, message.rows)
 
     def _forward(self, working: Sequence[DraftRequest]) -> None:
-        """Drafts what is waited for, then grows all trees by one forward; reads a piece of one long text."""
+        """Drafts requested chains, then grows all trees by one forward; reads a piece of one long text."""
         reading = [running for running in working if running.work.far_behind]
         owed = [running for running in working if running.owed and not running.work.far_behind]
         growing = [running for running in working if not running.owed and not running.work.far_behind]
@@ -352,10 +353,10 @@ class DraftWorker:
 
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
-        found = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
+        drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
         span = clock.since(started_ns)
         self._took(Operation.CHAIN, started_ns)
-        for running, drafted in zip(owed, found, strict=True):
+        for running, drafted in zip(owed, drafts, strict=True):
             running.owed = False
             if isinstance(drafted, OutriderError):
                 self._fault(running.newest.request, drafted)
@@ -365,10 +366,10 @@ class DraftWorker:
     def _grow(self, growing: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         active = sum(running.newest.verifying is not None for running in self._running.values())
-        found = self._batcher.advance([running.work for running in growing], active)
+        branches = self._batcher.advance([running.work for running in growing], active)
         span = clock.since(started_ns)
         self._took(Operation.GROW, started_ns)
-        for running, ready in zip(growing, found, strict=True):
+        for running, ready in zip(growing, branches, strict=True):
             if isinstance(ready, OutriderError):
                 self._fault(running.newest.request, ready)
             elif ready is not None:

@@ -1,1 +1,1 @@
-"""Constrained decoding: which tokens a grammar allows next, the same on both sides (by llguidance)."""
+"""Constrained decoding by llguidance: the tokens that a grammar allows next, equal in target and drafter."""

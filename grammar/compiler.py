@@ -1,8 +1,8 @@
-"""Compiles grammars to matchers of llguidance, over a model's tokens. Knows grammars; nothing of requests.
+"""Compiles grammars to matchers of llguidance, over a model's tokens. Knows grammars; knows nothing of requests.
 
-`check` tries whether a grammar can be compiled at all. It needs no model's tokenizer, only a `Vocabulary`: its marks,
-tokens such as <think> that stand for themselves, because no bytes spell them in a grammar. Marks are added tokens that
-are special or look like a tag, which is llguidance's rule.
+`check` tries whether a grammar can be compiled at all. It needs no tokenizer, only a `Vocabulary` with its marks:
+tokens such as <think> that no bytes match in a grammar. By llguidance's rule, marks are added tokens that are special
+or look like a tag.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 KEPT = 32
-# One space or none between two words of JSON, because weak models fill their budget with white space. Without any
-# pattern the library forces the tokens of everything that is certain, in one spelling only.
+# At most one space between two tokens of JSON, because weak models fill their budget with white space. Without a
+# pattern the library forces the tokens of everything that is certain, in only one spelling.
 SPACE: JsonCompileOptions = {"whitespace_pattern": " "}
 _OWN_SPACE = {"whitespace_pattern", "whitespace_flexible", "item_separator", "key_separator"}
-# A fifth of the library's own, because a few letters such as a{1000}{1000} must not take a second.
+# A fifth of the library's default, because a short grammar such as a{1000}{1000} must not take a second.
 LIMITS = LLParserLimits(initial_lexer_fuel=200_000, verbose_errors=False)
 
 
 class Compiler:
-    """Compiles grammars over the tokens of the model in `folder`. Its tokenizer is read when first needed."""
+    """Compiles grammars over the tokens of the model in `folder`. Its tokenizer is read when it is first needed."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class Compiler:
         self._compiled: dict[tuple[Grammar, tuple[int, ...]], LLMatcher] = {}
 
     def constraint_for(self, sampling: SamplingParams, ends: Iterable[int], start: int) -> Constraint | None:
-        """What a request allows from a text's token number `start` on; one of `ends` ends the text. None: everything.
+        """Returns a request's constraint from token number `start` on; `ends` end the text. None: no constraint.
 
         Raises:
             InvalidRequest, ModelError: as `constraint`.
@@ -53,11 +53,11 @@ class Compiler:
         return NoEndYet(by_grammar, ends, start, sampling.min_tokens) if sampling.min_tokens else by_grammar
 
     def constraint(self, grammar: Grammar | None, ends: Iterable[int], start: int) -> Constraint | None:
-        """What `grammar` allows from a text's token number `start` on; one of `ends` ends the text. None for None.
+        """Returns the constraint of `grammar` from token number `start` on; `ends` end the text. None for None.
 
         Raises:
-            InvalidRequest: it can't be compiled.
-            ModelError: the model's tokenizer can't be used for this.
+            InvalidRequest: the grammar can't be compiled.
+            ModelError: the model's tokenizer can't be used for grammars.
         """
         if grammar is None:
             return None
@@ -66,7 +66,7 @@ class Compiler:
         matcher = self._compiled.pop(key, None)
         if matcher is None or _is_spent(matcher):
             matcher = compiled(grammar, tokenizer)
-        self._compiled[key] = matcher  # the newest stand last
+        self._compiled[key] = matcher  # the newest comes last
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
         return ByGrammar(matcher, tokenizer, start)
@@ -78,16 +78,16 @@ class Compiler:
                 self._tokenizers[ends] = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(ends))
             except (OSError, ValueError) as error:
                 raise ModelError(
-                    f"{path} can't be used for grammars ({error}); this model can only generate free text"
+                    f"{path} can't be used for grammars ({error}); leave out the grammar, or choose another model"
                 ) from None
         return self._tokenizers[ends]
 
 
 def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """Raises InvalidRequest when it can't be."""
+    """Compiles a grammar. Raises InvalidRequest if it can't be compiled."""
     try:
         matcher = LLMatcher(tokenizer, _described(grammar), log_level=0, limits=LIMITS)
-    except Exception as error:  # the converter of GBNF raises nothing narrower
+    except Exception as error:  # the converter of GBNF raises no narrower class
         raise InvalidRequest(f"the {grammar.name} can't be used: {error}") from None
     if matcher.is_error():
         raise InvalidRequest(f"the {grammar.name} can't be used: {matcher.get_error().strip()}")
@@ -95,14 +95,14 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _is_spent(matcher: LLMatcher) -> bool:
-    """Whether a copy has reached the library's limits. Then no other copy continues, because they share state."""
+    """Returns whether a copy has reached the library's limits; then all copies fail, because they share state."""
     copy = matcher.deep_copy()
     copy.compute_bitmask()
     return bool(copy.is_error())
 
 
 def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
-    """A schema, a grammar or a regular expression as part `name` of an "llguidance" grammar."""
+    """Returns a schema, a grammar or a regular expression as part `name` of an "llguidance" grammar."""
     if grammar.kind == "grammar":
         return {"name": name, "lark_grammar": any_to_lark(grammar.text)}
     (part,) = json.loads(_described(grammar))["grammars"]
@@ -110,7 +110,7 @@ def as_part(grammar: Grammar, name: str) -> dict[str, Any]:
 
 
 def _space(schema: str) -> JsonCompileOptions | None:
-    """White space as in `SPACE`, unless the schema's `x-guidance` sets it."""
+    """Returns the options for white space: `SPACE`, or None if the schema's `x-guidance` sets them."""
     try:
         parsed = json.loads(schema)
     except ValueError:
@@ -122,7 +122,7 @@ def _space(schema: str) -> JsonCompileOptions | None:
 
 
 def _described(grammar: Grammar) -> str:
-    """The grammar in the library's own language. GBNF's converter raises nothing narrower than Exception."""
+    """Converts the grammar to the library's own language. GBNF's converter raises no narrower class than Exception."""
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text, _space(grammar.text))
@@ -134,14 +134,14 @@ def _described(grammar: Grammar) -> str:
 
 
 class Added(Protocol):
-    """An added token, as the tokenizers library has it."""
+    """An added token of the tokenizers library."""
 
     content: str
     special: bool
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer of the tokenizers library."""
+    """The methods of the tokenizers library's `Tokenizer` that are needed here."""
 
     def get_vocab_size(self, with_added_tokens: bool) -> int: ...
 
@@ -150,21 +150,21 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`size` tokens; `marks` are the special ones among them, each with its text."""
+    """`size`: the number of tokens; `marks`: the special ones, each with its text."""
 
     size: int = 0
     marks: tuple[tuple[int, str], ...] = ()
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer of the tokenizers library."""
+    """Returns the vocabulary of a tokenizer."""
     added = tokenizer.get_added_tokens_decoder()
-    marks = tuple((token, one.content) for token, one in sorted(added.items()) if _is_mark(one))
+    marks = tuple((token, entry.content) for token, entry in sorted(added.items()) if _is_mark(entry))
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), marks)
 
 
-def _is_mark(one: Added) -> bool:
-    return bool(one.content) and (one.special or (one.content.startswith("<") and one.content.endswith(">")))
+def _is_mark(token: Added) -> bool:
+    return bool(token.content) and (token.special or (token.content.startswith("<") and token.content.endswith(">")))
 
 
 CHECKS_KEPT = 128
@@ -173,31 +173,31 @@ NO_MARKS = Vocabulary()
 
 @lru_cache(CHECKS_KEPT)
 def check(grammar: Grammar, vocabulary: Vocabulary = NO_MARKS) -> None:
-    """Checks that a text can begin by it and be rolled back, as drafts are.
+    """Checks that a text can begin with this grammar and be rolled back, as drafts are.
 
     Raises:
-        InvalidRequest: it can't be compiled or followed; the message has the library's reason.
+        InvalidRequest: the grammar can't be compiled or followed; the message has the library's reason.
     """
     tokenizer = _tokenizer(vocabulary)
     matcher = compiled(grammar, tokenizer)
     constraint = ByGrammar(matcher, tokenizer, 0)
     constraint.allowed([()])
     constraint.check(())
-    if not _can_turn_back(matcher):
+    if not _can_roll_back(matcher):
         raise InvalidRequest(
             f"the {grammar.name} can't be used: it has max_tokens= or stop=; expected a repetition, or suffix="
         )
 
 
-def _can_turn_back(matcher: LLMatcher) -> bool:
-    one = matcher.deep_copy()
-    allowed = int.from_bytes(one.compute_bitmask(), "little")
-    one.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
-    return bool(one.rollback(1))
+def _can_roll_back(matcher: LLMatcher) -> bool:
+    copy = matcher.deep_copy()
+    allowed = int.from_bytes(copy.compute_bitmask(), "little")
+    copy.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
+    return bool(copy.rollback(1))
 
 
 class _Bytes:
-    """A tokenizer of single bytes at ids that no mark has, and of marks at their own ids. The last token is the end."""
+    """A tokenizer of marks at their own ids, and of single bytes at other ids. The last token ends the text."""
 
     bos_token_id = None
 

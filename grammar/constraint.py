@@ -1,7 +1,7 @@
-"""Which tokens may come next in one text: a pure function of the tokens since its grammar began.
+"""The tokens that may come next in one text: a pure function of the tokens since its grammar began.
 
-So target and drafter get the same answer, in whatever order they ask. A matcher that is somewhere in the text is moved
-back or on by tokens. Knows tokens; nothing of logits.
+So target and drafter get the same result, in whatever order they ask. A matcher has a position in the text, and is
+rolled back or advanced by tokens. Knows tokens; knows nothing of logits.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from outrider.protocol.errors import InvalidRequest
 
 FAULTS_KEPT = 256  # more than the rows of two forwards
 WIDEST = 2**19
-"""The most tokens that a vocabulary has."""
+"""The most tokens of a vocabulary."""
 Words = np.ndarray[Any, np.dtype[np.uint32]]
-"""A bit a token, set when it is allowed; token v is bit v % 32 of word v // 32."""
+"""A bit for each token, set if it is allowed; token v is bit v % 32 of word v // 32."""
 
 
 class Constraint(Protocol):
-    """What is allowed in one text. `width`: how many words a row has."""
+    """The tokens allowed in one text. `width`: the number of words of a row."""
 
     width: int
 
     def allowed(self, texts: Sequence[Sequence[int]]) -> Words:
-        """What may follow each of these texts, [N, W]."""
+        """Returns the tokens that may follow each of these texts, [N, W]."""
 
     def check(self, text: Sequence[int]) -> None:
-        """Raises InvalidRequest: `allowed` was called with this text lately, and it breaks the grammar."""
+        """Raises InvalidRequest if a recent call of `allowed` found that this text breaks the grammar."""
 
 
 class ByGrammar:
-    """What a grammar allows in one text. The grammar begins at token number `start` of it."""
+    """The tokens that a grammar allows in one text. The grammar begins at token number `start`."""
 
     def __init__(self, compiled: LLMatcher, tokenizer: LLTokenizer, start: int) -> None:
         """`compiled`, over the tokens of `tokenizer`, is copied."""
@@ -45,10 +45,10 @@ class ByGrammar:
         self._faults: dict[tuple[int, ...], str] = {}
 
     def allowed(self, texts: Sequence[Sequence[int]]) -> Words:
-        """What may follow each of these texts, [N, W].
+        """Returns the tokens that may follow each of these texts, [N, W].
 
-        Everything may follow a text that has ended or that breaks the grammar, for it is not used. So it may where the
-        library has failed, which `check` reports.
+        All tokens may follow a text that has ended or breaks the grammar, since that row is not used. The same if the
+        library fails, which `check` reports.
         """
         words = np.full((len(texts), self.width), 0xFFFFFFFF, np.uint32)
         for row, text in zip(words, texts, strict=True):
@@ -75,7 +75,7 @@ class ByGrammar:
             raise InvalidRequest(f"the grammar can't be followed after {len(text) - self._start} tokens: {why}")
 
     def _go(self, wanted: list[int]) -> bool:
-        """Moves the matcher behind these tokens; False: they break the grammar, and it is somewhere before."""
+        """Moves the matcher after these tokens. Returns False, with it further back, if they break the grammar."""
         if self._matcher.is_error():
             self._matcher, self._taken = self._compiled.deep_copy(), []
         kept = min(len(self._taken), len(wanted))
@@ -93,7 +93,7 @@ class NoEndYet:
     """Allows no end token among the first tokens of a text, unless `inner` allows nothing else."""
 
     def __init__(self, inner: Constraint | None, ends: Iterable[int], start: int, least: int) -> None:
-        """Rules out `ends` among the `least` tokens from token number `start` on."""
+        """Excludes `ends` among the first `least` tokens from token number `start` on."""
         self._inner, self._until = inner, start + least
         self.width = inner.width if inner is not None else WIDEST // 32
         self._others = np.full(self.width, 0xFFFFFFFF, np.uint32)

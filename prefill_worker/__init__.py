@@ -1,1 +1,1 @@
-"""The prefill worker: reads prompts in the target's place and hands over what the target would remember of them."""
+"""The prefill worker: reads prompts instead of the target, and sends their keys and values."""

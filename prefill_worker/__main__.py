@@ -1,4 +1,4 @@
-"""`python -m outrider.prefill_worker`: loads the target's model, says HELLO, reads prompts until told to stop."""
+"""`python -m outrider.prefill_worker`: loads the target's model, sends HELLO and reads prompts until SHUTDOWN."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What reads prompts in a prefill worker: the target's own model by MLX, or a Core ML package of its weights.
+"""The readers of a prefill worker: the target's own model by MLX, or a Core ML package of its weights.
 
-A package runs on a Mac's Neural Engine, elsewhere it is interpreted. It computes in float16, so where two tokens have
-nearly equal scores the text may differ from the one after the target's own reading (docs/exactness.md).
+A package runs on a Mac's Neural Engine; elsewhere it is interpreted. It computes in float16, so the text may differ
+from the one after the target's own reading if two tokens have nearly equal scores (docs/exactness.md).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.load_checks import open_kv_cache, sequence_cost
 from outrider.engine.loading import LoadedModel, load, outline
 from outrider.engine.prompt_cache import PromptCache
-from outrider.prefill_worker.worker import KVSegment, ReaderInfo, Tell, parts
+from outrider.prefill_worker.worker import KVSegment, ReaderInfo, Report, parts
 from outrider.protocol.errors import CannotDraft, named_errors
 from outrider.protocol.stats import KvCost
 
 
 class MlxReader:
-    """A `PrefillReader` by MLX or ONNX Runtime, as the target itself reads.
+    """A `PrefillReader` by MLX or ONNX Runtime, like the target.
 
     Raises:
-        CannotDraft: the model's state can't be handed over.
+        CannotDraft: the model's state can't be sent.
     """
 
     note = ""
@@ -37,8 +37,8 @@ class MlxReader:
         kv_cache = open_kv_cache(model)
         if not isinstance(kv_cache, FlatKVCache):
             raise CannotDraft(
-                f"prompts of a {model.model_type} model can't be read by a prefill worker: the model has more"
-                " state than keys and values, or can't batch requests; leave the prefill worker out"
+                f"a prefill worker can't read prompts of a {model.model_type} model: the model has more state than"
+                " keys and values, or can't batch requests; start the server without prefill workers"
             )
         sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
         self.size = ReaderInfo(*sizes, model.number_format)
@@ -47,19 +47,19 @@ class MlxReader:
         self.prompt_cache = PromptCache(sequence_cost(kv_cache))
 
     @classmethod
-    def load(cls, model: str, tell: Tell) -> MlxReader:
-        """Raises ModelError: there is no such model."""
-        return cls(load(model, progress=tell))
+    def load(cls, model: str, report: Report) -> MlxReader:
+        """Loads the model. Raises ModelError if there is no such model."""
+        return cls(load(model, progress=report))
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
-        sequence, told, total = self._kv_cache.open(), start, len(tokens) - 1
+        sequence, sent, total = self._kv_cache.open(), start, len(tokens) - 1
         try:
             known = self.prompt_cache.find(tokens)
             if known is not None:
                 self._kv_cache.adopt(sequence, known)
             while True:
-                yield self._pieces(sequence, told)
-                told = max(told, sequence.length)
+                yield self._pieces(sequence, sent)
+                sent = max(sent, sequence.length)
                 if sequence.length >= total:
                     return
                 with named_errors("the prefill worker's forward"):
@@ -71,10 +71,9 @@ class MlxReader:
             self._close(sequence, tokens[: sequence.length])
 
     def _pieces(self, sequence: FlatSequence, start: int) -> list[KVSegment]:
-        found = []
-        for first, end in parts(start, sequence.length, self._layout.bytes_per_token):
-            found.append(KVSegment(first, end - first, self._layout.pack(self._kv_cache.segment(sequence, first, end))))
-        return found
+        ranges = parts(start, sequence.length, self._layout.bytes_per_token)
+        pieces = ((first, end, self._kv_cache.segment(sequence, first, end)) for first, end in ranges)
+        return [KVSegment(first, end - first, self._layout.pack(layers)) for first, end, layers in pieces]
 
     def _close(self, sequence: FlatSequence, read: Sequence[int]) -> None:
         if self.prompt_cache.wants(read):
@@ -90,15 +89,20 @@ class CoreMLReader:
         architecture, parameters = made.layout.architecture, made.manifest.parameters
         self.size = ReaderInfo(architecture.vocab_size, made.layout.context, parameters, made.weight_bytes)
         self.note = package.note
-        self.prompt_cache = PromptCache(KvCost())  # nothing of a text stays here
+        self.prompt_cache = PromptCache(KvCost())  # caches nothing
         self._package, self._layout = package, layout
 
     @classmethod
-    def load(cls, model: str, tell: Tell) -> CoreMLReader:
-        """Converts the model first, once. Raises ModelError: it can't be; CannotDraft: no unit runs the package."""
-        package = reader_for(model, "coreml", tell)
+    def load(cls, model: str, report: Report) -> CoreMLReader:
+        """Loads the package; the first time, converts the model.
+
+        Raises:
+            ModelError: the model can't be converted.
+            CannotDraft: this machine can't run the package.
+        """
+        package = reader_for(model, "coreml", report)
         if package is None:
-            raise CannotDraft("this machine can't run the target's Core ML package; leave the prefill worker out")
+            raise CannotDraft("this machine can't run the target's Core ML package; use --prefill-backend mlx")
         return cls(package, KVLayout.of(outline(model).model))
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
@@ -119,5 +123,5 @@ class CoreMLReader:
 
 
 def _own(array: Floats, skip: int) -> list[mx.array]:
-    """[layers, heads, n, width] as an array [1, heads, n - skip, width] a layer."""
+    """Converts [layers, heads, n, width] to one array [1, heads, n - skip, width] for each layer."""
     return [mx.array(np.ascontiguousarray(layer[None, :, skip:])) for layer in array]

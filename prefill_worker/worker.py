@@ -1,7 +1,7 @@
-"""The prefill worker's loop: PREFILL in, PROMPTKV out, one forward at a time, first come first served.
+"""The prefill worker's loop: receives PREFILL, sends PROMPTKV, runs one forward at a time, first come first served.
 
-It handles messages between two forwards. `PrefillReader` is the interface of what reads the prompts. Knows nothing of
-models, rounds or text.
+It handles messages between two forwards. `PrefillReader` is the interface of the readers. Knows nothing of models,
+rounds or text.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from outrider.protocol.stats import CacheUse
 from outrider.protocol.worker_link import WorkerLink
 
 MAX_PIECE = 2**22
-"""Bytes handed over at a time: the orchestrator passes each on between two rounds of others."""
+"""The most bytes of a message: the orchestrator forwards each between two rounds of other requests."""
 
-Tell = Callable[[str], None]
-"""Is called with the progress of a start."""
+Report = Callable[[str], None]
+"""A function that takes the stages of a start."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderInfo:
-    """What a reader runs, for Hello."""
+    """A reader's model, for Hello."""
 
     vocab_size: int
     context_length: int
@@ -40,7 +40,7 @@ class ReaderInfo:
 
 @dataclass(frozen=True, slots=True)
 class KVSegment:
-    """Keys and values of `count` tokens from `start` on, as `engine.kv_transfer.KVLayout` packs them."""
+    """Keys and values of `count` tokens from `start` on, packed by `engine.kv_transfer.KVLayout`."""
 
     start: int
     count: int
@@ -48,29 +48,29 @@ class KVSegment:
 
 
 class PrefillReader(Protocol):
-    """Reads prompts in the target's place: keys and values in the target's own layout, piece by piece."""
+    """Reads prompts instead of the target; returns keys and values in the target's layout, piece by piece."""
 
     @property
     def size(self) -> ReaderInfo: ...
 
     @property
     def note(self) -> str:
-        """What a person should know about how it reads."""
+        """A note for the user on how it reads."""
         ...
 
     @property
     def prompt_cache(self) -> PromptCache: ...
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
-        """Reads all tokens but the last, one forward at a time; after each the pieces from `start` on that it brought.
+        """Reads all tokens but the last; yields after each forward its pieces from `start` on.
 
-        Closed early, it keeps what it has read. Raises OutriderError: it can't go on.
+        If it is closed early, what was read may stay in the prompt cache. Raises OutriderError if reading fails.
         """
         ...
 
 
 def parts(start: int, end: int, bytes_per_token: int) -> Iterator[tuple[int, int]]:
-    """The tokens from `start` to `end` in parts of at most `MAX_PIECE` bytes."""
+    """Splits the tokens [start, end) into parts of at most `MAX_PIECE` bytes."""
     step = max(MAX_PIECE // max(bytes_per_token, 1), 1)
     for first in range(start, end, step):
         yield first, min(first + step, end)
@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """A prompt that is being read or waits for its turn; `pieces` are what `PrefillReader.read` yields."""
+    """A prompt that is being read or waits for its turn; `pieces`: what `PrefillReader.read` yields."""
 
     asked: Prefill
     pieces: Generator[list[KVSegment]]
@@ -101,11 +101,11 @@ class PrefillWorker:
             pass
 
     def turn(self) -> bool:
-        """Handles one message if there is one, else makes one forward of the first prompt; False: shut down."""
+        """Handles one message, or if there is none runs one forward of the first prompt. Returns False on SHUTDOWN."""
         message = self._link.receive(wait=not self._jobs)
         match message:
             case None:
-                self._read_on(next(iter(self._jobs.values())))
+                self._continue_reading(next(iter(self._jobs.values())))
             case Prefill():
                 self._drop(message.request)
                 pieces = self._reader.read(message.tokens.tolist(), message.start)
@@ -121,11 +121,11 @@ class PrefillWorker:
         return True
 
     def forget(self) -> None:
-        """Drops all prompts; what was read of them stays in the prompt cache."""
+        """Drops all prompts; their state stays in the prompt cache."""
         for request in list(self._jobs):
             self._drop(request)
 
-    def _read_on(self, reading: PrefillJob) -> None:
+    def _continue_reading(self, reading: PrefillJob) -> None:
         asked = reading.asked
         try:
             pieces = next(reading.pieces, None)

@@ -1,1 +1,1 @@
-"""The process with the large model: verifies chains, and decodes or drafts by itself when asked."""
+"""The process of the target: verifies chains, and decodes plainly or drafts in-process on request."""

@@ -1,6 +1,6 @@
-"""`python -m outrider.target_worker`: loads the target, says HELLO, serves until told to stop.
+"""`python -m outrider.target_worker`: loads the target, sends HELLO and serves until SHUTDOWN.
 
-With `--shards` it starts further ranks of itself; with `--shard` it is one of those that something else has started.
+With `--shards` it starts further ranks of itself; with `--shard` it is one of several ranks that mlx.launch started.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _as_rank(options: argparse.Namespace) -> int:
-    """One of several ranks: the first serves, the others follow it. Signals end it while it waits for the others."""
+    """Runs one of several ranks: rank 0 serves, the others follow it. Signals end it while it waits for the others."""
     if options.parent_fd is not None:
         end_with_parent(options.parent_fd)
     with ExitStack() as stack:
@@ -86,34 +86,34 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
 
     profile = Profile.read(options.simulate) if options.simulate else None
 
-    def tell(stage: str) -> None:
+    def report(stage: str) -> None:
         link.send(Loading("target", stage))
 
-    model = rank_zero.load(options.model, tell) if rank_zero is not None else load(options.model, progress=tell)
-    tell("testing the model")
-    able = abilities(model)
+    model = rank_zero.load(options.model, report) if rank_zero is not None else load(options.model, progress=report)
+    report("checking the model")
+    found = abilities(model)
     kv_cache = rank_zero.texts(options.model, model) if rank_zero is not None else None
     kinds = [kind for kind, _ in options.own]
-    wanted = [in_process_drafters.DrafterSpec(n, *one) for n, one in zip(names_of(kinds), options.own, strict=True)]
+    wanted = [in_process_drafters.DrafterSpec(n, *own) for n, own in zip(names_of(kinds), options.own, strict=True)]
     cost = heads.step_cost if profile is None else None
-    loaded = in_process_drafters.load(wanted if able.chains else (), model, tell, rank_zero is None, cost)
-    able = replace(able, drafters=loaded.infos, left_out=loaded.left_out)
-    own, publisher, untold = InProcessDrafters(loaded.drafters), None, ""
-    memory.set_limits(model.weight_bytes + own.weight_bytes)  # each load has set them for its own alone
+    loaded = in_process_drafters.load(wanted if found.chains else (), model, report, rank_zero is None, cost)
+    found = replace(found, drafters=loaded.infos, left_out=loaded.left_out)
+    drafters, publisher, unpublished = InProcessDrafters(loaded.drafters), None, ""
+    memory.set_limits(model.weight_bytes + drafters.weight_bytes)  # each load has set them for one model only
     if options.tell:
         kind, folder = options.tell
         try:
-            publisher = FeaturePublisher.of(heads.load(kind, folder, model, tell, rank_zero is None), folder, model)
+            publisher = FeaturePublisher.of(heads.load(kind, folder, model, report, rank_zero is None), folder, model)
         except CannotDraft as error:
-            untold = str(error)
+            unpublished = str(error)
     pace = Pace(profile.target, complain=lambda why: link.send(WorkerNote(link.name, why))) if profile else None
     leader = rank_zero.leader if rank_zero is not None else None
-    worker = TargetWorker(link, model, pace, own, kv_cache, leader, publisher)
-    drafts = [f"drafting in this process with {one.model}" for one in loaded.infos]
-    doubts = [*loaded.doubts, publisher.note if publisher is not None else untold]
+    worker = TargetWorker(link, model, pace, drafters, kv_cache, leader, publisher)
+    drafts = [f"drafting in this process with {info.model}" for info in loaded.infos]
+    doubts = [*loaded.doubts, publisher.note if publisher is not None else unpublished]
     of_ranks = rank_zero.note if rank_zero is not None else ""
     simulating = [f"simulating {profile.name}"] if profile else []
-    chains = "" if worker.verifies_trees or not able.chains else "drafts are verified as chains, not as trees"
+    chains = "" if worker.verifies_trees or not found.chains else "drafts are verified as chains, not as trees"
     notes = [*simulating, *drafts, *loaded.left_out, *doubts, of_ranks, chains]
     hello = Hello(
         role="target",
@@ -127,7 +127,7 @@ def _load(options: argparse.Namespace, rank_zero: RankZero | None, link: WorkerL
         parameters=model.parameters,
         weight_bytes=model.weight_bytes * (leader.here if leader is not None else 1),
         note="; ".join(filter(None, notes)),
-        abilities=replace(able, takes_kv=worker.takes_kv, trees=able.chains and worker.verifies_trees),
+        abilities=replace(found, takes_kv=worker.takes_kv, trees=found.chains and worker.verifies_trees),
         kv=worker.kv,
         files=digest(model.folder) if model.folder is not None else "",
         number_format=model.number_format,
@@ -140,13 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="target_worker", description=__doc__)
     worker_link.add_flags(parser, "target-0", far=False)
     parser.add_argument("--model", required=True)
-    drafts = f"drafts in this process: {DRAFT_MODEL}, a model of its own, or a head: {', '.join(HEADS)}; several may"
+    drafts = f"draft in this process with a model ({DRAFT_MODEL}) or a head ({', '.join(HEADS)}); repeatable"
     parser.add_argument("--own", nargs=2, action="append", default=[], metavar=("KIND", "PATH"), help=drafts)
-    tell = "a head that drafts in the draft worker: tell it the features that it reads"
-    parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=tell)
+    features = "publish the features that this head reads in the draft worker"
+    parser.add_argument("--tell", nargs=2, metavar=("KIND", "PATH"), help=features)
     parser.add_argument("--simulate", type=Path, help="a latency profile to simulate, see docs/simulation.md")
-    parser.add_argument("--shards", type=int, default=1, help="as many ranks on this machine, each a part of the model")
-    parser.add_argument("--shard", action="store_true", help="this is one of the ranks that mlx.launch has started")
+    parser.add_argument("--shards", type=int, default=1, help="ranks on this machine, each with a part of the model")
+    parser.add_argument("--shard", action="store_true", help="run as one of several ranks that mlx.launch started")
     return parser
 
 

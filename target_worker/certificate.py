@@ -1,12 +1,12 @@
 """`python -m outrider.target_worker.certificate`: replays an output and reports which tokens are the target's own.
 
-Reads one JSON object {model, tokens, generated, sampling, ends} from stdin, writes JSON lines: {stage} and {position,
-of} as it goes, then the report, or {error, kind}. Each token is chosen by a single-step forward over all before it, as
-in plain decoding. Knows one text's tokens.
+Reads one JSON object {model, tokens, generated, sampling, ends} from stdin; writes JSON lines: {stage} and {position,
+of} as progress, then the report, or {error, kind}. Each token is chosen by a forward of one token after all earlier
+ones, as in plain decoding. Knows one text's tokens.
 
 `judge` decides whether rounding explains a token that the target would not have chosen. Two correct forwards may
-differ, because chunk and step kernels round differently, each in the model's own format. So a token is a tie when some
-logits within the tolerance would have made it the choice, filters and temperature included.
+differ, because the kernels of chunks and steps round differently, each in the model's own format. So a token is a tie
+if logits within the tolerance would have made it the choice, with filters and temperature.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 
-# What the difference of two logits may be off by: at least this, and a step of the format for each of the two.
+# The tolerated error of a difference of two logits: at least this, or one step of the format for each of the two.
 LEAST = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1.5e-1}
-SCORE_ROUNDING = 1e-5  # scores are float32, with noise of size 16 in them, and count T times in logits
-SUM_ROUNDING = 1e-5  # of the probabilities that top-p adds up
+SCORE_ROUNDING = 1e-5  # of scores in float32 that include noise up to 16; in logits it counts T times
+SUM_ROUNDING = 1e-5  # of the sum of probabilities for top-p
 
 
 def judge(logits: mx.array, tokens: Sequence[int], sampler: Sampler, token: int) -> Difference | None:
-    """None when `token` is what `sampler` chooses behind `tokens` by `logits` [1, V]."""
+    """Returns how `token` differs from what `sampler` chooses after `tokens` by `logits` [1, V]; None if it is that."""
     history = [tokens] if sampler.needs_history else None
     expected = _whole_vocabulary(mx.argmax(sampler.scores(logits, [len(tokens)], history)[0]))
     if expected == token:
         return None
     params = sampler.params
-    stretched = max(params.repetition_penalty, 1 / params.repetition_penalty)  # what a penalty may make of a difference
+    stretched = max(params.repetition_penalty, 1 / params.repetition_penalty)  # a penalty may scale a difference by it
     tolerance = stretched * _tolerance(logits, token, expected) + SCORE_ROUNDING * params.temp
     reach = stretched * _tolerance(logits, token, expected, _whole_vocabulary(mx.argmax(logits[0])))
     warped = np.array(sampler.penalise(logits.astype(mx.float32), history))[0]
     noise = np.array(sampler.noise([len(tokens)]))[0] if sampler.noisy else np.zeros_like(warped)
     worth = warped + params.temp * noise
-    # The least it has to beat: the best of what no rounding rules out, wherever rounding would put the borders.
+    # The score to beat: the best of the tokens that pass the filters wherever rounding puts their borders.
     surely = warped > max((floor for _, floor in _borders(warped, params, reach)), default=-math.inf)
     surely[np.argmax(warped)] = True
     possible = warped[token] >= max((floor for floor, _ in _borders(warped, params, reach)), default=-math.inf)
@@ -64,20 +64,21 @@ def is_tie(difference: Difference) -> bool:
 
 
 def _tolerance(logits: mx.array, *tokens: int) -> float:
-    """By how much rounding may change the difference between any two of these."""
+    """Returns how much rounding may change the difference of the logits of any two of these tokens."""
     largest = max(abs(_number(logits[0, token])) for token in tokens)
     step = float(mx.finfo(logits.dtype).eps) * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
     return max(LEAST.get(logits.dtype, LEAST[mx.float32]), 2 * step)
 
 
 def _borders(warped: NDArray[np.float32], params: SamplingParams, reach: float) -> Iterator[tuple[float, float]]:
-    """For each filter: below the first no logit can pass, above the second all do, when they may differ by `reach`."""
+    """Yields two borders for each filter, if logits may differ by `reach`: below the first no token passes, above the
+    second every token does."""
     if params.temp == 0:
         return
     falling = -np.sort(-warped)
     if 0 < params.top_p < 1:
         shares = np.exp(falling - falling[0], dtype=np.float64)
-        above = (np.cumsum(shares) - shares) / shares.sum()  # a token passes while those above it are less than top-p
+        above = (np.cumsum(shares) - shares) / shares.sum()  # a token passes if the mass above it is less than top-p
         odds = math.log(params.top_p / (1 - params.top_p))
         most, least = (1 / (1 + math.exp(-odds - by)) + math.copysign(SUM_ROUNDING, by) for by in (reach, -reach))
         yield falling[max(np.sum(above < most), 1) - 1] - reach, _behind(falling, int(np.sum(above < least))) + reach
@@ -89,7 +90,7 @@ def _borders(warped: NDArray[np.float32], params: SamplingParams, reach: float) 
 
 
 def _behind(falling: NDArray[np.float32], kept: int) -> float:
-    """The first logit that is left out when `kept` are not."""
+    """Returns the largest logit that is excluded if `kept` are kept."""
     return float(falling[kept]) if kept < len(falling) else -math.inf
 
 
@@ -107,7 +108,7 @@ PROGRESS_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`generated` is said to be what `model` samples after `tokens` with `sampling`; one of `ends` ends a grammar."""
+    """The claim that `model` samples `generated` after `tokens` with `sampling`; `ends`: end tokens for a grammar."""
 
     model: str
     tokens: tuple[int, ...]
@@ -120,17 +121,17 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     """Replays the claim. `progress(done, total)` counts generated tokens.
 
     Raises:
-        InvalidRequest: the claim has no tokens, or tokens the model doesn't have.
+        InvalidRequest: the claim has no tokens, tokens outside the vocabulary, or residual sampling.
     """
     if claim.sampling.is_residual:
         raise InvalidRequest(
-            "residual sampling can't be replayed: the text may differ each time; expected coupled sampling"
+            "residual sampling can't be replayed: its text may differ each time; expected coupled sampling"
         )
     constraint = Compiler(model.folder).constraint_for(claim.sampling, claim.ends, len(claim.tokens))
-    kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the kernels that chose
+    kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the target's own kernels
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
-        raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1}, the model's vocabulary")
+        raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1}, the model's")
     slot.feed_all_but(1)
     ties: list[Difference] = []
     mismatches: list[Difference] = []
@@ -146,7 +147,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
 
 
 def _read_claim(text: str) -> Claim:
-    """Raises InvalidRequest for anything but a claim."""
+    """Parses a claim. Raises InvalidRequest if the text is none."""
     try:
         fields = json.loads(text)
         sampling = dict(fields["sampling"])
@@ -171,7 +172,7 @@ def _whole(tokens: Sequence[object]) -> tuple[int, ...]:
     return tuple(token for token in tokens if isinstance(token, int))
 
 
-def _say(line: dict[str, Any]) -> None:
+def _print(line: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -179,12 +180,12 @@ def _say(line: dict[str, Any]) -> None:
 def main() -> int:
     try:
         claim = _read_claim(sys.stdin.read())
-        model = load(claim.model, progress=lambda stage: _say({"stage": stage}))
-        report = certify(model, claim, lambda done, total: _say({"position": done, "of": total}))
+        model = load(claim.model, progress=lambda stage: _print({"stage": stage}))
+        report = certify(model, claim, lambda done, total: _print({"position": done, "of": total}))
     except OutriderError as error:
-        _say({"error": str(error), "kind": type(error).__name__})
+        _print({"error": str(error), "kind": type(error).__name__})
         return error.exit_code
-    _say(dataclasses.asdict(report))
+    _print(dataclasses.asdict(report))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Features for a head in another process, made in the target's forward and sent with its outcomes.
+"""Features for a head in another process, computed in the target's forward and sent with its outcomes.
 
 A prompt's features are sent piece by piece, while the next piece is read. Knows rows and positions, not drafters.
 """
@@ -21,13 +21,13 @@ from outrider.protocol.messages import Features
 log = logging.getLogger(__name__)
 
 TOO_LARGE = (
-    "the head's features are beyond half precision (65,504), in which they are sent; it stops drafting for this text;"
-    " use head_in target for this pair"
+    "the head stops drafting for this text, because its features exceed half precision (65,504), in which they are"
+    " sent; use --head-in target for this pair"
 )
 
 
 class FeaturePublisher:
-    """Makes the features that `head` reads. `features`: what they are made of, for Hello; `note`: for a person."""
+    """Computes the features that `head` reads. `features`: identifies them in Hello; `note`: for the user."""
 
     def __init__(self, head: Head, features: str, note: str = "") -> None:
         self._points, self._fuse, self._reach = head.points, head.fuse, head.reach
@@ -35,22 +35,22 @@ class FeaturePublisher:
 
     @classmethod
     def of(cls, drafter: HeadDrafter, folder: str, model: LoadedModel) -> FeaturePublisher:
-        """The publisher for a head that was loaded from this folder and tried with the target."""
+        """Returns the publisher for a head that was loaded from this folder and tried with the target."""
         target = model.folder or Path()
         return cls(drafter.head, features_of(drafter.head, Path(folder), target), drafter.note)
 
     def listener(self, request: str, epoch: int) -> FeatureListener:
-        """The listener of one text."""
+        """Returns a listener for one text."""
         return FeatureListener(request, epoch, self._reach)
 
     @property
     def reader(self) -> HiddenStateReader:
-        """What it reads of the target's hidden states."""
+        """The reader of the target's hidden states."""
         return HiddenStateReader(self._points, lambda rows: self._fuse(rows).astype(mx.float16))
 
 
 class FeatureListener:
-    """Collects the features of one text's committed tokens: of each forward the newest `reach`, if given."""
+    """Collects the features of one text's committed tokens; with `reach`, only the newest of each forward."""
 
     def __init__(self, request: str, epoch: int, reach: int | None = None) -> None:
         self.fault = ""
@@ -59,18 +59,18 @@ class FeatureListener:
         self._features: list[tuple[int, mx.array]] = []
 
     def on_features(self, position: int, rows: mx.array) -> None:
-        """See `engine.kv_cache.Listener`."""
+        """Adds features; an `engine.kv_cache.Listener`."""
         if self.fault:
             return
         surplus = rows.shape[0] - self._reach if self._reach is not None else 0
         self._features.append((position + surplus, rows[surplus:]) if surplus > 0 else (position, rows))
 
     def take(self) -> list[Features]:
-        """The features since the last call. Waits for what is not evaluated."""
-        found = [(position, np.array(rows)) for position, rows in self._features]
+        """Returns the features since the last call. Waits for those that are not evaluated."""
+        features = [(position, np.array(rows)) for position, rows in self._features]
         self._features = []
-        if not all(np.isfinite(rows).all() for _, rows in found):
+        if not all(np.isfinite(rows).all() for _, rows in features):
             self.fault = TOO_LARGE
             log.warning("%s", self.fault, extra={"request": self._request})
             return []
-        return [Features(self._request, self._epoch, position, rows) for position, rows in found]
+        return [Features(self._request, self._epoch, position, rows) for position, rows in features]

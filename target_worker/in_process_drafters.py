@@ -1,8 +1,9 @@
-"""The drafters in the target's process. They draft and verify in turn, so no message is needed and none works ahead.
+"""The drafters in the target's process. They draft in turn with the verify, so they need no messages, and none works
+ahead.
 
-A drafter is a model of its own (`InProcessModel`), a head that reads the target's hidden states (`InProcessHead`), or
-an early exit of the target (`InProcessExit`). Each opens a session for each request. `InProcessDrafters` knows them by
-name; `load` loads them when the target starts. A drafter that can't be loaded is left out, and a sentence says why.
+A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`InProcessHead`), or an
+early exit of the target (`InProcessExit`). Each opens a session for each request. `InProcessDrafters` holds them by
+name; `load` loads them when the target starts. A drafter that can't be loaded is left out with a note.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ Progress = Callable[[int, int], None]
 
 
 class DraftBatch(Protocol):
-    """Drafts for several requests in forwards that they share."""
+    """Drafts for several requests in shared forwards."""
 
     def continuations(self, works: Sequence[Any], depths: Sequence[int]) -> Sequence[Continuation | OutriderError]:
-        """Up to `depths` tokens behind each committed text, or why there are none."""
+        """Returns up to `depths` tokens after each committed text, or an error."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTurn:
-    """A request that drafts up to `depth` tokens; `work` None: there is nothing to draft."""
+    """A request that drafts up to `depth` tokens; `work`: None if it can't draft."""
 
     batcher: DraftBatch
     work: Any
@@ -60,33 +61,32 @@ class DraftTurn:
 
 
 class DraftSession(Protocol):
-    """What a drafter in this process knows of one request."""
+    """One request's state in an in-process drafter."""
 
     def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
-        """Drafts `depth` tokens behind the committed `tokens`, which begin with those of the call before.
+        """Prepares a draft of `depth` tokens after the committed `tokens`, which extend those of the call before.
 
-        Below 1 `least` asks for alternatives too: tokens that hold with a greater probability than that.
+        With `least` below 1 also of alternatives: tokens that are accepted with a greater probability than `least`.
         """
         ...
 
     def close(self, spoilt: bool) -> None:
-        """Ends drafting; what was read may serve later texts, unless a failure has `spoilt` it."""
+        """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""
         ...
 
 
 def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
-    """The chains of requests of one drafter, which share its forwards, or why one has none.
+    """Returns the chains of requests of one drafter, which share its forwards, or their errors.
 
-    A chain ends with the draft's context, and is empty from there on.
+    A chain ends where the draft model's context ends, and is empty from there on.
     """
-    able = [(turn.work, turn.depth) for turn in turns if turn.work is not None]
-    drafted = turns[0].batcher.continuations([work for work, _ in able], [depth for _, depth in able]) if turns else []
-    found = iter(drafted)
-    return [Continuation() if turn.work is None else next(found) for turn in turns]
+    works = [(turn.work, turn.depth) for turn in turns if turn.work is not None]
+    chains = iter(turns[0].batcher.continuations([work for work, _ in works], [d for _, d in works]) if turns else [])
+    return [Continuation() if turn.work is None else next(chains) for turn in turns]
 
 
 class ModelDraftSession:
-    """A request of a draft model. Each `turn` first makes the newly committed tokens final in the model's tree."""
+    """A request of a draft model. Each `turn` first commits the new tokens in the model's tree."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class ModelDraftSession:
         progress: Progress | None,
         constraint: Constraint | None = None,
     ) -> None:
-        """Reads `tokens`; `progress(done, total)` may raise to end that."""
+        """Reads `tokens`; `progress(done, total)` may raise to end the reading."""
         self._drafter, self._batcher = model.drafter, model.batcher
         self._work: WorkAhead | None = None
-        # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor would lower.
+        # No outcomes are prepared, so there are no tokens whose weight Saguaro's factor could lower.
         even = replace(sampling, saguaro=1.0) if sampling.is_residual else sampling
         policy, calibration = POLICIES["uniform"], model.calibration
         try:
@@ -110,7 +110,7 @@ class ModelDraftSession:
             log.warning("%s", error)
 
     def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
-        """See `DraftSession.turn`. There is nothing to draft once the text is longer than the draft's context."""
+        """See `DraftSession.turn`. Nothing is drafted once the text is longer than the draft model's context."""
         return DraftTurn(self._batcher, self._follow(tokens, depth, least), depth)
 
     def _follow(self, tokens: Sequence[int], depth: int, least: float) -> WorkAhead | None:
@@ -137,13 +137,13 @@ class ModelDraftSession:
             work.tree.close(spoilt)
 
     def column_tokens(self) -> list[int]:
-        """The token of every committed KV column, in order; must equal the committed tokens."""
+        """Returns the token of every committed KV column, in order; they must equal the committed tokens."""
         return self._work.tree.column_tokens() if self._work is not None else []
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ExitDraftSession:
-    """A request of an early exit. All that is remembered of its text is the target's."""
+    """A request of an early exit, which uses the target's keys and values."""
 
     drafter: HeadDrafter
     follower: FollowedText
@@ -160,7 +160,7 @@ class ExitDraftSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadDraftSession(ExitDraftSession):
-    """A request of a head. A `prompt_cache.PrefixSource` for texts that begin alike."""
+    """A request of a head. A `prompt_cache.PrefixSource` for texts with the same beginning."""
 
     follower: FeatureFollower
     slot: CacheSlot
@@ -190,7 +190,7 @@ class InProcessModel:
     def session_of(
         self, slot: CacheSlot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
     ) -> Callable[[], ModelDraftSession]:
-        """Opens a request's session, which reads the text then."""
+        """Returns a function that opens a request's session, which then reads the text."""
         return partial(ModelDraftSession, self, slot.tokens, sampling, progress, constraint)
 
 
@@ -201,7 +201,7 @@ class InProcessHead:
         self.drafter = drafter
 
     def session_of(self, follower: FeatureFollower, slot: CacheSlot, sampling: SamplingParams) -> HeadDraftSession:
-        """A request's session; `follower` gets features from the first token on."""
+        """Opens a request's session; `follower` gets features from the first token on."""
         session = HeadDraftSession(self.drafter, follower, slot)
         most = min(len(slot.tokens) + sampling.max_tokens, self.drafter.head.context_length)
         self.drafter.prompt_cache.enter(session, most)
@@ -215,15 +215,15 @@ class InProcessExit:
         self.drafter = drafter
 
     def read(self, kv_cache: KVCache) -> None:
-        """Drafts in this KV cache from now on. Raises ModelError: its texts share no forwards."""
+        """Sets the KV cache to draft in. Raises ModelError if its texts don't share forwards."""
         if not isinstance(kv_cache, FlatKVCache):
-            raise ModelError("the target can't batch requests, which early exit needs")
+            raise ModelError("early exit needs a target that batches requests; leave out the head early-exit")
         self.drafter.attach_kv_cache(kv_cache)
 
     def session_of(
         self, slot: CacheSlot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
     ) -> Callable[[], ExitDraftSession]:
-        """Opens a request's session; it needs no features from before."""
+        """Returns a function that opens a request's session, which needs no earlier features."""
         return lambda: ExitDraftSession(self.drafter, self.drafter.follow_text(slot.sequence, sampling, constraint))
 
 
@@ -235,32 +235,32 @@ InProcessProposer = InProcessModel | InProcessHead | InProcessExit
 
 
 class InProcessDrafters:
-    """Any number of drafters, by name. The first drafts where a round names none."""
+    """Any number of drafters, by name. The first one drafts if a round names none."""
 
     def __init__(self, drafters: Mapping[str, InProcessProposer]) -> None:
         self._drafters = dict(drafters)
-        self._heads = {name: one for name, one in drafters.items() if isinstance(one, InProcessHead)}
+        self._heads = {name: proposer for name, proposer in drafters.items() if isinstance(proposer, InProcessHead)}
         self._readers = self._all_readers()
 
     @property
     def weight_bytes(self) -> int:
-        return sum(one.drafter.weight_bytes for one in self._drafters.values())
+        return sum(proposer.drafter.weight_bytes for proposer in self._drafters.values())
 
     @property
     def cost(self) -> KvCost:
-        """What all of them remember of a text."""
+        """The memory of a text in all of them."""
         return sum((cache.cost for cache in self._caches), KvCost())
 
     @property
     def reads(self) -> bool:
-        """Whether one of them reads the target's hidden states."""
+        """True if one of them reads the target's hidden states."""
         return bool(self._heads)
 
     def read(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
-        """Gives the heads, and an `other` reader behind them, the hidden states of this KV cache from now on."""
-        for one in self._drafters.values():
-            if isinstance(one, InProcessExit):
-                one.read(kv_cache)
+        """Connects the heads, and an `other` reader after them, to the hidden states of this KV cache."""
+        for proposer in self._drafters.values():
+            if isinstance(proposer, InProcessExit):
+                proposer.read(kv_cache)
         self._readers = self._all_readers(other)
         if self._heads or other is not None:
             kv_cache.tap_hidden_states(HiddenStates(model.model, self._readers.points, self._readers.fuse))
@@ -273,27 +273,28 @@ class InProcessDrafters:
         constraint: Callable[[], Constraint | None],
         other: Listener | None = None,
     ) -> dict[str, Callable[[], DraftSession]]:
-        """Opens each drafter's session of a request. Heads get features from the first token on, opened or not.
+        """Returns functions that open a request's session in each drafter. Heads get features from the first token on.
 
-        `constraint` makes one for each drafter, which moves with its drafter through the text. `other` is told what the
-        other reader reads.
+        `constraint` creates a constraint for each drafter, since it has a position in the text. `other` listens for the
+        other reader.
         """
-        followers = {name: one.drafter.follow(sampling, constraint()) for name, one in self._heads.items()}
+        followers = {name: head.drafter.follow(sampling, constraint()) for name, head in self._heads.items()}
         listeners = [follower.add_features for follower in followers.values()] + ([other] if other is not None else [])
         if listeners:
             slot.listener = self._listener(listeners)
         if followers:
             slot.begins_at = partial(_begins_at, slot, list(followers.values()))
-        found: dict[str, Callable[[], DraftSession]] = {}
-        for name, one in self._drafters.items():
-            if isinstance(one, InProcessHead):
-                found[name] = partial(one.session_of, followers[name], slot, sampling)
+        sessions: dict[str, Callable[[], DraftSession]] = {}
+        for name, proposer in self._drafters.items():
+            if isinstance(proposer, InProcessHead):
+                sessions[name] = partial(proposer.session_of, followers[name], slot, sampling)
             else:
-                found[name] = one.session_of(slot, sampling, progress, constraint())
-        return found
+                sessions[name] = proposer.session_of(slot, sampling, progress, constraint())
+        return sessions
 
     def allow(self, limit: int, context: int, whole: KvCost) -> int:
-        """Takes the drafters' shares of `limit` bytes, by their part in `whole`, a text's cost; returns the rest."""
+        """Gives the drafters' prompt caches their shares of `limit` bytes, by their part in `whole`, a text's cost;
+        returns the rest."""
         left = limit
         for cache in self._caches:
             share = limit * cache.cost.of(context) // max(whole.of(context), 1)
@@ -303,10 +304,11 @@ class InProcessDrafters:
 
     @property
     def _caches(self) -> list[PromptCache]:
-        return [one.drafter.prompt_cache for one in self._drafters.values()]
+        return [proposer.drafter.prompt_cache for proposer in self._drafters.values()]
 
     def _all_readers(self, other: HiddenStateReader | None = None) -> HiddenStateReaders:
-        own = [HiddenStateReader(one.drafter.head.points, one.drafter.head.fuse) for one in self._heads.values()]
+        heads = [proposer.drafter.head for proposer in self._heads.values()]
+        own = [HiddenStateReader(head.points, head.fuse) for head in heads]
         return HiddenStateReaders(own + ([other] if other is not None else []))
 
     def _listener(self, listeners: Sequence[Listener]) -> Listener:
@@ -318,8 +320,8 @@ class InProcessDrafters:
 
 
 def _begins_at(slot: CacheSlot, followers: Sequence[FeatureFollower], length: int) -> int:
-    """From which token on the target reads, `length` of which it remembers, so that no head lacks a feature."""
-    for _ in range(2):  # so that the first follower gets the length that the others have shortened, too
+    """Returns how many of `length` cached tokens the target may use, so that no head lacks a feature."""
+    for _ in range(2):  # twice, so that the first follower gets the length that later ones have shortened
         for follower in followers:
             length = follower.begin(slot.tokens, length, slot.sequence.exact)
     return length
@@ -336,7 +338,7 @@ class DrafterSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafters:
-    """The drafters that were loaded, by name, and a sentence for each that was not."""
+    """The loaded drafters by name, a note for each drafter that was left out, and the drafters' own notes."""
 
     drafters: Mapping[str, InProcessProposer]
     infos: tuple[workers.InProcessDrafter, ...] = ()
@@ -356,20 +358,20 @@ def load(
 ) -> LoadedDrafters:
     """Loads the drafters. `alone`: the whole model is in this process (see `drafters.heads.load`).
 
-    `cost` then measures a head; None on a machine that simulates another, where a measurement would mean nothing.
+    `cost` then measures a head; None on a machine that simulates another, where a measurement would be meaningless.
     """
-    found: dict[str, InProcessProposer] = {}
+    drafters: dict[str, InProcessProposer] = {}
     infos, left_out, doubts = [], [], []
-    for one in wanted:
+    for spec in wanted:
         try:
-            drafter = _loaded(one, model, progress, alone)
+            drafter = _loaded(spec, model, progress, alone)
         except OutriderError as error:
-            left_out.append(f"drafter {one.name} is not used: {error}")
+            left_out.append(f"drafter {spec.name} is not used: {error}")
             continue
-        found[one.name] = drafter
+        drafters[spec.name] = drafter
         doubts += [drafter.drafter.note] if drafter.drafter.note else []
-        infos.append(_info(one, drafter, model, cost if alone else None))
-    return LoadedDrafters(found, tuple(infos), tuple(left_out), tuple(doubts))
+        infos.append(_info(spec, drafter, model, cost if alone else None))
+    return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
 
 
 def _loaded(wanted: DrafterSpec, model: LoadedModel, progress: Callable[[str], None], alone: bool) -> InProcessProposer:
@@ -388,11 +390,11 @@ def _info(
 
 
 def _weight(drafter: InProcessProposer, model: LoadedModel, cost: Cost | None) -> float:
-    tried = None
+    measured = None
     if cost is not None and isinstance(drafter, InProcessHead):
         try:
             with named_errors("measuring the head"):
-                tried = cost(drafter.drafter, model)
+                measured = cost(drafter.drafter, model)
         except OutriderError as error:
-            log.warning("%s; its weights tell", error)
-    return drafter.drafter.weight_bytes / max(model.weight_bytes, 1) if tried is None else tried
+            log.warning("%s; its cost is estimated by its weights", error)
+    return drafter.drafter.weight_bytes / max(model.weight_bytes, 1) if measured is None else measured

@@ -1,8 +1,8 @@
-"""The target's forwards: which requests take part in the next one, and what came of it.
+"""The target's forwards: which requests take part in the next one, and their results.
 
-All requests that can continue share a forward. Prompts are read in pieces inside these forwards, so nobody waits for a
-long one; `ChunkedPrefill` decides how much is read beside requests that decode, by what forwards cost. While all
-requests decode plainly the next forward begins before this one is read. Knows requests and forwards; no messages.
+All requests that can continue share a forward. Prompts are read in pieces inside these forwards, so no request waits
+for a long one; `ChunkedPrefill` decides by the cost of forwards how much is read together with decoding requests. While
+all requests decode plainly, the next forward begins before this one is read. Knows requests and forwards; no messages.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.messages import Span
 from outrider.target_worker.target_request import TargetRequest, draft_together
 
-# How much longer a forward may take with a piece of a prompt than decoding requests are used to, for each prompt that
-# waits. A forward over more rows than usual is lengthened less, one over fewer more.
+# How much longer a forward with a piece of a prompt may take than a usual forward of decoding requests, for each
+# waiting prompt. A forward over more rows than usual is lengthened less, one over fewer rows more.
 READING_SHARE = 0.5
-# Where chains are verified, a request that is late for a forward waits for two of them.
-READING_SHARE_BESIDE_CHAINS = 0.25
+# The same if chains are verified: a request that is late for a forward then waits for two of them.
+READING_SHARE_WITH_CHAINS = 0.25
 SMALLEST_PIECE = 8
-# A piece is at most so many times the last one, because the cost of a token is measured on few forwards.
+# A piece is at most this many times the last one, because the cost of a token is measured on few forwards.
 GROWTH = 2
 
 
 class ChunkedPrefill:
-    """Measures forwards and divides them among prompts. `last`: how many tokens the latest one read."""
+    """Measures forwards and divides them among prompts. `last`: the prompt tokens that the latest forward read."""
 
     def __init__(self) -> None:
         self.cost = ForwardCost()
@@ -38,25 +38,25 @@ class ChunkedPrefill:
         self._members = self._rows = 0.0
 
     def observe(self, members: int, own: int, rows: int, milliseconds: float) -> None:
-        """Counts a forward over `rows`, `own` of which are those of `members` that decode."""
+        """Records a forward over `rows`, of which `own` belong to `members` decoding requests."""
         self.cost.add(rows, milliseconds)
         self._members = FADE * self._members + members
         self._rows = FADE * self._rows + members * own
 
     def budget(self, readers: int, decoding: int, rows: int) -> int:
-        """How many prompt tokens a forward may read for `readers` beside `rows` of requests that decode."""
+        """Returns how many prompt tokens a forward may read for `readers`, next to `rows` of decoding requests."""
         if not self.cost.seen:
             return SMALLEST_PIECE
         fixed, each = self.cost.line
-        share = readers * (READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE)
-        usual = max(self._rows / self._members if self._members else 0.0, decoding)  # as seen by a request that decodes
+        share = readers * (READING_SHARE_WITH_CHAINS if rows > decoding else READING_SHARE)
+        usual = max(self._rows / self._members if self._members else 0.0, decoding)  # as seen by a decoding request
         fits = usual - max(rows, decoding) + share * (fixed + each * usual) / each
         return int(min(max(min(fits, GROWTH * self.last), SMALLEST_PIECE), PREFILL))
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What a forward brought for one request: a verdict, or an error."""
+    """A forward's result for one request: a verdict, or an error."""
 
     running: TargetRequest
     verdict: VerifyOutput | OutriderError
@@ -66,9 +66,9 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class InFlightForward:
-    """A forward under way. `members` are the requests of its asks, in order; `readers` read a piece of their prompts.
+    """A forward under way. `members`: the requests of its asks, in order; `readers` read a piece of their prompts.
 
-    `fed`: how many tokens of each text had been fed before, members first. `begun_ns` 0: it began behind another one.
+    `fed`: the tokens of each text that had been fed before, members first. `begun_ns` 0: it began after another one.
     """
 
     forward: BatchForward
@@ -79,7 +79,7 @@ class InFlightForward:
 
 
 class ModelRunner:
-    """One target's forwards, one after the other."""
+    """Runs one target's forwards, one after another."""
 
     def __init__(self, pace: Pace | None) -> None:
         self._pace = pace
@@ -93,16 +93,16 @@ class ModelRunner:
         return self._flight is not None
 
     def expected_ms(self, running: Collection[TargetRequest]) -> float:
-        """The longest that the next forward should take; 0: not known yet."""
+        """Returns how long the next forward should take at most; 0: not known yet."""
         reads = any(request.reads for request in running)
         return self._chunked_prefill.cost(self._rows + (PREFILL if reads else 0))
 
     def makes(self, running: TargetRequest) -> bool:
-        """Whether a round of this request is under way."""
+        """Returns whether a round of this request is under way."""
         return self._flight is not None and any(member is running for member in self._flight.members)
 
     def advance(self, running: Collection[TargetRequest]) -> tuple[list[VerifyResult], list[TargetRequest]]:
-        """Begins or ends one forward. Returns its results, and the requests whose prompts it read a piece of."""
+        """Begins or ends one forward. Returns its results, and the requests that read a piece of their prompt."""
         failed: list[VerifyResult] = []
         flight = self._flight or self._begun(running, failed)
         if flight is None:
@@ -110,17 +110,17 @@ class ModelRunner:
         alone = self._flight is None
         self._flight = None
         if alone and flight.forward.is_plain and self._followers(flight, running):
-            self._flight = flight  # read it once the next one is begun
+            self._flight = flight  # read once the next forward has begun
             return failed, []
         settled = failed + self._settle(flight, running)
         return settled, list(flight.readers)
 
     def _begun(self, running: Collection[TargetRequest], failed: list[VerifyResult]) -> InFlightForward | None:
-        """Begins a forward over all requests with something to feed; errors of others go into `failed`."""
+        """Begins a forward over all requests with something to feed; appends failed requests to `failed`."""
         pairs, started_ns = [], clock.now()
         draft_together([request for request in running if request.drafts])
         for request in running:
-            if not request.has_next or request.drafts:  # one that was asked while other drafters read has no draft yet
+            if not request.has_next or request.drafts:  # a VERIFY that arrived while other drafters read has no draft
                 continue
             try:
                 pairs.append((request, request.next_ask()))
@@ -147,26 +147,26 @@ class ModelRunner:
         return None
 
     def _readings(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:
-        """The next pieces of prompts beside so many rows of other requests, first come first served.
+        """Returns the next pieces of prompts, next to `rows` of other requests, first come first served.
 
         With more prompts than decoding requests, prompts come first: the sooner all decode together, the fewer forwards
         there are. A decoding request counts even if its VERIFY is on the way, because it would wait for the piece, too.
         """
         readers = [request for request in running if request.reads and not request.over]
         decoding = sum(not request.unread and not request.over for request in running)
-        room, found = PREFILL, []
+        room, chunks = PREFILL, []
         if len(readers) <= decoding:
             room = self._chunked_prefill.budget(len(readers), decoding, rows)
         for request in readers:
             count = min(request.unread, room)
             if count:
-                found.append((request, PrefillChunk(request.slot, count)))
+                chunks.append((request, PrefillChunk(request.slot, count)))
                 room -= count
-        self._chunked_prefill.last = sum(reading.count for _, reading in found)
-        return found
+        self._chunked_prefill.last = sum(chunk.count for _, chunk in chunks)
+        return chunks
 
     def _followers(self, flight: InFlightForward, running: Collection[TargetRequest]) -> list[TargetRequest]:
-        """The members of a plain forward that continue plainly, if no other request has anything to feed."""
+        """Returns the members of a plain forward that continue plainly, if no other request has tokens to feed."""
         members = {id(member) for member in flight.members}
         others = any((r.has_next or r.reads) and id(r) not in members and not r.over for r in running)
         if others or not all(member.slot.sequence.marks_freely for member in flight.members):
@@ -183,7 +183,7 @@ class ModelRunner:
             verdicts = _verdicts(forward)
         if any(isinstance(verdict, OutriderError) for verdict in verdicts):
             verdicts = _again(flight, verdicts)
-            if isinstance(after, InFlightForward):  # it began behind what may have failed, so its steps are repeated
+            if isinstance(after, InFlightForward):  # it began after a forward that failed, so its steps are repeated
                 for follower in after.members:
                     follower.slot.sequence.roll_back(len(follower.slot.tokens) - 1)
         elif isinstance(after, InFlightForward):
@@ -206,7 +206,7 @@ def _flight(
     begun_ns: int,
     after: BatchForward | None = None,
 ) -> InFlightForward | OutriderError:
-    """Begins a forward. If it fails, every text is as it was."""
+    """Begins a forward. If it fails, all texts are unchanged."""
     readers = tuple(reader for reader, _ in readings)
     texts = [request.slot.sequence for request in (*members, *readers)]
     fed = tuple(text.length for text in texts)
@@ -231,7 +231,7 @@ def _verdicts(forward: BatchForward) -> list[VerifyOutput | OutriderError]:
 def _again(
     flight: InFlightForward, verdicts: Sequence[VerifyOutput | OutriderError]
 ) -> list[VerifyOutput | OutriderError]:
-    """Repeats failed requests alone, because another request may have caused the failure."""
+    """Repeats each failed request in a forward of its own, because another request may have caused the failure."""
     if len(flight.members) + len(flight.readers) == 1:
         return list(verdicts)
     return [
@@ -241,7 +241,7 @@ def _again(
 
 
 def _alone(ask: VerifyInput, fed: int) -> VerifyOutput | OutriderError:
-    """The verdict of a forward over one text alone, of which `fed` tokens had been fed before."""
+    """Returns the verdict of a forward over one text only, of which `fed` tokens had been fed before."""
     try:
         with named_errors("the target's forward"):
             ask.slot.sequence.roll_back(fed)
@@ -251,7 +251,7 @@ def _alone(ask: VerifyInput, fed: int) -> VerifyOutput | OutriderError:
 
 
 def _read_alone(readings: Sequence[tuple[TargetRequest, PrefillChunk]], work: Span) -> list[VerifyResult]:
-    """Reads the pieces one by one; returns the failures."""
+    """Reads the pieces one by one; returns the failed ones."""
     failed = []
     for reader, reading in readings:
         flight = _flight([], [], [(reader, reading)], 0)
@@ -265,10 +265,10 @@ def _rows(asks: Iterable[VerifyInput]) -> int:
 
 
 def _is_paced(flight: InFlightForward) -> bool:
-    """False for a prompt's end: a profile describes only rounds."""
+    """Returns False for the end of a prompt: a profile describes only rounds."""
     return any(member.answers for member in flight.members)
 
 
 def now() -> float:
-    """The clock of `TargetRequest.ready`."""
+    """Returns the time for `TargetRequest.ready`, in seconds."""
     return time.perf_counter()

@@ -1,8 +1,9 @@
-"""What requests need not read of their prompts: cached prefixes, and what a prefill worker has read.
+"""The parts of prompts that need not be read: cached prefixes, and what a prefill worker has read.
 
-A prompt that begins like one that is being read waits for it, so a system prompt is read once, however many requests
-arrive with it. `KVImport` appends a prefill worker's keys and values to a text. What does not fit costs only time: the
-target reads on from where the text ends. Knows requests and the prompt cache; nothing of forwards or messages' order.
+A prompt with the beginning of one that is being read waits for it, so that a system prompt is read once for any number
+of requests. `KVImport` appends a prefill worker's keys and values to a text. If they don't fit, only time is lost: the
+target continues from the end of the text. Knows requests and the prompt cache; knows nothing of forwards or the order
+of messages.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class PrefixReuse:
-    """Opens and closes requests with `cache`. `context`: the longest text that the model takes."""
+    """Opens and closes requests with `cache`. `context`: the model's context length."""
 
     def __init__(self, cache: PromptCache, context: int) -> None:
         self.cache = cache
         self._context = context
 
     def open(self, running: TargetRequest, others: Iterable[TargetRequest]) -> None:
-        """Begins with the cached prefix of the prompt, or waits until another request has read it."""
+        """Uses the cached prefix of the prompt, or waits until another request has read it."""
         slot = running.slot
         if self.cache.is_on:
             running.awaits = _reader(running, others)
@@ -40,7 +41,7 @@ class PrefixReuse:
         self.cache.enter(slot, min(running.opened.prompt_len + running.opened.sampling.max_tokens, self._context))
 
     def begin(self, running: TargetRequest) -> None:
-        """Begins with the longest cached prefix. Raises OutriderError when that fails."""
+        """Copies the longest cached prefix. Raises OutriderError if that fails."""
         running.awaits = None
         start = self.cache.find(running.slot.tokens)
         if start is not None:
@@ -49,12 +50,12 @@ class PrefixReuse:
             running.cached = running.slot.fed
 
     def read(self, running: TargetRequest) -> None:
-        """A prompt has been read to its end. State that can't be cut is kept now, for requests with the same prompt."""
+        """Saves state that can't be shortened, for requests with the same prompt, once a prompt has been read."""
         if not (running.slot.sequence.exact or running.unread or running.over):
             self._keep(running)
 
     def close(self, running: TargetRequest, spoilt: bool) -> None:
-        """Keeps the text's state for later ones, unless a failure may have `spoilt` it."""
+        """Closes a request, and saves its text's state for later ones unless a failure may have `spoilt` it."""
         self.cache.leave(running.slot)
         if not spoilt:
             self._keep(running)
@@ -69,22 +70,22 @@ class PrefixReuse:
             with named_errors("copying from the prompt cache"):
                 self.cache.keep(known, slot.save(len(known)))
         except OutriderError as error:
-            log.warning("%s; it will be read again", error)
+            log.warning("%s; the text is not cached", error)
 
 
 def _reader(running: TargetRequest, others: Iterable[TargetRequest]) -> AwaitedPrefix | None:
-    """The request that will read most of the beginning of this one's prompt."""
-    wanted, found = np.array(running.slot.tokens[:-1], np.int32), None
+    """Returns the request that will read the longest part of the beginning of this one's prompt."""
+    wanted, best = np.array(running.slot.tokens[:-1], np.int32), None
     for other in others:
         if other.unread and other.slot.sequence.exact:
             shared = common(np.array(other.slot.tokens[:-1], np.int32), wanted)
-            if shared >= max(LEAST, other.slot.fed + 1) and (found is None or shared > found.tokens):
-                found = AwaitedPrefix(other, shared)
-    return found
+            if shared >= max(LEAST, other.slot.fed + 1) and (best is None or shared > best.tokens):
+                best = AwaitedPrefix(other, shared)
+    return best
 
 
 class KVImport:
-    """Fills the `kv_cache` of `model`."""
+    """Imports keys and values into the `kv_cache` of `model`."""
 
     def __init__(self, model: LoadedModel, kv_cache: KVCache) -> None:
         self._kv_cache = kv_cache if isinstance(kv_cache, FlatKVCache) else None
@@ -92,11 +93,11 @@ class KVImport:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the texts' only state is keys and values in this process."""
+        """True if the texts' only state is keys and values in this process."""
         return self._kv_cache is not None
 
     def take(self, running: TargetRequest, message: PromptKv) -> None:
-        """Appends these to the text, as far as it lacks them; after a gap or a misfit it waits for no more."""
+        """Appends the missing part of these to the text; after a gap or an error the target reads the rest."""
         slot = running.slot
         skip = slot.fed - message.start
         if self._kv_cache is None or self._layout is None or skip < 0:

@@ -1,12 +1,12 @@
-"""The connection between the ranks of one target: how they find each other, what they send, and what ends all of them.
+"""The connections between the ranks of one target: how they find each other, their messages, and their common end.
 
-`LocalRanks` are further ranks on this machine: processes that rank 0 starts and that end with it. They form MLX's ring
+`LocalRanks`: further ranks on this machine, processes that rank 0 starts and that end with it. They form MLX's ring
 over loopback, and find each other by a file of addresses. Other ranks are started by mlx.launch.
 
-Rank 0 (`RankLeader`) sends its address through the collective, so that whatever started the ranks need not know it.
-From then on the ranks speak by ZeroMQ. A rank that waits in a collective receives nothing, not even that another has
-died, so a second thread watches a connection between the two and ends the process with it. Knows nothing of texts,
-and imports no MLX, because a process starts its ranks first.
+Rank 0 (`RankLeader`) sends its address through the collective, so that the launcher need not know it. From then on the
+ranks use ZeroMQ. A rank that waits in a collective receives nothing, not even that another rank has died, so a second
+thread watches a connection to rank 0 and ends the process with it. Knows nothing of texts, and does not import MLX,
+because a process starts its ranks first.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 RANK, HOSTS = "MLX_RANK", "MLX_HOSTFILE"
 END_SECONDS = 5.0
 FAREWELL_MS = 5_000
-# A host that has vanished is noticed after 2 s of silence and four probes, a second each.
-IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has it by another name
+# A lost host is noticed after 2 s of silence and four probes of a second each.
+IDLE = getattr(socket, "TCP_KEEPIDLE", 0x10)  # macOS has another name for it
 KEPT_ALIVE = {IDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 4}
 
 log = logging.getLogger(__name__)
 
 
 class LocalRanks:
-    """Ranks 1.. of `size`, each this program with `arguments`; this process becomes rank 0.
+    """Ranks 1 to `size` - 1, each this program with `arguments`; this process becomes rank 0.
 
     Each ends when rank 0's end of a pipe closes, however rank 0 ends.
     """
 
     def __init__(self, size: int, arguments: Sequence[str], inherited: Sequence[int]) -> None:
-        """`inherited`: further descriptors that they need. Raises WorkerError: a rank can't be started."""
+        """`inherited`: further descriptors for the ranks. Raises WorkerError if a rank can't be started."""
         self._ending = False
         theirs, self._lifeline = os.pipe()
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-ranks-")
@@ -78,21 +78,21 @@ class LocalRanks:
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 
     def met(self) -> None:
-        """All ranks have found each other, so the file of addresses is removed."""
+        """Removes the file of addresses, once all ranks have found each other."""
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """Ends them at once, also those that are stopped."""
+        """Ends the ranks at once, also suspended ones."""
         for process in self._processes:
             process.kill()
         self._folder.cleanup()
 
     def expect_end(self) -> None:
-        """From now on they may end."""
+        """Allows the ranks to end from now on."""
         self._ending = True
 
     def close(self) -> None:
-        """Waits for the ranks to end, and kills those that don't."""
+        """Waits until the ranks end, and kills those that don't."""
         for process in self._processes:
             try:
                 process.wait(END_SECONDS)
@@ -110,16 +110,16 @@ class LocalRanks:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many free ports."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
+    """Returns `count` free ports."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
     return ports
 
 
 def own_address() -> str:
-    """Where other ranks reach this host: the launcher's address, else the host's name."""
+    """Returns this host's address for other ranks: the one that the launcher set, else that of the host's name."""
     for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         if name in os.environ:
             return os.environ[name].partition(":")[0]
@@ -131,9 +131,9 @@ def own_address() -> str:
 
 
 class RankLink:
-    """A rank's end: a socket for messages, and connections that end when another rank ends.
+    """A rank's side: a socket for messages, and connections that close when another rank ends.
 
-    `when_lost` is called before this process ends because another rank did.
+    `when_lost` is called before this process ends because another rank has ended.
     """
 
     def __init__(self, kind: int, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
@@ -147,7 +147,7 @@ class RankLink:
         self._ending, self._when_lost = False, when_lost
 
     def end(self) -> None:
-        """From now on ranks may end."""
+        """Allows other ranks to end from now on."""
         self._ending = True
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class RankLink:
                 lifeline.shutdown(socket.SHUT_RDWR)
 
     def _watch(self, lifeline: socket.socket) -> None:
-        """Ends this process when the connection ends, whatever its main thread waits for."""
+        """Ends this process when the connection closes, whatever its main thread waits for."""
         lifeline.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEPT_ALIVE.items():
             lifeline.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -178,7 +178,7 @@ class RankLink:
 
 
 def name_of(rank: int) -> bytes:
-    """A rank's routing id."""
+    """Returns a rank's routing id."""
     return str(rank).encode()
 
 
@@ -187,10 +187,10 @@ STRANGER_SECONDS = 5.0
 
 
 class RankLeader(RankLink):
-    """Rank 0's end."""
+    """Rank 0's side."""
 
     def __init__(self, ranks: Ranks, when_lost: Callable[[], None] = lambda: None) -> None:
-        """Waits until all ranks are here. Raises WorkerError: no socket can be opened."""
+        """Waits until all ranks have joined the collective. Raises WorkerError if no socket can be opened."""
         super().__init__(zmq.ROUTER, ranks, when_lost)
         self._secret, address = secrets.token_bytes(16), own_address()
         self._socket.curve_server = True
@@ -202,14 +202,14 @@ class RankLeader(RankLink):
             raise WorkerError(
                 f"rank 0 can't listen at {address} ({error}); expected an address of this host first in the hostfile"
             ) from None
-        threading.Thread(target=self._let_in, daemon=True, name="ranks").start()
-        # Only ranks get the key and the secret, so only ranks are let in.
-        told = [address, port, self._listener.getsockname()[1], self._key, self._secret.hex()]
-        ranks.broadcast(json.dumps(told).encode())
+        threading.Thread(target=self._accept_all, daemon=True, name="ranks").start()
+        # The collective gives the key and the secret to ranks only, so only ranks are admitted.
+        invitation = [address, port, self._listener.getsockname()[1], self._key, self._secret.hex()]
+        ranks.broadcast(json.dumps(invitation).encode())
         self.here = 1
 
-    def _let_in(self) -> None:
-        """Accepts a connection of each rank; others are closed."""
+    def _accept_all(self) -> None:
+        """Accepts one connection of each rank, and closes others."""
         left = self.ranks.size - 1
         with self._listener, suppress(OSError):
             while left:
@@ -223,17 +223,17 @@ class RankLeader(RankLink):
     def _knows(self, lifeline: socket.socket) -> bool:
         lifeline.settimeout(STRANGER_SECONDS)
         try:
-            said = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
+            received = lifeline.recv(len(self._secret), socket.MSG_WAITALL)
         except OSError:
             return False
         lifeline.settimeout(None)
-        return secrets.compare_digest(said, self._secret)
+        return secrets.compare_digest(received, self._secret)
 
     def admit(self, own: RankHello) -> None:
-        """Waits for each rank's hello; afterwards `here` is how many are on this machine.
+        """Waits for each rank's hello; sets `here`, the number of ranks on this machine.
 
         Raises:
-            WorkerError: one runs something else.
+            WorkerError: a rank runs other releases or weights.
         """
         hosts = [own.host]
         for message in self._from_all():
@@ -247,24 +247,24 @@ class RankLeader(RankLink):
         self.broadcast(Welcome("rank"))
 
     def agree(self, own: Hello) -> None:
-        """Waits until all have loaded and tried the model. Raises ModelError: one has measured something else."""
+        """Waits until all ranks have loaded and checked the model. Raises ModelError if their results differ."""
         for message in self._from_all():
-            if not isinstance(message, Hello) or what_it_is(message) != what_it_is(own):
+            if not isinstance(message, Hello) or identity_of(message) != identity_of(own):
                 raise ModelError(
                     f"the ranks measured different abilities of the same model ({message} and {own}); expected"
-                    " machines of one kind"
+                    " machines of the same kind"
                 )
 
     def broadcast(self, *messages: Message) -> None:
-        """Sends these to all ranks, in this order."""
+        """Sends messages to all ranks, in this order."""
         frames = encode_all(messages)
         for rank in range(1, self.ranks.size):
             self._socket.send_multipart([name_of(rank), *frames])
 
     def assure(self) -> None:
-        """Returns when all ranks have done what they were sent; ends them all if one is lost.
+        """Returns when all ranks have handled all messages; ends all ranks if one is lost.
 
-        A failure on rank 0 may come from the loss of another rank, and is then no request's fault.
+        The loss of another rank may fail a forward on rank 0, and is then no request's fault.
         """
         self.broadcast(Ping(0))
         left = self.ranks.size - 1
@@ -274,7 +274,7 @@ class RankLeader(RankLink):
             left -= isinstance(decode_all(self._socket.recv_multipart()[1:])[0], Pong)
 
     def close(self) -> None:
-        """Ends the others in order and waits a while for their answers."""
+        """Ends the other ranks in order, and waits a while for their answers."""
         self.end()
         with suppress(zmq.ZMQError):
             self.broadcast(Shutdown())
@@ -284,7 +284,7 @@ class RankLeader(RankLink):
         super().close()
 
     def _from_all(self) -> Iterable[Message]:
-        """The next message of each other rank. Raises WorkerError: one sent a fault instead."""
+        """Yields the next message of each other rank. Raises WorkerError if one is a fault."""
         for _ in range(1, self.ranks.size):
             identity, *frames = self._socket.recv_multipart()
             (message,) = decode_all(frames)
@@ -294,27 +294,27 @@ class RankLeader(RankLink):
 
 
 def unlike(own: RankHello, other: RankHello) -> str | None:
-    """Why this rank can't work with rank 0; None when it can."""
+    """Returns why this rank can't work with rank 0; None if it can."""
     for what, mine, theirs in (
-        ("as one of so many ranks", own.size, other.size),
-        ("with the releases", own.runs, other.runs),
-        ("with the weights", own.weights[:12], other.weights[:12]),
+        ("number of ranks", own.size, other.size),
+        ("releases", own.runs, other.runs),
+        ("weights", own.weights[:12], other.weights[:12]),
     ):
         if mine != theirs:
-            return f"rank {other.rank} runs {what}: {theirs}, and rank 0: {mine}; expected the same of all ranks"
+            return f"rank {other.rank} and rank 0 differ in the {what}: {theirs} and {mine}; expected the same"
     return None
 
 
-def what_it_is(hello: Hello) -> tuple[object, ...]:
-    """What all ranks have to agree on."""
+def identity_of(hello: Hello) -> tuple[object, ...]:
+    """Returns what must be equal on all ranks."""
     return hello.vocab_size, hello.context_length, hello.parameters, hello.weight_bytes, hello.abilities, hello.note
 
 
 class RankMember(RankLink):
-    """Another rank's end."""
+    """Another rank's side."""
 
     def __init__(self, ranks: Ranks) -> None:
-        """Waits until all ranks are here."""
+        """Waits until all ranks have joined the collective. Raises WorkerError if rank 0 can't be reached."""
         super().__init__(zmq.DEALER, ranks)
         address, port, door, key, secret = json.loads(ranks.broadcast(b""))
         self._socket.setsockopt(zmq.IDENTITY, name_of(ranks.rank))
@@ -324,11 +324,13 @@ class RankMember(RankLink):
             lifeline = socket.create_connection((address, door))
             lifeline.sendall(bytes.fromhex(secret))
         except OSError as error:
-            raise WorkerError(f"rank 0 can't be reached at {address} ({error}); expected hosts that reach it") from None
+            raise WorkerError(
+                f"rank 0 can't be reached at {address} ({error}); expected an address that all hosts can connect to"
+            ) from None
         self._watch(lifeline)
 
     def enter(self, own: RankHello) -> None:
-        """Returns when all ranks may load. Ends this process if rank 0 finds that they don't match."""
+        """Returns when all ranks may load the model. Ends this process if rank 0 rejects a rank."""
         self.send(own)
         if not isinstance(self.receive()[0], Welcome):
             raise SystemExit(0)
@@ -337,18 +339,18 @@ class RankMember(RankLink):
         self._socket.send_multipart(encode_all([message]))
 
     def receive(self) -> list[Message]:
-        """Rank 0's next messages. Waits."""
+        """Returns rank 0's next messages. Waits."""
         return decode_all(self._socket.recv_multipart())
 
     def close(self) -> None:
-        """Ends in order."""
+        """Ends this rank in order."""
         self.end()
         if not self._socket.closed:
             self.send(Shutdown())
         super().close()
 
     def failed(self, error: OutriderError) -> int:
-        """Sends rank 0 the error and gives it a while to report it. Returns the exit code."""
+        """Sends rank 0 the error, and waits a while so that it can report it. Returns the exit code."""
         log.error("%s", error)
         self.end()
         self.send(Fault(name_of(self.ranks.rank).decode(), None, str(error)))

@@ -1,7 +1,7 @@
-"""What each rank of a sharded target does: rank 0 leads and serves, the others make every forward that it makes.
+"""The ranks of a sharded target: rank 0 leads and serves, the others run every forward that it runs.
 
-A follower does what rank 0 does up to rank 0's first text, and then what rank 0 sends. Knows nothing of requests, of
-how tokens are chosen, or of the orchestrator.
+A follower loads and checks the model like rank 0, and then does what rank 0 sends. It knows nothing of requests, of how
+tokens are chosen, or of the orchestrator.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CLEAR_EVERY = 256  # forwards
 
 
 class RankZero:
-    """Rank 0 of `ranks`; `local`: those that it started itself."""
+    """Rank 0 of `ranks`; `local`: the ranks that it started itself."""
 
     def __init__(self, ranks: Ranks, local: LocalRanks | None) -> None:
-        """Raises WorkerError: rank 0 can't listen for the others."""
+        """Raises WorkerError if rank 0 can't listen for the others."""
         self.ranks = ranks
         self.leader = RankLeader(ranks, local.kill if local is not None else lambda: None)
         self._local = local
@@ -47,21 +47,21 @@ class RankZero:
     def note(self) -> str:
         return f"{self.ranks.size} ranks, {self.leader.here} on this machine"
 
-    def load(self, model: str, tell: Callable[[str], None]) -> LoadedModel:
-        """Loads this rank's part. Raises OutriderError: a rank can't load its part, or runs something else."""
-        folder = find(model, tell)
-        tell(f"waiting for {self.ranks.size - 1} more ranks")
+    def load(self, model: str, report: Callable[[str], None]) -> LoadedModel:
+        """Loads this rank's part. Raises OutriderError if a rank can't load its part, or differs from rank 0."""
+        folder = find(model, report)
+        report(f"waiting for {self.ranks.size - 1} more ranks")
         self.leader.admit(_hello(self.ranks, folder))
-        return load(folder, progress=tell, ranks=self.ranks)
+        return load(folder, progress=report, ranks=self.ranks)
 
     def texts(self, name: str, model: LoadedModel) -> KVCache:
-        """A KV cache that all ranks share. Raises ModelError: the ranks measured different abilities."""
+        """Opens a KV cache that all ranks share. Raises ModelError if the ranks measured different abilities."""
         own = open_kv_cache(model)
-        self.leader.agree(_found(self.ranks, name, model, own))
+        self.leader.agree(_measured(self.ranks, name, model, own))
         return MirroredKVCache(own, self.ranks, self.leader.broadcast, self.leader.here)
 
     def close(self) -> None:
-        """Ends the others in order."""
+        """Ends the other ranks in order."""
         if self._local is not None:
             self._local.expect_end()
         self.leader.close()
@@ -71,15 +71,15 @@ class RankZero:
 
 def follow(ranks: Ranks, model: str) -> int:
     """Follows rank 0 until it ends; returns the exit code."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, in a collective too
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends in order, and this one with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even in a collective
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends in order, and this rank with it
     member = RankMember(ranks)
     try:
         folder = find(model, log.info)
         member.enter(_hello(ranks, folder))
         loaded = load(folder, ranks=ranks)
         kv_cache = open_kv_cache(loaded)
-        member.send(_found(ranks, model, loaded, kv_cache))
+        member.send(_measured(ranks, model, loaded, kv_cache))
     except OutriderError as error:
         return member.failed(error)
     _serve(member, loaded, kv_cache)
@@ -88,13 +88,13 @@ def follow(ranks: Ranks, model: str) -> int:
 
 
 def _hello(ranks: Ranks, folder: Path) -> RankHello:
-    """What all ranks must have in common, before any loads."""
+    """Returns what must be equal on all ranks, before any loads."""
     runs = f"outrider {PACKAGE_VERSION}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
     return RankHello(ranks.rank, ranks.size, socket.gethostname(), runs, digest(folder))
 
 
-def _found(ranks: Ranks, name: str, model: LoadedModel, kv_cache: KVCache) -> Hello:
-    """What this rank holds and has measured; the note says how texts are held."""
+def _measured(ranks: Ranks, name: str, model: LoadedModel, kv_cache: KVCache) -> Hello:
+    """Returns what this rank has loaded and measured; the note has the form of its KV cache."""
     return Hello(
         "target",
         f"rank {ranks.rank}",
@@ -106,7 +106,7 @@ def _found(ranks: Ranks, name: str, model: LoadedModel, kv_cache: KVCache) -> He
         model.context_length,
         model.parameters,
         model.weight_bytes,
-        "texts share a forward" if kv_cache.together else "texts one after the other",
+        "texts share a forward" if kv_cache.together else "texts have separate forwards",
         abilities(model),
     )
 

@@ -1,7 +1,6 @@
 """A request on the target: its slot, its latest outcomes, and what it verifies next.
 
-That comes from a VERIFY, a prepared branch, plain decoding or a drafter in this process; `next_ask` returns it in all
-cases.
+`next_ask` returns that, whether it comes from a VERIFY, a prepared branch, plain decoding or an in-process drafter.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
 from outrider.target_worker.feature_publisher import FeatureListener
 from outrider.target_worker.in_process_drafters import DraftSession, DraftTurn, propose
 
-ANSWERS_KEPT = 2  # the orchestrator may be one behind when the target continues by itself
+ANSWERS_KEPT = 2  # the orchestrator may be one round behind if the target continues by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class AwaitedPrefix:
 
     @property
     def is_there(self) -> bool:
-        """Whether the reader has read them, or will not."""
+        """True if the reader has read them, or never will."""
         return self.reader.over or not self.reader.unread or self.reader.slot.fed >= self.tokens
 
 
@@ -42,14 +41,14 @@ class AwaitedPrefix:
 class TargetRequest:
     """A request on this target.
 
-    `asked` is the VERIFY that waits; `next_proposal` the prepared chain that it continues with, and its parents.
+    `asked`: the VERIFY to handle next; `next_proposal`: the prepared chain that it continues with, and its parents.
     `autonomous`: it decodes by itself until HALT. `draft`: how many tokens the in-process `drafter` drafts in each
-    round, or in the one that was asked for; with them come alternatives that are likelier than `min_prob`, as long as
-    `max_tokens` leaves room. `drafters` open each in-process drafter's session, which reads the text when it is first
-    needed. `ready`: when its next round could begin, in seconds. `ended`: it reached an end token or `max_tokens` while
-    autonomous; `over`: it was closed. `awaits`: another request that reads the beginning of its prompt; `cached` of the
-    prompt's tokens were not read. `offered`: a prefill worker may read it, and is waited for. `listener` gets the
-    features for heads in other processes.
+    round, or in the requested one, with alternatives that are likelier than `min_prob`, as long as `max_tokens` leaves
+    room. `drafters` open each in-process drafter's session, which reads the text when it is first needed. `ready`: when
+    its next round could begin, in seconds. `ended`: it reached an end token or `max_tokens` while autonomous; `over`:
+    it was closed. `awaits`: another request that reads the beginning of its prompt; `cached`: the prompt's tokens that
+    were not read. `offered`: it waits for a prefill worker, which may read it. `listener` gets the features for heads
+    in other processes.
     """
 
     slot: CacheSlot
@@ -86,39 +85,39 @@ class TargetRequest:
 
     @property
     def round(self) -> int:
-        """The round of its latest outcome."""
+        """The round of the latest outcome."""
         return self.answers[-1].round if self.answers else self.opened.round - 1
 
     @property
     def unread(self) -> int:
-        """How many tokens of its prompt have to be read before it can verify."""
+        """The number of prompt tokens to read before it can verify."""
         return 0 if self.answers else len(self.slot.unfed) - 1
 
     @property
     def reads(self) -> bool:
-        """Whether a piece of its prompt can be read now."""
+        """True if a piece of its prompt can be read now."""
         return self.unread > 0 and self.awaits is None and not self.offered
 
     @property
     def decodes_plainly(self) -> bool:
-        """Whether another plain step follows the one under way."""
+        """True if another plain step follows the one under way."""
         return self.autonomous and not (self.draft or self.halting or self.over) and self.max_tokens > 1
 
     @property
     def has_next(self) -> bool:
-        """Whether its next round can begin."""
+        """True if its next round can begin."""
         next_proposal = self.next_proposal is not None or (self.autonomous and self.max_tokens > 0)
         return not self.over and not self.unread and (self.asked is not None or next_proposal)
 
     @property
     def waits_since_ns(self) -> float:
-        """Since when it waits for a message; infinity while there is work for it."""
+        """The time since which it waits for a message; infinity while it has work."""
         if self.has_next or self.unread or not self.answers:
             return math.inf
         return self.answers[-1].work.ended_ns
 
     def next_ask(self) -> VerifyInput:
-        """What it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
+        """Returns what it verifies in its next round. An in-process drafter has drafted before (`draft_together`)."""
         asked = self.asked
         if self.draft and (self.autonomous or asked is not None):
             proposed, _ = self._own_proposal()
@@ -139,16 +138,16 @@ class TargetRequest:
         self.min_prob = message.min_prob
 
     def halt(self) -> None:
-        """The round under way, which it has announced, is the last without a VERIFY."""
+        """Ends autonomous rounds after the one under way, which the last outcome has announced."""
         self.halting = True
 
     def forget(self, verdict: VerifyOutput) -> None:
-        """Removes a step that began before the text was known to end."""
+        """Rolls back a step that began before the text was known to end."""
         del self.slot.tokens[-verdict.accepted - 1 :]
         self.slot.sequence.roll_back(len(self.slot.tokens) - 1)
 
     def settled(self, verdict: VerifyOutput, work: Span, rows: int, peak: int) -> Outcome:
-        """The outcome of its round, with what it continues with."""
+        """Returns the outcome of its round, with the chain that it continues with."""
         number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
         proposed = self._own_proposal() if self._proposed is not None else None
@@ -187,7 +186,7 @@ class TargetRequest:
         return outcome
 
     def close(self, spoilt: bool) -> None:
-        """Ends it; its in-process drafters may keep what they have read."""
+        """Ends the request; its in-process drafters may cache their state unless it is `spoilt`."""
         self.over = True
         for session in self._drafting.values():
             session.close(spoilt)
@@ -200,53 +199,51 @@ class TargetRequest:
 
     @property
     def drafts(self) -> bool:
-        """Whether its in-process drafter has to draft for its next round."""
+        """True if its in-process drafter has to draft for its next round."""
         wanted = self.draft > 0 and (self.autonomous or self.asked is not None)
         return self.has_next and wanted and self._proposed is None
 
     def turn(self) -> DraftTurn:
-        """The turn of its in-process drafter, whose session reads the text the first time."""
+        """Returns the turn of its in-process drafter, whose session reads the text the first time."""
         if self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "a draft of 0"
-            raise InvalidRequest(f"this target has no drafter of its own called {self.drafter!r}; expected {known}")
+            raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         if self.drafter not in self._drafting:
             self._drafting[self.drafter] = self.drafters[self.drafter]()
         least = self.min_prob if self.takes_trees else 1.0
         return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.max_tokens - 1), least)
 
-    def proposed(self, found: Continuation | OutriderError, span: Span) -> None:
-        """Sets what was drafted, or the error that its next ask raises.
+    def proposed(self, draft: Continuation | OutriderError, span: Span) -> None:
+        """Sets the draft, or the error that `next_ask` raises.
 
-        Of a tree only the first branch is kept where the target verifies chains.
+        Of a tree only the first branch is kept if the target verifies only chains.
         """
-        if isinstance(found, Continuation) and found.parents and not self.takes_trees:
-            found = Continuation(tuple(found.chain[node] for node in spine(found.parents)))
-        self._proposed = found, span
+        if isinstance(draft, Continuation) and draft.parents and not self.takes_trees:
+            draft = Continuation(tuple(draft.chain[node] for node in spine(draft.parents)))
+        self._proposed = draft, span
 
     @property
     def takes_trees(self) -> bool:
-        """Whether it verifies trees: the target can, and its tokens are chosen by equality."""
+        """True if it verifies trees: the target can, and verification is by equality."""
         return self.slot.kv_cache.trees and not self.slot.sampler.params.is_residual
 
     def _own_proposal(self) -> tuple[Continuation, Span]:
         if self._proposed is None:
-            raise InvalidRequest("nothing was drafted for this round; expected its own drafter's turn before")
-        found, span = self._proposed
-        if isinstance(found, OutriderError):
+            raise InvalidRequest("nothing was drafted for this round; expected the in-process drafter's turn before")
+        draft, span = self._proposed
+        if isinstance(draft, OutriderError):
             self._proposed = None
-            raise found
-        return found, span
+            raise draft
+        return draft, span
 
 
 def draft_together(requests: Sequence[TargetRequest]) -> None:
-    """In-process drafters draft for these requests, each in forwards that its requests share."""
-    of_each: defaultdict[str, list[TargetRequest]] = defaultdict(list)
+    """Lets in-process drafters draft for these requests; the requests of a drafter share its forwards."""
+    by_drafter: defaultdict[str, list[TargetRequest]] = defaultdict(list)
     for request in requests:
-        of_each[request.drafter].append(request)
-    for own in of_each.values():
-        _draft_by_one(
-            [request for request in own if not request.over]
-        )  # one may be closed while another's text is read
+        by_drafter[request.drafter].append(request)
+    for own in by_drafter.values():  # a request may have been closed while another's text was read
+        _draft_by_one([request for request in own if not request.over])
 
 
 def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
@@ -260,23 +257,23 @@ def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
             request.proposed(error, clock.since(started_ns))
     # A request may have been closed while a drafter read another's text.
     turns = [(request, turn) for request, turn in turns if not request.over]
-    found = propose([turn for _, turn in turns])
+    drafts = propose([turn for _, turn in turns])
     span = clock.since(started_ns)
-    for (request, _), one in zip(turns, found, strict=True):
-        request.proposed(one, span)
+    for (request, _), draft in zip(turns, drafts, strict=True):
+        request.proposed(draft, span)
 
 
 def opening(message: Open) -> Verify:
-    """OPEN is the verify of an empty chain."""
+    """Returns the verify of an empty chain that OPEN stands for."""
     return Verify(
         request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens), chain=()
     )
 
 
 def _drawn_from(message: Verify) -> SparseQ | None:
-    """What the chain's tokens were drawn from, by the chain's kind."""
+    """Returns what the chain's tokens were drawn from, by the chain's kind."""
     if message.kind == "one-hot":
         return one_hot(message.chain)
     if message.kind == "sparse" and message.q is None:
-        raise InvalidRequest("a sparse chain comes without its q; expected what its tokens were drawn from")
+        raise InvalidRequest("a chain of kind sparse has no q; expected the distributions that it was drawn from")
     return message.q if message.kind == "sparse" else None

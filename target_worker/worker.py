@@ -1,7 +1,7 @@
-"""The target worker's loop: messages about requests in, outcomes out, one forward over all requests at a time.
+"""The target worker's loop: receives messages about requests, sends outcomes, runs one forward over all requests.
 
-Owns a `TargetRequest` for each request. Answers a repeated VERIFY with the outcomes it kept, drops stale messages,
-sends RESYNC when the committed lengths disagree, and closes requests without a message for long. Knows nothing of
+Owns a `TargetRequest` for each request. Answers a repeated VERIFY with its latest outcomes, drops stale messages,
+sends RESYNC if the committed lengths disagree, and closes requests without a message for a long time. Knows nothing of
 drafters in other processes, or of text.
 """
 
@@ -51,7 +51,7 @@ from outrider.target_worker.target_request import TargetRequest, opening
 
 log = logging.getLogger(__name__)
 
-# Requests that can continue wait so long for messages about others, which then join the same forward.
+# How long requests that can continue wait for messages about others, which then join the same forward.
 GRACE_MS = 1.0
 CLEAR_EVERY = 256  # forwards
 
@@ -59,8 +59,8 @@ CLEAR_EVERY = 256  # forwards
 class TargetWorker:
     """Serves requests from `link` with `model` until SHUTDOWN.
 
-    `pace` makes its forwards take a profile's time. `own` drafts in this process, `publisher` feeds a head in another.
-    Of a model that several ranks share, `leader` leads the others and `kv_cache` is shared by all.
+    `pace` makes its forwards take a profile's time. `own`: the in-process drafters; `publisher`: sends features to a
+    head in another process. For a sharded model, `leader` leads the other ranks, and `kv_cache` is shared by all.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class TargetWorker:
 
     @property
     def takes_kv(self) -> bool:
-        """Whether prompts can be read elsewhere: not where a head needs the target's hidden states of them."""
+        """True if a prefill worker can read prompts: no head needs the target's hidden states of them."""
         return self._kv_import.is_possible and not self._drafters.reads
 
     @property
     def kv(self) -> KvCost:
-        """The memory of a request's text, in-process drafters included."""
+        """The memory of a request's text, including in-process drafters."""
         return self._prefixes.cache.cost + self._drafters.cost
 
     @property
     def verifies_trees(self) -> bool:
-        """Whether it verifies trees of drafts."""
+        """True if it verifies trees of drafts."""
         return self._kv_cache.trees
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class TargetWorker:
             pass
 
     def turn(self) -> bool:
-        """Handles the messages there are, then begins a forward or ends the one under way; False: shut down."""
+        """Handles waiting messages, then begins a forward or ends the one under way. Returns False on SHUTDOWN."""
         self._listen(wait=not self._has_work)
         self._wait_for_others()
         if self._ending:
@@ -121,8 +121,8 @@ class TargetWorker:
         self._link.expect(self._runner.expected_ms(self._running.values()))
         settled, readers = self._runner.advance(tuple(self._running.values()))
         self._listen(wait=False)  # chains prepared meanwhile decide how requests continue
-        answers = [answer for one in settled if (answer := self._answer(one)) is not None]
-        features = self._features([*(one.running for one in settled), *readers])
+        answers = [answer for result in settled if (answer := self._answer(result)) is not None]
+        features = self._features([*(result.running for result in settled), *readers])
         messages = [*features, *answers, *_progress(readers)]
         if messages:
             self._link.send(*messages)
@@ -134,7 +134,7 @@ class TargetWorker:
         return not self._ending
 
     def forget(self) -> None:
-        """Closes all requests; what was read of them stays in the prompt cache."""
+        """Closes all requests; their state stays in the prompt cache."""
         for request in list(self._running):
             self._close(request)
         self._reported_use = CacheUse()
@@ -151,7 +151,7 @@ class TargetWorker:
             message = self._link.receive(wait=wait and not self._has_work and not self._ending)
 
     def _wait_for_others(self) -> None:
-        """Waits a moment for messages that would let other requests join the next forward."""
+        """Waits a moment for messages with which other requests could join the next forward."""
         while not self._ending and not self._runner.is_busy and self._has_work:
             since_ns = clock.now() - int(GRACE_MS * clock.MILLISECOND_NS)
             awaited = [r for r in self._running.values() if r.answers and not r.over and not r.has_next]
@@ -170,7 +170,7 @@ class TargetWorker:
                 case Prepare():
                     self._prepare(message)
                 case PromptKv():
-                    self._take_over(message)
+                    self._import_kv(message)
                 case Halt():
                     self._halt(message)
                 case Close():
@@ -185,7 +185,7 @@ class TargetWorker:
             self._fail(getattr(message, "request", None), error)
 
     def _fail(self, request: str | None, error: OutriderError) -> None:
-        """Ends the request, never the worker; but where a rank was lost the worker ends, not a request."""
+        """Ends the request, not the worker; if a rank was lost, ends the worker instead."""
         if self._leader is not None:
             self._leader.assure()
         running = self._running.get(request or "")
@@ -230,23 +230,23 @@ class TargetWorker:
         log.debug("stale %s of round %d (%d so far)", word, message.round, self._stale, extra=about)
 
     def _forget_silent(self) -> None:
-        """Closes requests without a message for long, because their CLOSE must have been lost."""
+        """Closes requests without a message for a long time, because their CLOSE must have been lost."""
         since_ns = clock.now() - FORGET_NS
         for request, running in list(self._running.items()):
             if running.waits_since_ns < since_ns:
-                log.warning("no message for a long time; closing it", extra={"request": request})
+                log.warning("closing request %s: no message for a long time", request, extra={"request": request})
                 self._close(request)
 
     def _constraint(self, message: Open) -> Constraint | None:
         return self._compiler.constraint_for(message.sampling, message.eos, message.prompt_len)
 
-    def _take_over(self, message: PromptKv) -> None:
+    def _import_kv(self, message: PromptKv) -> None:
         running = self._running.get(message.request)
         if running is None or running.epoch != message.epoch or not running.offered:
             return
         self._kv_import.take(running, message)
-        for word in _progress([running]):
-            self._link.send(word)
+        for progress in _progress([running]):
+            self._link.send(progress)
 
     def _prepare(self, message: Prepare) -> None:
         running = self._running.get(message.request)
@@ -267,7 +267,7 @@ class TargetWorker:
             self._peak_memory.ended(idle=not self._running)
 
     def _allow(self, message: KvMemory) -> None:
-        """Sets the memory for all texts; in-process drafters get their shares by what a text takes there."""
+        """Sets the memory for all texts; in-process drafters get shares by the memory of a text in them."""
         memory.set_limits(self._model.weight_bytes + self._drafters.weight_bytes, message.limit)
         if self._leader is not None:
             self._leader.broadcast(message)
@@ -276,7 +276,7 @@ class TargetWorker:
         self._report()
 
     def _wake(self) -> None:
-        """Continues requests that waited for another one to read the beginning they share."""
+        """Continues requests that waited until another one had read their common beginning."""
         for running in [r for r in self._running.values() if r.awaits is not None and r.awaits.is_there]:
             try:
                 self._prefixes.begin(running)
@@ -309,20 +309,20 @@ class TargetWorker:
         if message.epoch < running.epoch:
             self._is_stale("verify", message)
             return
-        running.offered = False  # it was asked again, so it no longer waits for a prefill worker
+        running.offered = False  # a repeated VERIFY ends the wait for a prefill worker
         if not running.answers or (running.has_next and not running.autonomous):
-            return  # repeated, or under way
+            return  # a repeated message, or the round is under way
         if message.base_len != len(running.slot.tokens) or message.round != running.round + 1:
             running.halt()
             self._link.send(Resync(message.request, message.epoch))
             return
         if self._runner.makes(running):
-            return  # its round is under way already; the outcome follows
+            return  # the round is under way; its outcome follows
         running.on_verify(message)
         running.ready = now()
 
     def _features(self, fed: Iterable[TargetRequest]) -> list[Message]:
-        """The features of what these have fed, for heads in other processes."""
+        """Returns the features of the tokens that these requests fed, for heads in other processes."""
         features: list[Message] = []
         for running in fed:
             if running.listener is None or running.over:
@@ -347,7 +347,7 @@ class TargetWorker:
 
 
 def _progress(readers: Iterable[TargetRequest]) -> list[Message]:
-    """The progress of long prompts."""
+    """Returns the progress of long prompts."""
     return [
         Prefilled(request=reader.request, epoch=reader.epoch, done=reader.slot.fed, total=len(reader.slot.tokens))
         for reader in readers

@@ -212,5 +212,5 @@ def test_a_model_without_a_known_norm(loaded: Loaded) -> None:
             super().__init__()
             self.layers = [nn.Linear(4, 4)]
 
-    with pytest.raises(ModelError, match="final norm can.t be found"):
+    with pytest.raises(ModelError, match="final norm can't be found"):
         HiddenStates(Bare(), HiddenStatePoints(after_norm=True))

@@ -172,7 +172,7 @@ def test_a_tree_accepts_at_least_what_its_first_chain_does(loaded: Loaded) -> No
     [
         ([4, 5], [-1], "2 tokens has 1 parents"),
         ([4, 5], [1, -1], "node 0 of a tree follows node 1"),
-        ([4, 5], [-1, -2], "expected an earlier one"),
+        ([4, 5], [-1, -2], "expected an earlier node"),
         ([4, 4], [-1, -1], "follows node -1 of a tree twice"),
     ],
 )
@@ -193,7 +193,7 @@ def test_who_samples_residual_is_given_chains(loaded: Loaded) -> None:
 def test_a_target_that_was_not_found_able_refuses_trees(loaded: Loaded) -> None:
     model = loaded("llama")
     (slot,) = open_slots(model, [PROMPT], [GREEDY], kv_cache=FlatKVCache(model.model, trees=False))
-    with pytest.raises(InvalidRequest, match="can.t verify a tree"):
+    with pytest.raises(InvalidRequest, match="can't verify a tree"):
         verify(slot, [4, 5], parents=[-1, -1])
     assert not open_kv_cache(loaded("qwen3_5")).trees
 

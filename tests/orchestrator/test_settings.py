@@ -39,7 +39,7 @@ from outrider.protocol.errors import InvalidRequest
         ({"max_active": 0}, "max_active is 0; expected a whole number from 1 to 1024"),
         ({"kv_memory": 0}, "kv_memory is 0; expected"),
         ({"kv_memory": "-1GB"}, "kv_memory is '-1GB'; expected a number of bytes, or a size like 2GB or 512MiB"),
-        ({"kv_memory": "much"}, "expected bytes"),
+        ({"kv_memory": "much"}, "expected a number of bytes"),
         ({"prompt_cache": 1}, "prompt_cache is 1; expected True or False"),
         ({"draft_model": "d"}, "needs model"),
         ({"model": "m", "draft_model": "d", "draft_backend": "ngram"}, "runs no draft model"),

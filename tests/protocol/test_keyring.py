@@ -87,11 +87,11 @@ def test_the_own_key_is_asked_for_where_it_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666, 0o644])
 def test_keys_that_others_may_read_or_write_are_refused_with_the_remedy(ring: Keyring, mode: int) -> None:
     secret(ring).chmod(mode)
-    with pytest.raises(KeyFault, match=rf"can be read by other users \(mode {mode:o}\); close it with `chmod 600 "):
+    with pytest.raises(KeyFault, match=rf"can be read by other users \(mode {mode:o}\); run `chmod 600 "):
         ring.own()
     secret(ring).chmod(0o600)
     ring.folder.chmod(0o755)
-    with pytest.raises(KeyFault, match=f"close it with `chmod 700 {ring.folder}`"):
+    with pytest.raises(KeyFault, match=f"run `chmod 700 {ring.folder}`"):
         ring.own()
     with pytest.raises(KeyFault, match="chmod 700"):
         ring.allow(AllowedKey(CLIENT, KEY, "n"))

@@ -95,9 +95,9 @@ class Counting(WorkerLink):
 
     waited = 0
 
-    def _waited(self) -> None:
+    def _count_wait(self) -> None:
         self.waited = self.waited + 1 if self._pings == self._pings_known else 1
-        super()._waited()
+        super()._count_wait()
 
 
 @pytest.mark.parametrize(("ping_ms", "patience"), [(0, 50), (40, 80)])
@@ -111,7 +111,7 @@ def test_patience_is_what_the_welcome_says_and_no_longer_after_a_pause(
         later = threading.Timer(30 * 0.02, orchestrator.ping, (2,))
         later.start()
         while link._pings < 2:  # type: ignore[attr-defined]
-            link._polled()
+            link._poll_once()
         with pytest.raises(OrchestratorGone, match="no longer answers"):
             link.receive(wait=True)
         assert link.waited == patience  # type: ignore[attr-defined]

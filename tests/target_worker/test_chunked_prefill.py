@@ -6,7 +6,7 @@ import pytest
 
 from outrider.target_worker.model_runner import (
     READING_SHARE,
-    READING_SHARE_BESIDE_CHAINS,
+    READING_SHARE_WITH_CHAINS,
     SMALLEST_PIECE,
     ChunkedPrefill,
 )
@@ -27,7 +27,7 @@ def lengthened(rows: int, usual: int) -> float:
 
 @pytest.mark.parametrize(
     ("rows", "usual", "share"),
-    [(8, 8, READING_SHARE), (60, 60, READING_SHARE_BESIDE_CHAINS), (30, 50, READING_SHARE_BESIDE_CHAINS)],
+    [(8, 8, READING_SHARE), (60, 60, READING_SHARE_WITH_CHAINS), (30, 50, READING_SHARE_WITH_CHAINS)],
 )
 def test_with_a_newcomers_piece_a_forward_takes_by_a_share_longer_than_usual(
     rows: int, usual: int, share: float

@@ -86,12 +86,12 @@ def test_a_rank_of_the_same_kind_is_let_in_and_hears_what_it_is_told(monkeypatch
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (replace(HELLO, rank=1, weights="abd"), "rank 1 runs with the weights: abd, and rank 0: abc"),
+        (replace(HELLO, rank=1, weights="abd"), "rank 1 and rank 0 differ in the weights: abd and abc"),
         (
             replace(HELLO, rank=1, runs="outrider 2"),
-            "rank 1 runs with the releases: outrider 2, and rank 0: outrider 1",
+            "rank 1 and rank 0 differ in the releases: outrider 2 and outrider 1",
         ),
-        (replace(HELLO, rank=1, size=3), "rank 1 runs as one of so many ranks: 3, and rank 0: 2"),
+        (replace(HELLO, rank=1, size=3), "rank 1 and rank 0 differ in the number of ranks: 3 and 2"),
         (Fault("1", None, "no model at /m"), "rank 1: no model at /m"),
         (Welcome("x"), "a rank began with Welcome"),
     ],
@@ -106,7 +106,7 @@ def test_a_rank_of_another_kind_is_refused_in_a_sentence(monkeypatch: pytest.Mon
 def test_ranks_must_find_the_model_able_to_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with two(monkeypatch) as (leader, member):
         member.send(replace(FOUND, note="texts one after the other"))
-        with pytest.raises(ModelError, match="expected machines of one kind"):
+        with pytest.raises(ModelError, match="expected machines of the same kind"):
             leader.agree(FOUND)
 
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.protocol.profile import Profile
-from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_BESIDE_CHAINS
+from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS
 from tests.harness.virtual.drafter import VOCAB
 from tests.harness.virtual.world import World
 from tools.fleet.job import Job
@@ -80,5 +80,5 @@ def _pace(
             world.step()
     tokens, seconds, made = received[0] - before, world.now - began, rounds.forwards - forwards
     chains = rounds.rows - rows > 1.5 * made * at_once
-    share = READING_SHARE_BESIDE_CHAINS if chains else READING_SHARE
+    share = READING_SHARE_WITH_CHAINS if chains else READING_SHARE
     return Pace(tokens / seconds / at_once, 1000 * seconds / made, share), rounds.learned()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from outrider.engine.kv_cache import PREFILL
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prefilled, Prepare, Span, Verify
 from outrider.protocol.profile import Profile
-from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_BESIDE_CHAINS, SMALLEST_PIECE
+from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS, SMALLEST_PIECE
 from tests.harness.virtual.known_text import held, path_of
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.world import World
@@ -136,7 +136,7 @@ class PacedTarget:
         """Returns the next pieces of prompts in order of arrival, by the rule of `target_worker.model_runner`."""
         room, found = PREFILL, []
         if len(readers) <= decoding:
-            share = READING_SHARE_BESIDE_CHAINS if rows > decoding else READING_SHARE
+            share = READING_SHARE_WITH_CHAINS if rows > decoding else READING_SHARE
             beside_ms = self._profile.target.milliseconds(max(rows, decoding))
             fits = share * len(readers) * beside_ms / max(self._prompt_ms, 1e-9)
             room = int(min(max(fits, SMALLEST_PIECE), PREFILL))
