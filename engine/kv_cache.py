@@ -1,9 +1,8 @@
 """The KV cache of a target: all its texts, and one forward over many of them.
 
-`FlatKVCache` feeds texts together (`engine.flat`). `SeparateKVCache` feeds them one after the other, for models with
-state that can't share a row. Both can roll a text back to a length. A `CacheSlot` is one request in it: its committed
-tokens, how the next is chosen, and its place in the KV cache. Knows tokens and logits; nothing of sockets, words or who
-proposes chains.
+`FlatKVCache` feeds texts together (`engine.flat`). `SeparateKVCache` feeds them one after another, for models with
+state that can't share a row. Both can roll a text back to a length. A `CacheSlot` is one request: its committed tokens,
+its sampler, and its sequence in the KV cache. Knows tokens and logits; knows nothing of sockets, text or drafters.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Tokens = Sequence[int] | mx.array
 
 
 class CachedSequence(Protocol):
-    """One text. `length` tokens have been fed. `exact`: it can roll back to every length, not only to marks."""
+    """One text. `length`: the tokens fed so far. `exact`: it can roll back to every length, not only to marks."""
 
     length: int
 
@@ -43,15 +42,15 @@ class CachedSequence(Protocol):
 
     @property
     def marks_freely(self) -> bool:
-        """Whether a mark costs nothing, so that a step may begin that might have to be rolled back."""
+        """True if a mark costs nothing, so that a step may begin that might have to be rolled back."""
         ...
 
     def mark(self) -> None:
-        """Makes the present length one that `roll_back` can return to."""
+        """Makes the current length one that `roll_back` can return to."""
         ...
 
     def roll_back(self, length: int) -> None:
-        """Forgets what came after the first `length` tokens, or after the last mark before them: see `self.length`.
+        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result.
 
         Raises:
             RollbackError: the model keeps state that can't be rolled back.
@@ -80,19 +79,19 @@ class Feed:
 
 
 class KVCache(Protocol):
-    """All texts of one model. `together`: a forward reads the weights once for all of its texts."""
+    """All texts of one model. `together`: a forward reads the weights once for all its texts."""
 
     @property
     def together(self) -> bool: ...
 
     @property
     def trees(self) -> bool:
-        """Whether feeds may be trees of drafts."""
+        """True if feeds may be trees of drafts."""
         ...
 
     @property
     def is_lazy(self) -> bool:
-        """Whether logits are computed when they are waited for, not by `forward` itself."""
+        """True if logits are computed when they are read, not by `forward` itself."""
         ...
 
     def open(self) -> CachedSequence:
@@ -100,41 +99,41 @@ class KVCache(Protocol):
         ...
 
     def close(self, text: Any) -> None:
-        """Frees a text's place."""
+        """Removes a text."""
         ...
 
     def save(self, text: Any, length: int) -> SavedPrefix:
-        """A copy of the state after a text's first `length` tokens, or fewer where it can't be cut there.
+        """Returns a copy of the state after a text's first `length` tokens, or fewer if it can't be shortened to that.
 
         Raises:
-            RollbackError: the model keeps state that can't be cut, and nothing that early was marked.
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
         """
         ...
 
     def adopt(self, text: Any, start: CachedPrefix) -> None:
-        """Begins a text that is still empty with a saved prefix."""
+        """Fills an empty text with a saved prefix."""
         ...
 
     def tap_hidden_states(self, taps: HiddenStates) -> None:
-        """Lets feeds take hidden states from now on."""
+        """Allows feeds to take hidden states."""
         ...
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
-        """Feeds them all. Returns the wanted logits, feed after feed: [sum of wanted, V]. Lazy."""
+        """Feeds all texts. Returns the wanted logits, feed after feed: [sum of wanted, V]. Lazy."""
         ...
 
     def state(self) -> list[Any]:
-        """Everything to evaluate after a forward."""
+        """Returns everything to evaluate after a forward."""
         ...
 
 
 class FlatKVCache(FlatRows):
-    """All texts in one buffer for each layer, a row each, rows in use first."""
+    """All texts in one buffer for each layer, one row each, rows in use first."""
 
     together = True
 
     def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtFlat | None = None) -> None:
-        """`cpu` computes the forwards in MLX's place."""
+        """`cpu`: computes the forwards instead of MLX."""
         super().__init__(model)
         self.trees, self._cpu, self.is_lazy = trees, cpu, cpu is None
         self._model, self._wanted = model, hidden_states.install(model)
@@ -174,7 +173,7 @@ class FlatKVCache(FlatRows):
         return logits if rows is None or self._wanted.passed else mx.take(logits, rows, axis=0)
 
     def first(self, layers: FirstLayers, feeds: Sequence[Feed]) -> mx.array:
-        """Feeds them, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
+        """Feeds texts, in the order of their rows, to the model's first layers; returns hidden states [T, D]. Lazy."""
         self._frame.begin([_segment(feed) for feed in feeds])
         tokens = _joined([feed.tokens for feed in feeds])
         rows = layers.rows(lambda: self._model(tokens[None], cache=self._caches))[0]
@@ -183,7 +182,7 @@ class FlatKVCache(FlatRows):
         return rows
 
     def _rows(self, feeds: Sequence[Feed], order: Sequence[int], segments: Sequence[Segment]) -> list[int] | None:
-        """The places of the wanted logits in the flat row, feed after feed; None: all, in this order."""
+        """Returns the indices of the wanted logits in the flat row, feed after feed; None: all, in this order."""
         if list(order) == list(range(len(feeds))) and all(feed.wanted == feed.count for feed in feeds):
             return None
         ends, end = {}, 0
@@ -194,7 +193,7 @@ class FlatKVCache(FlatRows):
 
 
 class SeparateKVCache:
-    """Feeds texts one after the other, each with caches of its own: for state that can't share a row."""
+    """Feeds texts one after another, each with its own caches: for state that can't share a row."""
 
     together = False
     trees = False
@@ -244,7 +243,7 @@ def _segment(feed: Feed) -> Segment:
 
 
 def _tapped(call: Callable[[], mx.array], feeds: Sequence[Feed], taps: HiddenStates | None) -> mx.array:
-    """A forward's logits; `feeds` take their hidden states."""
+    """Runs a forward and returns its logits; `feeds` take their hidden states."""
     return call() if taps is None else taps.forward(call, [(feed.count, feed.hidden) for feed in feeds])
 
 
@@ -255,17 +254,17 @@ def _joined(parts: Sequence[Tokens]) -> mx.array:
     return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
 
 
-PREFILL = 512  # tokens a forward while a prompt is read
+PREFILL = 512  # prompt tokens in a forward
 
 Listener = Callable[[int, mx.array], None]
-"""Is called with the position of the first of some committed tokens and their hidden states [R, W], maybe lazy."""
+"""A function that takes the position of the first of some committed tokens, and their hidden states [R, W], lazy."""
 
 
 class CacheSlot:
-    """One request. `tokens` are committed; the first `fed` of them have been fed, between calls never all of them.
+    """One request. `tokens` are committed; the first `fed` of them have been fed, between calls never all.
 
-    `listener` is called with the hidden states of committed tokens that `engine.verify` feeds. `begins_at(length)` says
-    how many of `length` remembered tokens to use, because the listener gets hidden states of the others only.
+    `listener` is called with the hidden states of committed tokens that `engine.verify` feeds. `begins_at(length)`
+    returns how many of `length` cached tokens to use, because the listener gets hidden states only of the others.
     """
 
     def __init__(
@@ -276,15 +275,15 @@ class CacheSlot:
         params: SamplingParams,
         constraint: Constraint | None = None,
     ) -> None:
-        """`constraint`: what the text's grammar allows, if it has one.
+        """`constraint`: the text's grammar, if it has one.
 
         Raises:
-            InvalidRequest: no tokens, or a token the model doesn't have.
+            InvalidRequest: there are no tokens, or one is not in the vocabulary.
         """
         if not tokens:
             raise InvalidRequest("the prompt has no tokens; expected at least one")
         if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-            raise InvalidRequest(f"a prompt token is outside 0..{model.vocab_size - 1}, the model's vocabulary")
+            raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1}, the model's")
         self.tokens = list(tokens)
         self.sampler = target_sampler(params, model.vocab_size, constraint)
         self.kv_cache = kv_cache
@@ -298,11 +297,11 @@ class CacheSlot:
 
     @property
     def unfed(self) -> list[int]:
-        """The committed tokens that the next forward begins with; at least one."""
+        """The committed tokens with which the next forward begins; at least one."""
         return self.tokens[self.fed :]
 
     def forward(self, tokens: Sequence[int]) -> mx.array:
-        """Feeds further tokens; returns their logits [N, V]. Lazy."""
+        """Feeds tokens; returns their logits [N, V]. Lazy."""
         return self.kv_cache.forward([Feed(self.sequence, tokens, len(tokens))])
 
     def feed_all_but(self, rest: int, progress: Callable[[int, int], None] | None = None) -> None:
@@ -319,19 +318,19 @@ class CacheSlot:
                 progress(self.fed, len(self.tokens))
 
     def begin(self, start: CachedPrefix) -> None:
-        """Adopts a saved prefix instead of reading it, or less of it where `begins_at` says so."""
+        """Copies a saved prefix instead of reading it, or the part of it that `begins_at` allows."""
         if self.begins_at is not None:
             start = replace(start, length=self.begins_at(start.length))
         self.kv_cache.adopt(self.sequence, start)
 
     def lendable(self) -> list[int]:
-        """See `PrefixSource`: none where the model's state can't be cut."""
+        """Returns the fed tokens, or none if the model's state can't be shortened; see `PrefixSource`."""
         return self.tokens[: self.fed] if self.sequence.exact else []
 
     def save(self, length: int) -> SavedPrefix:
-        """See `PrefixSource`; fewer tokens where the model's state can't be cut. Raises RollbackError."""
+        """Returns a copy of the state after `length` tokens, or fewer; see `KVCache.save`."""
         return self.kv_cache.save(self.sequence, length)
 
     def close(self) -> None:
-        """Frees its place."""
+        """Removes the text from the KV cache."""
         self.kv_cache.close(self.sequence)

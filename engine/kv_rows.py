@@ -1,10 +1,10 @@
-"""Where a token tree's keys and values live: one row of columns, the committed prefix first, pending nodes behind it.
+"""The keys and values of token trees: one row of columns for each tree, the committed prefix first, then the nodes.
 
-mlx-lm models run unmodified. Their cache objects supply the columns, the mask that lets a node see its ancestors only,
-and a position for each token (`engine.positions`). Knows columns and positions; nothing of nodes or sampling.
+mlx-lm models run unmodified. Their cache objects supply the columns, the mask by which a node sees only its ancestors,
+and a position for each token (`engine.positions`). Knows columns and positions; knows nothing of nodes or sampling.
 
-`KVRows` has a form for each kind of model: `OrtKVRows` where ONNX Runtime computes, else `JointKVRows`, whose trees
-share a forward as the target's texts do (`engine.flat`), else `DenseKVRows`, one tree a forward, and `RecurrentKVRows`
+`KVRows` has a form for each kind of model: `OrtKVRows` if ONNX Runtime computes, else `JointKVRows`, whose trees share
+a forward like the target's texts (`engine.flat`), else `DenseKVRows`, with one tree per forward, and `RecurrentKVRows`
 (`engine.recurrent_rows`) for recurrent layers. `engine.load_checks` chooses.
 """
 
@@ -35,9 +35,9 @@ _PREFILL = 512
 class NewRows:
     """Tokens [R] to feed to one tree.
 
-    `start`: the first token's column; the others follow. `positions`: absolute position of each of all columns, [start
-    + R]. `seen`: which columns each token attends to, itself included, [R, start + R]. `parents`: the column of the
-    token before each token; `start` or more for one of these.
+    `start`: the first token's column; the others follow. `positions`: the absolute positions of all columns, [start +
+    R]. `seen`: the columns that each token attends to, including its own, [R, start + R]. `parents`: the column of the
+    token before each token; `start` or more if it is one of these tokens.
     """
 
     tokens: Sequence[int] | mx.array
@@ -51,12 +51,12 @@ class NewRows:
         return len(self.positions)
 
     def lazy_tokens(self) -> mx.array:
-        """The tokens as an MLX array, int32 [R]."""
+        """Returns the tokens as an MLX array, int32 [R]."""
         return self.tokens if isinstance(self.tokens, mx.array) else mx.array(list(self.tokens), dtype=mx.int32)
 
 
 class KVRows(Protocol):
-    """A tree's columns. A forward writes the columns from `start` on and, when `lazy`, never waits."""
+    """A tree's columns. A forward writes the columns from `start` on and, if `lazy`, never waits."""
 
     @property
     def lazy(self) -> bool: ...
@@ -64,9 +64,9 @@ class KVRows(Protocol):
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        """Feeds tokens as columns 0.., evaluated, in chunks; `progress(done, total)` after each of several.
+        """Feeds tokens as columns from 0 on, evaluated, in chunks; calls `progress(done, total)` if there are several.
 
-        Columns before `start` are filled already.
+        Columns before `start` are already filled.
         """
         ...
 
@@ -74,7 +74,8 @@ class KVRows(Protocol):
     def forward(texts: Sequence[Any], new: Sequence[NewRows]) -> mx.array:
         """Feeds each of `texts`, rows of this form and one model, its tokens. Lazy.
 
-        In one forward where the form can. One that fails may have written behind every text's columns, nowhere else.
+        Uses one forward if the form can. A forward that fails may have written after every text's columns, nowhere
+        else.
 
         Returns:
             Logits [all R, V], text after text.
@@ -82,25 +83,25 @@ class KVRows(Protocol):
         ...
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        """Makes column `columns[i]` (ascending, from `prefix` on) the column `prefix` + i; other ones are forgotten."""
+        """Moves column `columns[i]` (ascending, from `prefix` on) to column `prefix` + i, and drops the others."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether there is state besides the columns, so that only all of them can be saved."""
+        """True if there is other state besides the columns, so that only all columns can be saved."""
         ...
 
     def save(self, count: int) -> SavedPrefix:
-        """A copy of the first `count` columns, evaluated; with `whole`, of all that are committed."""
+        """Returns a copy of the first `count` columns, evaluated; with `whole`, of all committed columns."""
         ...
 
     def restore(self, start: CachedPrefix) -> None:
-        """Fills the first columns, which are still empty."""
+        """Fills the first columns, which are empty."""
         ...
 
 
 class TreeAttentionMetadata:
-    """Where the tokens of one forward stand, for all layers' caches of a tree."""
+    """The columns and positions of one forward's tokens, for the caches of all layers of a tree."""
 
     def __init__(self) -> None:
         self.start, self.end = 0, 0
@@ -110,16 +111,16 @@ class TreeAttentionMetadata:
         self._masks: dict[int | None, mx.array | None] = {}
 
     def plain(self, start: int, count: int) -> None:
-        """The next forward feeds ordinary text."""
+        """Prepares a forward of ordinary text."""
         self.start, self.end, self.offset, self._seen = start, start + count, start, None
 
     def tree(self, start: int, positions: Ints, seen: Bools, *, rows: bool = False) -> None:
-        """The next forward feeds nodes; with `rows` they are a batch of rows of one token each."""
+        """Prepares a forward of nodes; with `rows` they are a batch of rows of one token each."""
         self.start, self.end, self.offset = start, len(positions), mx.array(positions[start:])
         self._positions, self._seen, self._masks = positions, seen[:, None, None, :] if rows else seen, {}
 
     def mask(self, n: int, return_array: bool, window: int | None) -> Any:
-        """The mask of layers with this window (None: all columns), made once a forward."""
+        """Returns the mask of layers with this window (None: all columns), computed once for each forward."""
         if self._seen is None or self._positions is None:
             window = narrowed(window, self.start + n)
             return create_attention_mask(n, offset=self.start, return_array=return_array, window_size=window)
@@ -133,9 +134,9 @@ class TreeAttentionMetadata:
 
 
 class KVRowCache(LayerCache):
-    """One attention layer's columns: a buffer [1, H, capacity, D] written in place, standing in for a `KVCache`.
+    """One attention layer's columns: a buffer [1, H, capacity, D], written in place; replaces a `KVCache`.
 
-    `window`: how many columns the layer sees if it asks for no window itself.
+    `window`: the columns that the layer sees if it passes no window.
     """
 
     def __init__(self, frame: TreeAttentionMetadata, window: int | None = None) -> None:
@@ -157,7 +158,7 @@ class KVRowCache(LayerCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """For layers that read another layer's."""
+        """Returns the columns in use, also for layers that share them."""
         if self.keys is None or self.values is None:
             raise AttributeError("nothing has been fed yet")
         end = self.frame.end
@@ -171,7 +172,7 @@ class KVRowCache(LayerCache):
 
 
 class DenseKVRows(FillableKVRows):
-    """`KVRows` of a model with attention layers only, one tree a forward."""
+    """`KVRows` of a model with attention layers only, with one tree per forward."""
 
     lazy = True
     whole = False
@@ -199,8 +200,8 @@ class DenseKVRows(FillableKVRows):
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+        logits = [text._alone(rows) for text, rows in zip(texts, new, strict=True)]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _alone(self, new: NewRows) -> mx.array:
         self.frame.tree(new.start, new.positions, new.seen)
@@ -226,7 +227,7 @@ def prefill(
     total: int,
     first: int = 0,
 ) -> None:
-    """See `KVRows.prefill`."""
+    """Does `KVRows.prefill`."""
     for start in range(first, len(tokens), _PREFILL):
         chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
         frame.plain(start, chunk.shape[0])
@@ -238,7 +239,7 @@ def prefill(
 
 
 def _dtype_of_keys(model: Any) -> mx.Dtype:
-    """The number format in which the model keeps its keys; nothing is computed."""
+    """Returns the number format of the model's keys; computes nothing."""
     caches: list[Any] = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
     dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
@@ -246,7 +247,7 @@ def _dtype_of_keys(model: Any) -> mx.Dtype:
 
 
 def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
-    """See `KVRows.keep`. Columns that stand right already are not touched."""
+    """Does `KVRows.keep`, without touching columns that stay in place."""
     moved = np.flatnonzero(columns != np.arange(prefix, prefix + len(columns)))
     if len(moved):
         index = mx.array(columns[moved[0] :])
@@ -256,14 +257,14 @@ def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
 
 
 def saved(caches: Sequence[Any], count: int, states: tuple[Any, ...] = ()) -> SavedPrefix:
-    """See `KVRows.save`; `states`: what belongs to just these columns."""
+    """Does `KVRows.save`; `states`: the other state after these columns."""
     layers = tuple(cache.saved(count) for cache in caches if isinstance(cache, KVRowCache))
     mx.eval(layers, states)
     return SavedPrefix(count, layers, states)
 
 
 def restore(frame: TreeAttentionMetadata, caches: Sequence[Any], start: CachedPrefix) -> None:
-    """See `KVRows.restore`."""
+    """Does `KVRows.restore`."""
     frame.plain(0, start.length)
     attention = [cache for cache in caches if isinstance(cache, KVRowCache)]
     for cache, (keys, values) in zip(attention, start.saved.columns(start.length), strict=True):
@@ -282,11 +283,11 @@ class JointKVRows(DenseKVRows):
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
         if len(texts) == 1:
             return DenseKVRows.forward(texts, new)
-        ends = np.cumsum([len(one.parents) for one in new]).tolist()
+        ends = np.cumsum([len(rows.parents) for rows in new]).tolist()
         spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-        places = mx.array(np.concatenate([one.positions[one.start :] for one in new]))
-        for text, one in zip(texts, new, strict=True):
-            text.frame.tree(one.start, one.positions, one.seen)
+        places = mx.array(np.concatenate([rows.positions[rows.start :] for rows in new]))
+        for text, rows in zip(texts, new, strict=True):
+            text.frame.tree(rows.start, rows.positions, rows.seen)
         numbers = count()
 
         def joint(_: Any) -> JointKVRowCache:
@@ -294,13 +295,13 @@ class JointKVRows(DenseKVRows):
             return JointKVRowCache([text.leaves[number] for text in texts], spans, places)
 
         caches = [stand_in(cache, joint) for cache in texts[0].caches]
-        tokens = mx.concatenate([one.lazy_tokens() for one in new])
+        tokens = mx.concatenate([rows.lazy_tokens() for rows in new])
         logits: mx.array = texts[0].model(tokens[None], cache=caches)
         return logits[0]
 
 
 class JointKVRowCache:
-    """One attention layer's columns of several trees in one forward; `spans`: where each tree's tokens are in it."""
+    """One attention layer's columns of several trees in one forward; `spans`: each tree's tokens in the forward."""
 
     def __init__(self, caches: Sequence[KVRowCache], spans: Sequence[slice], places: mx.array) -> None:
         self._caches, self._spans = caches, spans
@@ -310,28 +311,28 @@ class JointKVRowCache:
         return WindowMask(window_size or self._caches[0].window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes keys and values [1, H, T, D], each tree's into its own columns. What it returns is not used."""
+        """Writes keys and values [1, H, T, D], each tree's into its own columns. The returned value is not used."""
         for cache, span in zip(self._caches, self._spans, strict=True):
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
-        """The attention of flat queries [1, H, T, D], each over its own tree."""
-        found = []
+        """Computes the attention of flat queries [1, H, T, D], each over its own tree."""
+        outputs = []
         for cache, span in zip(self._caches, self._spans, strict=True):
             keys, values = cache.keys_and_values()
             mask = cache.frame.mask(span.stop - span.start, False, window)
             own = queries[:, :, span]
-            found.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
-        return mx.concatenate(found, axis=2)
+            outputs.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
+        return mx.concatenate(outputs, axis=2)
 
 
-_STEP = 256  # columns buffers grow by
-_ORT_PREFILL = 128  # as quick a token as 512, and others wait less
+_STEP = 256  # buffers grow by multiples of so many columns
+_ORT_PREFILL = 128  # tokens of a chunk: as fast per token as 512, and other requests wait less
 
 
 class _Store:
-    """The rows of all trees of a model; free rows are used again."""
+    """The rows of all trees of a model; free rows are reused."""
 
     def __init__(self, forward: OrtForward) -> None:
         self.forward = forward
@@ -343,14 +344,14 @@ class _Store:
         if not self._free:
             self._free.append(self._rows)
             self._rows += 1
-        self._free.sort(reverse=True)  # rows in use stand in front
+        self._free.sort(reverse=True)  # so that rows in use come first
         return self._free.pop()
 
     def close(self, row: int) -> None:
         self._free.append(row)
 
     def make_room(self, columns: int) -> None:
-        """Grows every row to so many columns and keeps what is there. Memory that is never written takes no space."""
+        """Grows every row to so many columns, and keeps its contents. Memory that is never written takes no space."""
         had = self.layers[0][0].shape if self.layers else (0, 0, 0, 0)
         if self._rows <= had[0] and columns <= had[2]:
             return
@@ -368,21 +369,18 @@ _stores: WeakKeyDictionary[OrtForward, _Store] = WeakKeyDictionary()
 
 
 class OrtKVRows(FillableKVRows):
-    """`KVRows` by ONNX Runtime: all trees of a model share one buffer a layer, a row each, and their forwards.
+    """`KVRows` by ONNX Runtime: all trees of a model share one buffer per layer, one row each, and their forwards.
 
-    Not lazy: a forward returns when it is done.
+    Not lazy: a forward returns when it is complete.
     """
 
     lazy = False
     whole = False
 
     def __init__(self, model: LoadedModel) -> None:
-        """
-        Raises:
-            ModelError: ONNX Runtime does not make this model's forwards.
-        """
+        """Raises ModelError if ONNX Runtime does not compute this model's trees."""
         if model.cpu is None or not model.cpu.masked:
-            raise ModelError("ONNX Runtime does not make this model's forwards")
+            raise ModelError("ONNX Runtime does not compute trees of this model")
         store = self._store = _stores.setdefault(model.cpu, _Store(model.cpu))
         self._row = store.open()
         finalize(self, store.close, self._row)
@@ -404,11 +402,11 @@ class OrtKVRows(FillableKVRows):
     @staticmethod
     def forward(texts: Sequence[OrtKVRows], new: Sequence[NewRows]) -> mx.array:
         store = texts[0]._store
-        tokens = np.concatenate([np.array(one.tokens, np.int32) for one in new])
-        parts = [text._part(one) for text, one in zip(texts, new, strict=True)]
+        tokens = np.concatenate([np.array(rows.tokens, np.int32) for rows in new])
+        parts = [text._part(rows) for text, rows in zip(texts, new, strict=True)]
         store.make_room(room(parts)[1])
-        found = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
-        return mx.array(found["logits"])
+        results = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
+        return mx.array(results["logits"])
 
     def keep(self, prefix: int, columns: Ints) -> None:
         end = prefix + len(columns)
@@ -427,8 +425,8 @@ class OrtKVRows(FillableKVRows):
 
     def _write(self, start: int, layers: Any, count: int) -> None:
         self._store.make_room(start + count)
-        for pair, found in zip(self._store.layers, layers, strict=True):
-            for buffer, new in zip(pair, found, strict=True):
+        for pair, layer in zip(self._store.layers, layers, strict=True):
+            for buffer, new in zip(pair, layer, strict=True):
                 buffer[self._row, :, start : start + count] = new
 
     def _part(self, new: NewRows) -> NodeSegment:

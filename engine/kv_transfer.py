@@ -1,10 +1,10 @@
-"""Keys and values that something else than the model has made: as bytes between processes, and of prompts.
+"""Keys and values from another source than the model: as bytes from another process, or from a reader of prompts.
 
-`KVLayout` packs what a model remembers of a piece of a text into bytes, from which another process with the same model
+`KVLayout` packs the keys and values of a piece of a text into bytes, from which another process with the same model
 continues. Nothing is rounded: the bytes are in the model's own number format.
 
-`FillableKVRows` lets a `PromptReader` with the same weights read a prompt in the model's place. A reader that fails
-costs only time: the model reads on from there. Knows arrays; nothing of messages or requests.
+`FillableKVRows` lets a `PromptReader` with the same weights read a prompt instead of the model. If a reader fails, only
+time is lost: the model continues from there. Knows arrays; knows nothing of messages or requests.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class KVTensor:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """How a model's keys and values lie: layer after layer, keys before values, [heads, n, width] each."""
+    """The order of a model's keys and values: layer after layer, keys before values, [heads, n, width] each."""
 
     layers: tuple[tuple[KVTensor, KVTensor], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> KVLayout:
-        """Of a model whose caches hold keys and values and nothing else; nothing is computed."""
+        """Returns the layout of a model whose caches hold only keys and values; computes nothing."""
         caches: list[Any] = make_prompt_cache(model)
         model(mx.zeros((1, 1), mx.int32), cache=caches)
         return cls(tuple((_part(cache.keys), _part(cache.values)) for cache in caches))
@@ -59,21 +59,16 @@ class KVLayout:
         return sum(part.bytes_per_token for part in self._parts())
 
     def pack(self, layers: Layers) -> Bytes:
-        """Keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
+        """Packs keys and values of a piece, [1, heads, n, width] each, in the order of the layers."""
         arrays = (array for pair in layers for array in pair)
         return np.concatenate([_raw(array.astype(p.dtype)) for array, p in zip(arrays, self._parts(), strict=True)])
 
     def unpack(self, data: Bytes, count: int) -> Layers:
-        """What was packed of `count` tokens.
-
-        Raises:
-            ProtocolError: there are more bytes than that, or fewer.
-        """
+        """Unpacks keys and values of `count` tokens. Raises ProtocolError if their size is wrong."""
         if data.size != count * self.bytes_per_token:
             raise ProtocolError(
-                f"{data.size} bytes arrived as keys and values of {count} tokens; expected"
-                f" {self.bytes_per_token} a token,"
-                " as this model has them: run the same model on both sides"
+                f"keys and values of {count} tokens have {data.size} bytes; expected {self.bytes_per_token} for each"
+                " token: run the same model on both sides"
             )
         arrays, end = [], 0
         for part in self._parts():
@@ -96,7 +91,7 @@ def _raw(array: mx.array) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeysValues:
-    """What each layer remembers of n tokens in a row: float32 [layers, kv_heads, n, head_dim], keys after rotation."""
+    """Each layer's keys and values of n successive tokens: float32 [layers, kv_heads, n, head_dim], keys rotated."""
 
     keys: Floats
     values: Floats
@@ -107,23 +102,23 @@ class KeysValues:
 
 
 class ReadingFault(OutriderError):
-    """A reader can't go on; the model reads the rest itself."""
+    """A reader can't continue; the model reads the rest itself."""
 
 
 class PromptReader(Protocol):
-    """Reads prompts in a model's place."""
+    """Reads prompts instead of a model."""
 
     def readable(self, count: int) -> int:
-        """How many of a prompt's `count` tokens it reads, from the first on; 0: the model is faster alone."""
+        """Returns how many of a prompt's first `count` tokens it reads; 0: the model is faster."""
         ...
 
     def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
-        """Reads tokens from position 0 on, a piece at a time. Raises ReadingFault when it can't go on."""
+        """Reads tokens from position 0 on, piece by piece. Raises ReadingFault if it can't continue."""
         ...
 
 
 class FillableKVRows(ABC):
-    """`engine.kv_rows.KVRows` that take keys and values from a `reader`, which has `read` so many of the tokens."""
+    """`engine.kv_rows.KVRows` that take keys and values from a `reader`; `read`: the tokens that it has read so far."""
 
     reader: PromptReader | None = None
     read = 0
@@ -154,4 +149,4 @@ class FillableKVRows(ABC):
     def _prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
-        """`prefill` by the model alone."""
+        """Does `prefill` by the model alone."""

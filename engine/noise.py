@@ -1,14 +1,14 @@
 """The noise of coupled sampling: G(seed, position, token), standard Gumbel, a pure function of three integers.
 
-A counter-based hash, so no state, no order of drawing, and no dependence on vocabulary size, batch shape, device or
-library. Only exactly rounded operations (integer arithmetic, float32 add and multiply) are used, none of the library's
-logarithms: numpy and MLX give the same bits.
+It is a counter-based hash, so it has no state and no order of drawing, and does not depend on vocabulary size, batch
+shape, device or library. It uses only exactly rounded operations (integer arithmetic, float32 add and multiply), and
+not the libraries' logarithms: numpy and MLX return the same bits.
 
-    key(seed, position)  two 64-bit finalisers (Stafford's mix 13)          on the host, one a position
-    h(key, token)        two 32-bit finalisers (lowbias32), keyed twice     one a token
+    key(seed, position)  two 64-bit finalisers (Stafford's mix 13)          on the host, once for each position
+    h(key, token)        two 32-bit finalisers (lowbias32), keyed twice     once for each token
     u = (x + 1/2) / 2^24 with x the high 24 bits of h;  G = -log(-log u)    float32, G in [-2.9, 17.4]
 
-Residual sampling takes its randomness from here too, each `Purpose` from a stream of its own.
+Residual sampling also draws from this noise, with its own stream for each `Purpose`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _LOG1P = (
 
 
 GREATEST = 17.4
-"""Noise is never greater."""
+"""The upper bound of the noise."""
 
 
 class Purpose(IntEnum):
-    """What residual sampling draws for. No draw may depend on another, so each has its own noise at a position."""
+    """The purposes of residual sampling's draws. The draws at a position are independent, so each has its own noise."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -50,21 +50,21 @@ class Purpose(IntEnum):
 
 
 def stream(seed: int, purpose: Purpose, part: int = 0) -> int:
-    """The seed of a request's noise for one purpose, and for a part of it (0 or more)."""
+    """Returns the seed of a request's noise for one purpose, and for a part of it (0 or more)."""
     return _mix64(_mix64(_mix64(seed + 0x8CB92BA72F3D8DD7) + purpose) + part)
 
 
 def gumbel_numpy(seed: int, positions: Sequence[int], vocab_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """G for each of `positions` (absolute, 0 or more) and tokens 0..vocab_size-1: float32 [P, V]."""
+    """Returns G for `positions` (absolute, 0 or more) and tokens 0 to vocab_size - 1: float32 [P, V]."""
     tokens = np.arange(vocab_size, dtype=np.uint32)
     noise = np.empty((len(positions), vocab_size), np.float32)
     for row, first, second in zip(noise, *_keys(seed, positions), strict=True):
-        row[:] = _gumbel(np, integers(np, tokens, first, second))  # row by row: all at once would leave the cache
+        row[:] = _gumbel(np, integers(np, tokens, first, second))  # row by row, to stay in the CPU's cache
     return noise
 
 
 def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
-    """The same as `gumbel_numpy` on MLX's default device, lazily: float32 [P, V]."""
+    """Returns `gumbel_numpy` on MLX's default device, lazy: float32 [P, V]."""
     first, second = _keys(seed, positions)
     tokens = mx.arange(vocab_size, dtype=mx.uint32)
     noise: mx.array = _gumbel(mx, integers(mx, tokens, mx.array(first), mx.array(second)))
@@ -72,22 +72,22 @@ def gumbel(seed: int, positions: Sequence[int], vocab_size: int) -> mx.array:
 
 
 def gumbel_at(xp: Any, seeds: Sequence[int], positions: Sequence[int], tokens: Any) -> Any:
-    """The same for some tokens a row only: float32 [P, m] for P seeds and tokens [P, m]. `xp` is numpy or mlx.core."""
+    """Returns G for some tokens of each row: float32 [P, m] for P seeds and tokens [P, m]. `xp`: numpy or mlx.core."""
     first, second = np.concatenate([_keys(*row) for row in zip(seeds, ([p] for p in positions), strict=True)], axis=1)
     return _gumbel(xp, integers(xp, tokens.astype(xp.uint32), xp.array(first), xp.array(second)))
 
 
 def exponential_numpy(seed: int, positions: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A standard exponential for each of `positions`, the noise of token 0 before its second logarithm: float32 [P]."""
+    """Returns a standard exponential for each position, token 0's noise before its second logarithm: float32 [P]."""
     first, second = _keys(seed, positions)
     drawn: np.ndarray[Any, np.dtype[np.float32]] = _exponential(np, integers(np, np.zeros(1, np.uint32), first, second))
     return drawn[:, 0]
 
 
 def integers(xp: Any, tokens: Any, first: Any, second: Any) -> Any:
-    """The 24-bit integers behind the noise: uint32 [P, V] for tokens [V] and keys [P, 1]. `xp` is numpy or mlx.core.
+    """Returns the 24-bit integers of the noise: uint32 [P, V] for tokens [V] and keys [P, 1]. `xp`: numpy or mlx.core.
 
-    Numpy's arrays are written in place from here on: a fifth quicker than with a new one for each step.
+    From here on numpy's arrays are written in place, which is a fifth faster than a new one for each step.
     """
     return _mix32(xp, _mix32(xp, tokens ^ first) + second) >> 8
 
@@ -108,7 +108,7 @@ def _mix64(x: int) -> int:
 
 
 def _mix32(xp: Any, x: Any) -> Any:
-    """In place."""
+    """Mixes in place."""
     x ^= x >> 16
     x *= xp.array(0x7FEB352D, dtype=xp.uint32)
     x ^= x >> 15
@@ -122,13 +122,13 @@ def _gumbel(xp: Any, x: Any) -> Any:
 
 
 def _exponential(xp: Any, x: Any) -> Any:
-    """-log u, never 0."""
+    """Returns -log u, never 0."""
     u = (x.astype(xp.float32) + 0.5) * 2.0**-24
     return -_log(xp, u, (x.astype(xp.int32) - 2**24).astype(xp.float32) * 2.0**-24 + 2.0**-25)
 
 
 def _log(xp: Any, z: Any, minus_one: Any) -> Any:
-    """log z for normal float32 z > 0, from exactly rounded operations only. `minus_one` is z - 1 where z rounded it."""
+    """Returns log z for normal float32 z > 0, by exactly rounded operations only. `minus_one`: z - 1, not rounded."""
     bits = z.view(xp.int32)
     exponent = bits - _TWO_THIRDS
     exponent >>= 23

@@ -1,13 +1,14 @@
 """Layers of draft heads on a CPU by numpy: few rows at a time, over the buffers of `engine.flat`. Not lazy.
 
-Serves the layers of the Llama, Mistral, Qwen2 and Qwen3 families; other models are refused. MLX copies the weights at
-each call and computes exponentials one by one, so few rows cost half as much here (docs/log.md). Texts of unlike length
-need no padding: attention goes text by text. Keys and values are written where MLX keeps them, so prefill, rollback and
-the prompt cache are those of `engine.flat`.
+Supports the layers of the Llama, Mistral, Qwen2 and Qwen3 families; other models are refused. MLX copies the weights at
+each call and computes exponentials one by one, so few rows cost half as much here (docs/log.md). Texts of different
+lengths need no padding: attention is computed text by text. Keys and values are written into MLX's buffers, so prefill,
+rollback and the prompt cache are those of `engine.flat`.
 
-A BLAS copies ("packs") the weights at every call, too, which for a handful of rows costs more than multiplying.
+A BLAS copies ("packs") the weights at every call, too, which for a few rows costs more than the product.
 `BlockedLinear` keeps weights in column blocks small enough for the kernels that read them in place: eight rows through
-a 3M-parameter draft take 0.5 ms, not 1.2 in numpy whole and 1.9 in MLX. Values never change, only their order.
+a 3M-parameter draft model take 0.5 ms, instead of 1.2 in plain numpy and 1.9 in MLX. Values never change, only their
+order.
 """
 
 from __future__ import annotations
@@ -27,27 +28,25 @@ from outrider.engine.positions import Ints, RopeTable
 from outrider.protocol.errors import ModelError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Beyond this the weights no longer stay in a cache, and MLX's forwards are no longer mostly bookkeeping.
+# Larger weights don't stay in a CPU cache, and MLX's forwards are no longer mostly overhead.
 _MOST_BYTES = 512 * 2**20
 _MASKED = np.float32(-1e30)
-# What is so far below the highest score weighs nothing beside it. Its exponential may be a subnormal number, and a CPU
-# takes a hundred times as long to multiply those: a third of a forward over long texts (docs/log.md).
+# Scores this far below the highest one have no weight. Their exponentials may be subnormal numbers, which a CPU
+# multiplies a hundred times slower: a third of a forward over long texts (docs/log.md).
 _FARTHEST = np.float32(-60)
 
 
 _WIDTH = 64  # columns of a block
-# So much work OpenBLAS does without packing: more rows are multiplied part by part, each block by all parts in turn.
+# The largest product that OpenBLAS computes without packing: more rows are split into parts, and each block is
+# multiplied by all parts in turn.
 _SMALL = 10**6
 
 
 class BlockedLinear:
-    """x [R, K] -> x W + b [R, N], float32. Several layers that read the same input may be one `BlockedLinear`."""
+    """x [R, K] -> x W + b [R, N], float32. Several layers with the same input may be one `BlockedLinear`."""
 
     def __init__(self, layers: list[nn.Linear] | list[nn.Embedding]) -> None:
-        """
-        Raises:
-            TypeError: a layer is not a plain dense one.
-        """
+        """Raises TypeError if a layer is not a plain dense one."""
         if any(type(layer).__name__ not in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
             raise TypeError(f"{type(layers[0]).__name__} is not a plain dense layer")
         weight = np.concatenate([host(layer.weight) for layer in layers])
@@ -64,12 +63,12 @@ class BlockedLinear:
         each = -(-len(x) // parts)
         padded = x if parts * each == len(x) else np.pad(x, ((0, parts * each - len(x)), (0, 0)))
         rows = np.empty((parts, each, count, width), np.float32)
-        # Each product where it belongs. "C": all parts while a block is in the cache, whatever `rows` look like.
+        # Writes each product in place. "C": all parts while a block is in the cache, whatever the strides of `rows`.
         np.matmul(padded.reshape(parts, each, depth), self._blocks, out=rows.transpose(2, 0, 1, 3), order="C")
-        found: Floats = rows.reshape(parts * each, count * width)[: len(x), : self.width]
+        output: Floats = rows.reshape(parts * each, count * width)[: len(x), : self.width]
         if self._bias is not None:
-            found += self._bias
-        return found
+            output += self._bias
+        return output
 
 
 class Norm:
@@ -81,7 +80,7 @@ class Norm:
 
     def __call__(self, x: Floats) -> Floats:
         normed: Floats = np.square(x)
-        mean = np.add.reduce(normed, axis=-1, keepdims=True)  # pairwise sums: a plain dot product loses digits here
+        mean = np.add.reduce(normed, axis=-1, keepdims=True)  # pairwise sums, since a plain dot product loses digits
         mean /= x.shape[-1]
         mean += self._eps
         np.divide(x, np.sqrt(mean, out=mean), out=normed)
@@ -90,15 +89,14 @@ class Norm:
 
 
 def host(array: mx.array) -> Floats:
-    """A float32 copy that numpy owns."""
+    """Returns a float32 copy that numpy owns."""
     return np.array(array.astype(mx.float32), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class NumpySegment:
-    """One text in one layer: its `rows` of the forward become the columns `place` of `keys` and `values`.
-
-    It has `end` columns then. `hidden` is added to the scores, [R, end]: 0 or very negative.
+    """One text in one layer: its `rows` of the forward become the columns `place` of `keys` and `values`, of which it
+    then has `end`. `hidden` is added to the scores, [R, end]: 0 or very negative.
     """
 
     rows: slice
@@ -110,12 +108,12 @@ class NumpySegment:
 
 
 def hidden(seen: Bools) -> Floats | None:
-    """What to add to scores so that only columns that are `seen` count, [R, end]; None: all are seen."""
+    """Returns what to add to scores to mask columns that are not `seen`, [R, end]; None: all are seen."""
     return None if seen.all() else np.where(seen, np.float32(0), _MASKED)
 
 
 def exponentials(scores: Floats) -> Floats:
-    """Of scores below the highest of their row, made in place."""
+    """Computes the exponentials of scores relative to the highest of their row, in place."""
     scores -= scores.max(axis=-1, keepdims=True)
     np.maximum(scores, _FARTHEST, out=scores)
     return np.exp(scores, out=scores)
@@ -137,7 +135,7 @@ class NumpyLayer:
         self._k_norm = Norm(attention.k_norm) if "k_norm" in attention else None
 
     def __call__(self, x: Floats, angles: Floats, spans: Sequence[NumpySegment]) -> Floats:
-        """Feeds x [R, H], the tokens of one text after the other; each attends to its own text.
+        """Feeds x [R, H], the tokens of one text after another; each token attends to its own text.
 
         Args:
             angles: cosines and signed sines, [2, R, D]; see RopeTable.
@@ -145,20 +143,20 @@ class NumpyLayer:
         return self.behind(x, self.before(x), angles, spans)
 
     def behind(self, x: Floats, seen: Floats, angles: Floats, spans: Sequence[NumpySegment]) -> Floats:
-        """The same, except that attention reads `seen` [R, any] instead of the normed x."""
+        """Feeds x like a call, but attention reads `seen` [R, any] instead of the normed x."""
         rows, heads, kv_heads, width = len(x), self.heads, self.kv_heads, self.width
         read = self._in(seen).reshape(rows, heads + 2 * kv_heads, width)
         asking = read[:, : heads + kv_heads]
         if self._q_norm is not None and self._k_norm is not None:
             asking = np.concatenate([self._q_norm(asking[:, :heads]), self._k_norm(asking[:, heads:])], axis=1)
         turned = _turn(asking, angles)
-        found = [self._attend(turned[span.rows], read[span.rows, heads + kv_heads :], span) for span in spans]
-        x = x + self._out(found[0] if len(found) == 1 else np.concatenate(found))
+        outputs = [self._attend(turned[span.rows], read[span.rows, heads + kv_heads :], span) for span in spans]
+        x = x + self._out(outputs[0] if len(outputs) == 1 else np.concatenate(outputs))
         x += self._down(_gated(self._up(self._between(x))))
         return x
 
     def _attend(self, turned: Floats, fresh: Floats, span: NumpySegment) -> Floats:
-        """Attention of one text's queries, [R, heads x D]; writes its keys and values first.
+        """Writes one text's keys and values, and returns the attention of its queries, [R, heads x D].
 
         Args:
             turned: queries, then keys, [R, heads + kv heads, D].
@@ -167,7 +165,7 @@ class NumpyLayer:
         rows, heads, kv_heads, width, end = len(turned), self.heads, self.kv_heads, self.width, span.end
         span.keys[:, span.place] = turned[:, heads:].transpose(1, 0, 2)
         span.values[:, span.place] = fresh.transpose(1, 0, 2)
-        # Heads that share keys become rows of one product: [kv heads, heads a kv head x R, D].
+        # Heads that share keys become rows of one product: [kv heads, heads per kv head x R, D].
         asked = turned[:, :heads].reshape(rows, kv_heads, -1, width).transpose(1, 2, 0, 3).reshape(kv_heads, -1, width)
         asked = np.multiply(asked, self._scale, dtype=np.float32)
         scores: Floats = asked @ span.keys[:, :end].transpose(0, 2, 1)
@@ -176,17 +174,17 @@ class NumpyLayer:
             scores += span.hidden
             scores = scores.reshape(kv_heads, -1, end)
         weights = exponentials(scores)
-        found: Floats = weights @ span.values[:, :end]
-        found /= weights.sum(axis=-1, keepdims=True)
-        return found.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
+        output: Floats = weights @ span.values[:, :end]
+        output /= weights.sum(axis=-1, keepdims=True)
+        return output.reshape(kv_heads, -1, rows, width).transpose(2, 0, 1, 3).reshape(rows, -1)
 
 
 def rope_of(block: nn.Module) -> RopeTable:
-    """Raises TypeError: the layer's rope is of another kind."""
+    """Returns the layer's rope table. Raises TypeError if its rope is of another kind."""
     attention = block.self_attn
     rope = RopeTable.of(attention.rope.inner, attention.o_proj.weight.shape[1] // attention.n_heads)
     if rope is None or not rope.whole:
-        raise TypeError("its rope does not turn by tabulated angles")
+        raise TypeError("its rope can't be tabulated")
     return rope
 
 
@@ -200,26 +198,26 @@ class Ends:
 
 
 def ends_of(model: LoadedModel) -> Ends:
-    """The ends of a model that may still be in its files; its layers are not read.
+    """Loads embedding and output layer of a model whose weights may still be in their files; reads no other layers.
 
     Raises:
-        ModelError: numpy does not serve this model.
+        ModelError: numpy can't compute this model.
     """
     _check(model)
     try:
         return Ends(model.model)
     except (AttributeError, TypeError, KeyError) as error:
-        raise ModelError(f"numpy can't serve this model: {error}") from error
+        raise ModelError(f"numpy can't compute this model: {error}") from error
 
 
 def _check(model: LoadedModel) -> None:
-    """Raises ModelError: numpy does not serve this model."""
+    """Raises ModelError if numpy can't compute this model."""
     if mx.default_device().type != mx.cpu:
         raise ModelError("numpy would leave the GPU idle")
     if model.model_type not in FAMILIES or 4 * model.parameters > _MOST_BYTES:
-        raise ModelError(f"numpy serves {', '.join(FAMILIES)} up to {_MOST_BYTES // 2**20} MiB")
+        raise ModelError(f"numpy computes only {', '.join(FAMILIES)} models up to {_MOST_BYTES // 2**20} MiB")
     if model.config.get("sliding_window") and "sliding_attention" in (model.config.get("layer_types") or ()):
-        raise ModelError("numpy serves no sliding windows")
+        raise ModelError("numpy computes no sliding windows")
 
 
 def _turn(x: Floats, angles: Floats) -> Floats:
@@ -232,7 +230,7 @@ def _turn(x: Floats, angles: Floats) -> Floats:
 
 
 def _gated(both: Floats) -> Floats:
-    """SiLU of the gate, times what it lets through: [R, 2 F] -> [R, F]."""
+    """Returns SiLU of the gate times the other half: [R, 2 F] -> [R, F]."""
     width = both.shape[1] // 2
     gate, up = both[:, :width], both[:, width:]
     out: Floats = np.negative(gate)
@@ -243,13 +241,13 @@ def _gated(both: Floats) -> Floats:
     return out
 
 
-MOST_ROWS = 256  # beyond, MLX is as quick
+MOST_ROWS = 256  # for more rows MLX is as fast
 
 
 def spans(
     layers: Sequence[NumpyLayer], segments: Sequence[Segment], caches: Sequence[FlatCache]
 ) -> Iterator[list[NumpySegment]]:
-    """The segments of each layer's attention."""
+    """Yields the segments of each layer's attention."""
     ends = np.cumsum([segment.count for segment in segments]).tolist()
     reach = max(segment.row for segment in segments) + 1, max(segment.end for segment in segments)
     masks = [hidden(segment.seen(segment.end, None)) for segment in segments]
@@ -270,5 +268,5 @@ def spans(
 
 @cache
 def _like(kv_heads: int, width: int) -> mx.array:
-    """Keys of one column."""
+    """Returns keys of one column."""
     return mx.zeros((1, kv_heads, 1, width))

@@ -58,9 +58,9 @@ class Pace:
         self._late = 0.0
 
     def begin(self, ready: float) -> None:
-        """The forward begins at `ready`, when its input was there, or when the forward before it ends.
+        """Begins a forward at `ready`, when its input was available, or at the end of the forward before it.
 
-        So the host's work between two forwards counts for the second, as in times that are measured step by step.
+        So the host's work between two forwards counts for the second one, as in times that are measured step by step.
         """
         self._busy_until = max(self._busy_until, ready)
 
@@ -83,15 +83,15 @@ class Pace:
         self._busy_until = now
         if self._late > LATE_SECONDS + LATE_SHARE * self._simulated:
             self._complain(
-                f"{NOT_KEPT}: real forwards ended {self._late * 1000:.0f} ms late in {self._simulated * 1000:.0f} ms of"
-                " simulated ones; use a smaller model, a slower profile or an idle machine"
+                f"{NOT_KEPT}: forwards ended {self._late * 1000:.0f} ms late in {self._simulated * 1000:.0f} ms of"
+                " simulated time; use a smaller model, a slower profile or an idle machine"
             )
             self._late = self._simulated = 0.0
 
 
 @contextmanager
 def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
-    """A forward of `rows`, which takes as long as `pace` says from `ready` on, if there is one."""
+    """Makes a forward of `rows` take the time of `pace` from `ready` on, if there is a pace."""
     if pace is None:
         yield
         return
@@ -102,14 +102,14 @@ def paced(pace: Pace | None, rows: int, ready: float) -> Iterator[None]:
 
 
 FADE = 0.95
-# A row takes at least this share of what a row of the mean forward does, whatever the noise.
+# A row takes at least this share of a row's time in the mean forward, whatever the noise.
 LEAST_SHARE = 0.1
 
 
 class ForwardCost:
     """Milliseconds of a forward by its rows: a straight line through measurements, of which old ones fade.
 
-    `seen`: how many measurements still count.
+    `seen`: the total weight of the measurements.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class ForwardCost:
         self._rows = self._ms = self._rows_rows = self._rows_ms = 0.0
 
     def add(self, rows: int, ms: float) -> None:
-        """A forward of so many tokens took `ms`."""
+        """Records that a forward of `rows` took `ms`."""
         self.seen = self.seen * FADE + 1.0
         self._rows = self._rows * FADE + rows
         self._ms = self._ms * FADE + ms
@@ -126,17 +126,17 @@ class ForwardCost:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Milliseconds of a forward and of each of its rows, once something was measured."""
+        """The milliseconds of a forward and of each of its rows, after the first measurement."""
         rows, ms = self._rows / self.seen, self._ms / self.seen
         spread = self._rows_rows / self.seen - rows * rows
-        if spread < 0.01 * rows * rows:  # they were all alike
+        if spread < 0.01 * rows * rows:  # all forwards had about the same rows
             return 0.0, ms / rows
         slope = (self._rows_ms / self.seen - rows * ms) / spread
-        each = min(max(slope, LEAST_SHARE * ms / rows), ms / rows)  # neither may be negative, whatever the noise
+        each = min(max(slope, LEAST_SHARE * ms / rows), ms / rows)  # so that neither is negative
         return ms - each * rows, each
 
     def __call__(self, rows: int) -> float:
-        """Milliseconds of a forward of so many rows; 0: nothing was measured yet."""
+        """Returns the milliseconds of a forward of `rows`; 0 before the first measurement."""
         if not self.seen:
             return 0.0
         fixed, each = self.line

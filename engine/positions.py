@@ -1,8 +1,8 @@
-"""A position for each token of one row; mlx-lm's rope takes only one offset for each row.
+"""A position for each token of a row; mlx-lm's rope takes only one offset for each row.
 
-`install` wraps every attention's `rope`. The wrapper acts when a cache's `offset` is a vector with an entry for each
-token of a single row, and on a CPU for plain text where a table gives the same bits in a quarter of the time. Every
-other call goes to the wrapped rope. Plain decoding keeps mlx-lm's bits. Knows nothing of trees or caches.
+`install` wraps every attention's `rope`. The wrapper acts if a cache's `offset` is a vector with an entry for each
+token of a single row, and on a CPU also for plain text if a table returns the same bits in a quarter of the time. All
+other calls go to the wrapped rope. Plain decoding keeps mlx-lm's bits. Knows nothing of trees or caches.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Angles = tuple[mx.array, mx.array]
-"""Cosines, and sines signed for what they are multiplied with: float32 [L, D] each."""
+"""Cosines, and sines with the sign for the half that they are multiplied with: float32 [L, D] each."""
 
-_CHUNK = 512  # positions whose angles are tabulated at once
-_PROBE = 3  # a position at which every rotated pair has turned
+_CHUNK = 512  # positions whose angles are tabulated at a time
+_PROBE = 3  # a position at which every pair is rotated
 
 
 class RopeTable:
-    """Cosines and sines of a rope by position, read off the rope itself; all layers with the same rope share one.
+    """Cosines and sines of a rope by position, computed by the rope itself; all layers with the same rope share one.
 
-    On the CPU MLX composes a rope of some fifteen operations, every layer again; a table makes it five, and what is
-    looked up for the first layer of a forward serves the rest.
+    On the CPU MLX computes a rope by about fifteen operations in every layer; a table needs five, and the angles looked
+    up for a forward's first layer serve the others.
     """
 
     def __init__(self, rope: nn.Module, width: int, half: int) -> None:
-        """`width` is the head's; dimension i < `half` turns together with i + `half`, those from 2 `half` on stay."""
+        """`width`: the head's; dimension i < `half` is rotated with i + `half`, those from 2 `half` on are not."""
         self._rope, self._width, self._half = rope, width, half
         self._angles = np.zeros((2, 0, width), dtype=np.float32)
         # Looked up by the last forward's first layer, for the layers after it.
         self._by_token: tuple[mx.array, Angles] | None = None
         self._by_span: tuple[tuple[int, int], Angles] | None = None
-        self.exact = False  # True when for plain text it gives the very bits of the rope
+        self.exact = False  # True if for plain text it returns the same bits as the rope
 
     @classmethod
     def of(cls, rope: nn.Module, width: int) -> RopeTable | None:
-        """None when this rope does not turn halves by an angle proportional to the position."""
-        if "Dynamic" in type(rope).__name__:  # its angles depend on the length of the text as well
+        """Returns the table of a rope; None if it does not rotate halves by an angle proportional to the position."""
+        if "Dynamic" in type(rope).__name__:  # its angles also depend on the length of the text
             return None
         turned = np.array(rope(mx.eye(width)[:, None, None, :], offset=_PROBE))[:, 0, 0, :]
         partners = np.argwhere((np.abs(turned) > 0) & ~np.eye(width, dtype=bool))
@@ -66,15 +66,15 @@ class RopeTable:
 
     @property
     def whole(self) -> bool:
-        """True when every dimension of the head turns."""
+        """True if every dimension of the head is rotated."""
         return 2 * self._half == self._width
 
     def on_host(self, positions: Ints) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Cosines and signed sines at these positions: float32 [2, L, D]."""
+        """Returns cosines and signed sines at these positions: float32 [2, L, D]."""
         while positions.max() >= self._angles.shape[1]:
             self._grow()
-        found: np.ndarray[Any, np.dtype[np.float32]] = self._angles[:, positions]
-        return found
+        angles: np.ndarray[Any, np.dtype[np.float32]] = self._angles[:, positions]
+        return angles
 
     def plain(self, x: mx.array, offset: int) -> mx.array:
         """Ropes x [1, H, L, D], the first token at position `offset`."""
@@ -106,7 +106,7 @@ class RopeTable:
 
 
 class TokenRope(nn.Module):  # type: ignore[misc]
-    """A rope that also takes one offset per token when there is one row."""
+    """A rope that also takes one offset per token if there is one row."""
 
     def __init__(self, inner: nn.Module, tables: dict[Any, RopeTable | None]) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ class TokenRope(nn.Module):  # type: ignore[misc]
         self._tables = _Shared(tables, signature(inner))
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that models read from their rope, such as its base."""
+        """Returns the inner rope's attributes, such as its base, which models may read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **others: Any) -> mx.array:
-        """`others`: arguments that mlx-lm's ropes do not have; such a call goes to the wrapped rope."""
+        """Ropes x. `others`: arguments that mlx-lm's ropes don't have; such a call goes to the wrapped rope."""
         roped: mx.array
         if others:
             roped = self.inner(x, offset=offset, **others)
@@ -141,7 +141,7 @@ class TokenRope(nn.Module):  # type: ignore[misc]
 
 
 class _Shared:
-    """The tables of one model, looked up by what a rope is made of. (A plain dict would become part of the module.)"""
+    """The tables of one model, by a rope's parameters. (A plain dict would become part of the module.)"""
 
     def __init__(self, tables: dict[Any, RopeTable | None], signature: Any) -> None:
         self._tables, self._signature = tables, signature

@@ -1,9 +1,9 @@
-"""Saved prefixes of texts, found again by the tokens that a new text begins with.
+"""Saved prefixes of texts, found by the first tokens of a new text.
 
-Texts that have ended become entries; the least recently used entry is dropped when memory runs short. The first columns
-of a running text may be copied while it runs. A part of an entry serves as well as all of it, unless the model keeps
-state that can't be cut. Comparing with an entry takes a microsecond or two, so there is no trie. Knows tokens and
-bytes; nothing of requests or models.
+Texts that have ended become entries; the least recently used entry is dropped if memory runs short. The first columns
+of a running text can be copied, too. A part of an entry can be used, unless the model keeps state that can't be
+shortened. A comparison with an entry takes a microsecond or two, so there is no trie. Knows tokens and bytes; knows
+nothing of requests or models.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from outrider.protocol.stats import CacheUse, KvCost
 
-LEAST = 16  # a shorter common beginning is not worth a copy
+LEAST = 16  # a shorter common prefix is not worth a copy
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPrefix:
-    """A copy of what a model remembers of a text's first `length` tokens.
+    """A copy of a model's state after a text's first `length` tokens.
 
     `layers`: keys and values of each attention layer, [.., length, head_dim]. `states`: all other state, arrays or
-    containers of arrays; it belongs to exactly this length.
+    containers of arrays; it is valid for exactly this length.
     """
 
     length: int
@@ -44,19 +44,19 @@ class SavedPrefix:
         return self.cost.of(self.length)
 
     def serves(self, length: int) -> int:
-        """How many of its tokens a text can have that shares the first `length`."""
+        """Returns how many of its tokens can be used by a text that shares the first `length`."""
         if not self.states:
             return min(length, self.length)
         return self.length if length >= self.length else 0
 
     def columns(self, length: int) -> Iterator[tuple[Any, Any]]:
-        """The first columns of each layer: keys and values [.., length, head_dim]."""
+        """Yields the first columns of each layer: keys and values [.., length, head_dim]."""
         return ((keys[..., :length, :], values[..., :length, :]) for keys, values in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """The first `length` tokens of a text, which need not be read because `saved` has them."""
+    """The first `length` tokens of a text, which need not be read, because `saved` has them."""
 
     saved: SavedPrefix
     length: int
@@ -66,11 +66,11 @@ class PrefixSource(Protocol):
     """A running text."""
 
     def lendable(self) -> Sequence[int]:
-        """Its first tokens, as far as their state can be copied now."""
+        """Returns its first tokens whose state can be copied now."""
         ...
 
     def save(self, length: int) -> SavedPrefix:
-        """A copy of the state after the first `length` of these."""
+        """Returns a copy of the state after the first `length` of these tokens."""
         ...
 
 
@@ -84,7 +84,7 @@ class PromptCache:
     """Entries and running texts of one model. Entries are dropped to keep both within `limit` bytes."""
 
     def __init__(self, cost: KvCost, limit: int = 0) -> None:
-        """`cost`: the memory of a text. With a limit of 0 nothing is kept or found, until `allow`."""
+        """`cost`: the memory of a text. With a `limit` of 0 the cache is off, until `allow`."""
         self.cost = cost
         self._limit = limit
         self._entries: list[_Entry] = []  # the least recently used first
@@ -106,16 +106,16 @@ class PromptCache:
         self._make_room()
 
     def enter(self, source: PrefixSource, most: int) -> None:
-        """A text runs that will grow to `most` tokens; entries make room for it."""
+        """Adds a running text that will grow to `most` tokens; drops entries to make room for it."""
         self._running[source] = self.cost.of(most)
         self._make_room()
 
     def leave(self, source: PrefixSource) -> None:
-        """The text has ended; its bytes are free."""
+        """Removes a running text and frees its bytes."""
         self._running.pop(source, None)
 
     def find(self, tokens: Sequence[int]) -> CachedPrefix | None:
-        """The longest saved prefix of these tokens without the last one, which has to be fed."""
+        """Returns the longest saved prefix of these tokens except for the last one, which has to be fed."""
         if not self._limit:
             return None
         wanted = np.array(tokens[:-1], np.int32)
@@ -136,20 +136,20 @@ class PromptCache:
         return CachedPrefix(entry.saved, length)
 
     def wants(self, tokens: Sequence[int]) -> bool:
-        """Whether `keep` would make an entry of a text with these tokens."""
+        """Returns whether `keep` would make an entry of a text with these tokens."""
         if not len(tokens) >= LEAST or not 0 < self.cost.of(len(tokens)) <= self._limit:
             return False
         known = np.array(tokens, np.int32)
         return all(entry.saved.serves(common(entry.tokens, known)) < len(known) for entry in self._entries)
 
     def keep(self, tokens: Sequence[int], saved: SavedPrefix) -> None:
-        """Makes an entry of a text that begins with these tokens, unless another entry has all of it."""
+        """Makes an entry of a text with these tokens, unless another entry has all of them."""
         known = np.array(tokens[: saved.length], np.int32)
         if not self.wants(tokens[: saved.length]) or saved.nbytes > self._limit:
             return
         for entry in list(self._entries):
             if not saved.states and common(entry.tokens, known) == entry.saved.length:
-                self._drop(entry)  # the new one has it all
+                self._drop(entry)  # the new entry has all its tokens
         self._entries.append(_Entry(known, saved))
         self._bytes += saved.nbytes
         self._make_room()
@@ -170,7 +170,7 @@ class PromptCache:
 
 
 def common(left: Ints, right: Ints) -> int:
-    """How many tokens two texts have in common at their beginning."""
+    """Returns the length of the common prefix of two texts."""
     count = min(len(left), len(right))
     differ = left[:count] != right[:count]
     first = int(differ.argmax()) if count else 0

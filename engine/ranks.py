@@ -1,10 +1,10 @@
-"""The ranks of a sharded model: MLX's collective, and a KV cache that all of them share, each with its part.
+"""The ranks of a sharded model: MLX's collective, and a KV cache that all ranks share, each with its part.
 
-Tensor parallelism: each rank holds a part of every layer, and a layer's output is a sum over ranks. So all ranks make
-the same forwards in the same order over the same texts. Rank 0 chooses tokens and sends the others each forward and
-each change; a token that is not read yet reaches them through the collective. Each forward is started at once and as a
-whole: one that is computed later, or never, would leave the ranks out of step. Knows arrays, models and `KVCache`;
-nothing of sockets.
+Tensor parallelism: each rank has a part of every layer, and a layer's output is a sum over ranks. So all ranks run the
+same forwards in the same order over the same texts. Rank 0 chooses tokens and sends each forward and each change to the
+others; a token that is not read yet reaches them through the collective. Each forward is started at once and as a
+whole: if one rank computed it later, or never, the ranks would be out of step. Knows arrays, models and `KVCache`;
+knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class Ranks:
         return int(self.group.size())
 
     def from_first(self, array: mx.array) -> mx.array:
-        """Rank 0's array of this shape; the others give zeros. Lazy."""
+        """Returns rank 0's array; the others pass zeros of its shape. Lazy."""
         return mx.distributed.all_sum(array, group=self.group)
 
     def broadcast(self, words: bytes) -> bytes:
-        """Rank 0's `words`, through the collective; the others' are ignored. Waits for all."""
+        """Returns rank 0's `words` on all ranks, through the collective. Waits for all ranks."""
         padded = mx.array(list(words.ljust(_ROOM, b"\0")), mx.int32)
         received = self.from_first(padded if self.rank == 0 else mx.zeros_like(padded))
         return bytes(map(int, received.tolist())).rstrip(b"\0")  # type: ignore[arg-type]
 
     def share_out(self, model: nn.Module, model_type: str) -> None:
-        """Reduces the model, which may still be in its files, to this rank's part.
+        """Reduces the model, whose weights may still be in their files, to this rank's part.
 
         Raises:
-            ModelError: mlx-lm can't share such a model out, or not among so many.
+            ModelError: mlx-lm can't shard such a model, or not over this number of ranks.
         """
         if not hasattr(model, "shard"):
             raise ModelError(f"mlx-lm can't shard a {model_type} model; use another model, or a single rank")
@@ -74,31 +74,31 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Waits for all ranks that were started with this one.
+    """Joins the collective, and waits for all its ranks.
 
     Raises:
-        InvalidRequest: it was started alone.
-        WorkerError: the others can't be reached.
+        InvalidRequest: there is only one rank.
+        WorkerError: the other ranks can't be reached.
     """
     try:
         ranks = Ranks(mx.distributed.init())
     except RuntimeError as error:
         raise WorkerError(f"the other ranks can't be reached ({first_line(error)}); restart all ranks") from error
     if ranks.size == 1:
-        raise InvalidRequest("this target was started alone; start two or more ranks with mlx.launch")
+        raise InvalidRequest("this target has only one rank; start two or more with mlx.launch, or leave out --shard")
     return ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SharedCopy(SavedPrefix):
-    """Rank 0's part of copy `number`, of which each rank has its own; `here` of them are on this machine."""
+    """Rank 0's part of copy `number`; each rank has its own part. `here`: the number of ranks on this machine."""
 
     number: int = 0
     here: int = 1
 
     @property
     def cost(self) -> KvCost:
-        """What it takes on this machine."""
+        """Its memory on this machine."""
         own = SavedPrefix(self.length, self.layers, self.states).cost
         return KvCost(self.here * own.per_text, self.here * own.per_token)
 
@@ -138,9 +138,9 @@ class MirroredSequence:
 
 
 class MirroredKVCache:
-    """Rank 0's side: its own KV cache, and `send`, which reaches the other ranks. `here`: see `SharedCopy`.
+    """Rank 0's side: its own KV cache, and `send`, which sends to the other ranks. `here`: see `SharedCopy`.
 
-    Only forwards can't wait, so changes are sent together with the next one.
+    Changes are sent together with the next forward, since only forwards are urgent.
     """
 
     def __init__(self, own: KVCache, ranks: Ranks, send: Callable[..., None], here: int = 1) -> None:
@@ -159,7 +159,7 @@ class MirroredKVCache:
 
     @property
     def trees(self) -> bool:
-        """Never: a path through a tree is no length, and only lengths are sent to the other ranks."""
+        """Always False: only lengths are sent to the other ranks, and not paths through a tree."""
         return False
 
     def open(self) -> MirroredSequence:
@@ -185,7 +185,7 @@ class MirroredKVCache:
         self._own.adopt(sequence.own, start)
 
     def tap_hidden_states(self, hidden_states: HiddenStates) -> None:
-        """Hidden rows are the same on all ranks; only this one's are read."""
+        """Records this rank's hidden states, which are the same on all ranks."""
         self._own.tap_hidden_states(hidden_states)
 
     def forward(self, feeds: Sequence[Feed]) -> mx.array:
@@ -204,7 +204,7 @@ class MirroredKVCache:
 
 
 class RankFollower:
-    """Another rank's side: does with its own KV cache what rank 0 did."""
+    """Another rank's side: repeats rank 0's operations on its own KV cache."""
 
     def __init__(self, own: KVCache, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -212,20 +212,20 @@ class RankFollower:
         self._copies: dict[int, SavedPrefix] = {}
 
     def forward(self, message: TextForward) -> None:
-        """Starts the same forward. Where it fails it fails on rank 0, too."""
+        """Starts the same forward. If it fails, it fails on rank 0, too."""
         feeds = [Feed(self._sequences[f.text], self._tokens(f), f.wanted, f.prompt) for f in message.feeds]
         try:
             with named_errors("a rank's forward"):
                 _begun(self._own, feeds)
         except OutriderError as error:
-            log.warning("%s; rank 0 tells whose request that was", error)
+            log.warning("%s; see rank 0's log for the request", error)
 
     def change(self, change: TextChange) -> None:
-        """Does what rank 0 did. Where that fails it failed on rank 0, too."""
+        """Applies the same change. If it fails, it failed on rank 0, too."""
         try:
             self._do(change)
         except OutriderError as error:
-            log.warning("%s; rank 0 tells whose request that was", error)
+            log.warning("%s; see rank 0's log for the request", error)
 
     def _do(self, change: TextChange) -> None:
         match change.deed:

@@ -1,8 +1,8 @@
-"""KV rows of models that keep a state for each row (hybrids of attention and recurrence): each token is a row.
+"""KV rows of models with recurrent state (hybrids of attention and recurrence): each token is a row of the batch.
 
-A recurrent state can't be masked out, so a forward over R tokens is a batch of R rows of one token, each given its
-parent's state; every column keeps the state after it, by reference. Attention layers still hold one shared row of
-columns, which all rows of the batch read. Satisfies `engine.kv_rows.KVRows`.
+A recurrent state can't be masked, so a forward over R tokens is a batch of R rows of one token, each with its parent's
+state; every column keeps the state after it, by reference. Attention layers have one shared row of columns, which all
+rows of the batch read. Implements `engine.kv_rows.KVRows`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
 States = tuple[tuple[mx.array, ...], ...]
-"""One tuple a recurrent layer; each array has the forward's rows as its first axis."""
+"""One tuple for each recurrent layer; the first axis of each array is the forward's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _After:
 
 
 class _BatchCache(KVRowCache):
-    """A row of columns that a batch of rows with one token each writes and reads together."""
+    """A row of columns that all rows of a batch, of one token each, write and read."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         rows = keys.shape[0]
@@ -51,10 +51,7 @@ class RecurrentKVRows:
     whole = True
 
     def __init__(self, model: LoadedModel) -> None:
-        """
-        Raises:
-            ModelError: the model has a kind of cache that can be neither masked nor kept by reference.
-        """
+        """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
         self._model = model.model
         self._frame = TreeAttentionMetadata()
 
@@ -83,9 +80,9 @@ class RecurrentKVRows:
 
     @staticmethod
     def forward(texts: Sequence[RecurrentKVRows], new: Sequence[NewRows]) -> mx.array:
-        """One tree after the other, because each has a state of its own in the caches."""
-        found = [text._alone(one) for text, one in zip(texts, new, strict=True)]
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+        """Feeds one tree after another, because each puts its own state into the caches."""
+        logits = [text._alone(rows) for text, rows in zip(texts, new, strict=True)]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _alone(self, new: NewRows) -> mx.array:
         tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
@@ -93,7 +90,7 @@ class RecurrentKVRows:
         order: list[int] = []
         for level in _levels(start, parents):
             columns = [start + row for row in level]
-            # Rows of a level must stand side by side in the columns they write.
+            # The rows of a forward must write adjacent columns.
             for first, last in _runs(columns):
                 rows = list(range(first - start, last - start + 1))
                 self._put_states([parents[row] for row in rows])
@@ -125,7 +122,7 @@ class RecurrentKVRows:
         return tuple(tuple(cache.cache) for cache in self._recurrent)
 
     def _put_states(self, parents: Sequence[int]) -> None:
-        """Puts the state of each row's parent into the caches; a text's first token has none."""
+        """Puts the state of each row's parent into the caches; a text's first token has no parent."""
         if parents[0] < 0:
             for cache in self._recurrent:
                 cache.cache = [None] * len(cache.cache)
@@ -137,7 +134,7 @@ class RecurrentKVRows:
 
 
 def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
-    """One array of these rows; runs from the same array are taken at once."""
+    """Returns one array of these rows; rows of a single array are taken in one operation."""
     first = rows[0][0]
     if all(array is first for array, _ in rows):
         picks = [row for _, row in rows]
@@ -146,7 +143,7 @@ def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
 
 
 def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
-    """The rows of a call by generation: parents before their children."""
+    """Returns the rows of a call by their depth, parents before their children."""
     depth: list[int] = []
     for parent in parents:
         depth.append(depth[parent - start] + 1 if parent >= start else 0)
@@ -154,7 +151,7 @@ def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
 
 
 def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
-    """Stretches of adjacent columns: (first, last), both included."""
+    """Returns ranges of adjacent columns: (first, last), both included."""
     runs: list[tuple[int, int]] = []
     for column in columns:
         if runs and runs[-1][1] == column - 1:

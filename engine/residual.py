@@ -1,18 +1,18 @@
-"""Residual sampling: the draft's draws from a sparse q, and the target's test of them.
+"""Residual sampling: the drafter's draws from a sparse q, and the target's rejection sampling.
 
-The target's side (`ResidualSampler`) accepts a drawn token with min(1, p/q), else draws from max(p - q, 0): Leviathan,
-Kalman and Matias (arXiv 2211.17192), algorithm 1, for any q that a chain was drawn from. That is a sparse q which comes
-with the chain, or a certain one (one-hot: accept with p(x), else draw from p without x). Log space, float32. The
-randomness is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
+The target's side (`ResidualSampler`) accepts a drawn token with probability min(1, p/q), else draws from max(p - q, 0):
+Leviathan, Kalman and Matias (arXiv 2211.17192), algorithm 1, for any q that a chain was drawn from: a sparse q that
+comes with the chain, or a certain one (one-hot: accept with p(x), else draw from p without x). In log space, float32.
+The randomness is keyed by (seed, position, purpose), so every position is decided once, by noise that no drafter knows.
 
-On the draft's side (`Draws`) each node's own continuation is a draw from a sparse q, and q is kept. q is the draft's
-warped distribution cut to its `width` likeliest tokens, with Saguaro's factor on those that work ahead will prepare for
-(SSD paper, Definition 14), normalised. A chain is verified with the very q it was drawn from.
+On the drafter's side (`Draws`) each node's continuation is a draw from a sparse q, and q is kept. q is the drafter's
+warped distribution cut to its `width` likeliest tokens, with Saguaro's factor on those for which work ahead will
+prepare branches (SSD paper, definition 14), normalised. A chain is verified with exactly the q it was drawn from.
 
-A draw is keyed by (seed, purpose, fork, position), independent of all that the target draws. The fork is where its
+A draw is keyed by (seed, purpose, fork, position), and independent of all draws of the target. The fork is where its
 chain begins: the position of the last token above it that the drafter was given and did not draw. So no chain is drawn
-by noise that an earlier round has seen. It matters, because how a round shares out its branches depends on the whole
-chain under verification, with the part that is rejected.
+by noise that an earlier round has used. This matters, because a round's division of branches depends on the whole chain
+under verification, including the part that is rejected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.protocol.trees import SparseQ
 
 
 class ResidualSampler(Sampler):
-    """A target's sampler: its scores' argmax is a draw from p; `accepted` and `instead` rule on chains."""
+    """A target's sampler: the argmax of its scores is a draw from p; `accepted` and `instead` verify chains."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> None:
         super().__init__(params, vocab_size, constraint=constraint)
@@ -49,50 +49,53 @@ class ResidualSampler(Sampler):
         return True
 
     def log_p(self, logits: mx.array, histories: Sequence[History] | None = None) -> Floats:
-        """The target's own log-probabilities, as warped, normalised, [R, V]. Waits."""
+        """Returns the target's own log-probabilities, warped and normalised, [R, V]. Waits."""
         if self.filters:
             warped = self.warped(logits, histories)
         else:
             warped = self.penalise(logits, histories) * (1.0 / self.params.temp)
-        if mx.default_device().type == mx.cpu:  # where numpy is ten times quicker
+        if mx.default_device().type == mx.cpu:  # numpy is ten times faster there
             return _normalised(np.array(warped, copy=False))
         return np.array(warped - mx.logsumexp(warped, axis=-1, keepdims=True), copy=False)
 
     def accepted(self, log_p: Floats, positions: Sequence[int], chain: Sequence[int], q: SparseQ) -> int:
-        """How many tokens of `chain`, drawn from `q`, hold: each with probability min(1, p/q), up to the first not.
+        """Returns how many tokens of `chain`, drawn from `q`, are accepted: each with probability min(1, p/q), until
+        one is rejected.
 
         Args:
-            log_p: [K, V], one row a token of the chain.
-            positions: absolute positions of its tokens.
+            log_p: [K, V], one row for each token of the chain.
+            positions: the absolute positions of its tokens.
 
         Raises:
             InvalidRequest: the chain can't have been drawn from q.
         """
         if not q.fits(chain):
-            raise InvalidRequest(f"q does not fit the chain {list(chain)}; expected what its tokens were drawn from")
+            raise InvalidRequest(
+                f"q does not fit the chain {list(chain)}; expected the distributions that its tokens were drawn from"
+            )
         tokens, last = np.asarray(chain), log_p.shape[1] - 1
         own = np.where(tokens <= last, log_p[np.arange(len(chain)), np.minimum(tokens, last)], -np.inf)
-        # An exponential clock is later than log q/p, strictly, with probability min(1, p/q).
+        # A standard exponential is strictly greater than log q/p with probability min(1, p/q).
         holds = exponential_numpy(self._accept_seed, positions) > np.log(q.of(chain)) - own
         return len(chain) if holds.all() else int(holds.argmin())
 
     def instead(self, log_p: Floats, position: int, q: SparseQ | None) -> int:
-        """The token at `position` where a draw from the one row of `q` did not hold: from max(p - q, 0), normalised.
+        """Draws the token at `position` from max(p - q, 0), normalised, if a draw from the row `q` was rejected.
 
-        From p where that is 0 everywhere, and where `q` is None: there was no draw.
+        Draws from p if that is 0 everywhere, or if `q` is None: there was no draft.
         """
         scores = (log_p if q is None else residual(log_p, q)) + self._noise_at(position)
         return int(scores.argmax())
 
     def _noise_at(self, position: int) -> Floats:
-        if mx.default_device().type == mx.cpu:  # one row, not the block that `noise` would make
+        if mx.default_device().type == mx.cpu:  # one row, not the block of rows that `noise` computes
             alone: Floats = gumbel_numpy(self._noise_seed, [position], self.vocab_size)[0]
             return alone
         return np.array(self.noise([position])[0], copy=False)
 
 
 def residual(log_p: Floats, q: SparseQ) -> Floats:
-    """log max(p - q, 0), not normalised, [V]; log p where that is nothing. Off q's support it is log p anyway."""
+    """Returns log max(p - q, 0), not normalised, [V]; log p if that is -inf everywhere. Off q's support it is log p."""
     known = q.ids[0] < len(log_p)
     ids = q.ids[0][known]
     left = np.exp(log_p[ids]) - q.probs[0][known]
@@ -108,19 +111,19 @@ def _normalised(scores: Floats) -> Floats:
 
 
 def target_sampler(params: SamplingParams, vocab_size: int, constraint: Constraint | None = None) -> Sampler:
-    """The sampler by which a target chooses tokens for these parameters."""
+    """Returns the sampler of a target for these parameters."""
     if params.is_residual:
         return ResidualSampler(params, vocab_size, constraint)
-    greedy = params.temp == 0  # such choices round as mlx-lm's do
+    greedy = params.temp == 0  # greedy choices round like mlx-lm's
     return Sampler(params, vocab_size, normalised=greedy, constraint=constraint)
 
 
-_WIDE = 32  # a row's best tokens lie in the blocks of this many that have the best maxima
+_WIDE = 32  # tokens of a block: a row's best tokens are in the blocks with the best maxima
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How one request's chains are drawn. `cached`: of how many best tokens Saguaro's factor lowers the weight."""
+    """How one request's chains are drawn. `cached`: how many of the best tokens get Saguaro's factor."""
 
     seed: int
     width: int
@@ -132,14 +135,14 @@ class Draws:
         return cls(params.seed or 0, params.q_width, params.saguaro, cached)
 
     def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
-        """As `engine.steps.score` for one text; the step's best tokens are draws."""
+        """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""
         seeds = [stream(self.seed, Purpose.DRAFT, fork) for fork in forks]
         return score([asked], logits, partial(DrawnStep, self, Keys(seeds, asked.positions)))
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What each row's draw is keyed by: a seed of its fork, and the position of the token drawn."""
+    """The keys of each row's draw: a seed by its fork, and the position of the drawn token."""
 
     seeds: Sequence[int]
     positions: Sequence[int]
@@ -155,7 +158,7 @@ class Drawn:
 
 
 class DrawnStep(Step):
-    """A `Step` whose best tokens are draws; `candidates` are the likeliest tokens still."""
+    """A `Step` whose best tokens are draws; `candidates` are still the likeliest tokens."""
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class DrawnStep(Step):
         self._rows: tuple[Any, Any] | None = None
 
     def q(self, row: int) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Floats]:
-        """What a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
+        """Returns what a row's best token was drawn from: ids [m] and probabilities [m]. Waits."""
         self.best()
         if self._rows is None and self._drawn is not None:
             self._rows = np.array(self._drawn.ids, np.int32), np.array(self._drawn.probs, np.float32)
@@ -178,7 +181,7 @@ class DrawnStep(Step):
         return ids[row], probs[row]
 
     def _choose(self, scores: mx.array) -> mx.array:
-        if self._on_cpu:  # where numpy is quicker, the wait included
+        if self._on_cpu:  # numpy is faster there, including the wait
             return mx.array(self.best(), dtype=mx.int32)
         self._drawn = draw(mx, self._draws, self._keys, scores)
         return cast(mx.array, self._drawn.chosen)
@@ -189,7 +192,7 @@ class DrawnStep(Step):
 
 
 def draw(xp: Any, draws: Draws, keys: Keys, scores: Any) -> Drawn:
-    """One token a row of `scores` [R, V], float32: log p up to a constant a row. `xp`: numpy, or mlx.core and lazy."""
+    """Draws a token for each row of `scores` [R, V], float32 log p up to a constant. `xp`: numpy or mlx.core (lazy)."""
     ids = _top(xp, scores, min(draws.width, scores.shape[1]))
     weights = xp.take_along_axis(scores, ids, -1)
     if draws.saguaro < 1:
@@ -202,7 +205,7 @@ def draw(xp: Any, draws: Draws, keys: Keys, scores: Any) -> Drawn:
 
 
 def _top(xp: Any, scores: Any, count: int) -> Any:
-    """The ids [R, count] of each row's best tokens, in no order."""
+    """Returns the ids [R, count] of each row's best tokens, in any order."""
     rows, width = scores.shape
     whole = width // _WIDE
     if count * _WIDE >= width or width % _WIDE:

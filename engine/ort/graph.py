@@ -1,8 +1,8 @@
-"""An ONNX graph of a dense mlx-lm model, built from the weights of its own module as they are, quantised or not.
+"""Builds an ONNX graph of a dense mlx-lm model from its own module's weights, quantised or not, without changing them.
 
-A forward feeds one flat row of tokens, of several texts. Dense layers see the row, attention sees it laid out by text
-[B, S] and writes keys and values in place. Knows layers, and what a weight means; nothing of texts, buffers or when a
-forward is made. `ort.forward.check` tries whether the graph's logits are the model's.
+A forward feeds one flat row of tokens of several texts. Dense layers see the flat row; attention sees it arranged by
+text [B, S], and writes keys and values in place. Knows layers and the formats of weights; knows nothing of texts,
+buffers or scheduling. `ort.forward.check` compares the graph's logits with the model's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Array = np.ndarray[Any, Any]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text", "phi3")
 _MICROSOFT = "com.microsoft"
 _OPSET, _IR = 21, 10
-# Zero points that are integers but for the rounding of half-precision scales, in quantisation steps.
+# The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
 _WHOLE = 2.0**-7
 _GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of a layer's keys and values, and its `window`; None: it sees everything."""
+    """The shape of a layer's keys and values, and its `window`; None: it sees all tokens."""
 
     kv_heads: int
     width: int
@@ -45,11 +45,11 @@ class LayerShape:
 class Graph:
     """A model as ONNX: `proto` without weights, which are in `weights` by name.
 
-    Inputs: `x` [T, H], embedded tokens; `take` [B x S], which of them stands where; `back` [T], where each stands;
-    `lengths` (B: each text's columns afterwards, less one), `total`, `counts` (B: how many are fed), `places` [B, S],
-    each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of `masks`; `wanted`
-    [R], whose logits are made. Of each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
-    Outputs: `logits` [R, `outputs`], `normed` [R, H], and what each layer puts out, `layer{i}` [T, H].
+    Inputs: `x` [T, H], embedded tokens; `take` [B x S], the token at each place of [B, S]; `back` [T], each token's
+    place; `lengths` [B], each text's columns afterwards, less one; `total`; `counts` [B], the tokens fed; `places` [B,
+    S], each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of `masks`;
+    `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`,
+    `new_v{i}`. Outputs: `logits` [R, `outputs`], `normed` [R, H], and each layer's output, `layer{i}` [T, H].
     """
 
     proto: bytes
@@ -66,7 +66,7 @@ class Graph:
 class Affine:
     """w = scales x q + biases, by groups along K: q packed [N, K x bits / 8], low bits first.
 
-    Wider groups than 32 are split: with AVX-512 their kernels compute the last of an odd number of rows differently.
+    Groups wider than 32 are split: with AVX-512 their kernels compute the last of an odd number of rows differently.
     """
 
     q: Array
@@ -77,7 +77,7 @@ class Affine:
     @classmethod
     def of(cls, layer: nn.Module) -> Affine:
         if getattr(layer, "mode", "affine") != "affine":
-            raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not served")
+            raise TypeError(f"weights of {layer.bits} bits ({layer.mode}) are not supported")
         q, bits = levels(layer)
         parts = max(1, int(layer.group_size) // _GROUP)
         return cls(q, np.repeat(host(layer.scales), parts, 1), np.repeat(host(layer.biases), parts, 1), bits)
@@ -92,7 +92,7 @@ class Affine:
         return Affine(q, scales, biases, self.bits)
 
     def zero_points(self) -> Array | None:
-        """The zero points equal to the biases, [N, groups]; None: they are no integers in 0..2^bits - 1."""
+        """Returns the biases as zero points, [N, groups]; None if they are not integers from 0 to 2^bits - 1."""
         points = -self.biases / np.where(self.scales == 0, np.float32(1), self.scales)
         whole = np.rint(points)
         fits = (np.abs(points - whole) <= _WHOLE) & (whole >= 0) & (whole < 2**self.bits)
@@ -100,7 +100,7 @@ class Affine:
 
 
 def levels(layer: nn.Module) -> tuple[Array, int]:
-    """A quantised layer's rows of packed levels, in 4 or 8 bits: other widths become 8, with the same numbers."""
+    """Returns a quantised layer's rows of packed levels, in 4 or 8 bits; other widths become 8, without rounding."""
     q, bits = np.array(layer.weight).view(np.uint8), int(layer.bits)
     q = q.reshape(len(q), -1)
     if bits in (4, 8):
@@ -134,13 +134,13 @@ class _Builder:
         return name
 
     def ints(self, *values: int) -> str:
-        """A constant of shape and the like, made once."""
+        """Returns a constant of integers, such as a shape, created once."""
         name = "ints_" + "_".join(map(str, values)).replace("-", "m")
         self.small[name] = helper.make_tensor(name, TensorProto.INT64, [len(values)], values)
         return name
 
     def linear(self, x: str, layers: Sequence[nn.Module]) -> str:
-        """Layers that read the same x [R, K], side by side: [R, sum of N]."""
+        """Adds layers with the same input x [R, K], concatenated: [R, sum of N]."""
         if all(isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding) for layer in layers):
             parts = [Affine.of(layer) for layer in layers]
             if len({(part.bits, part.group) for part in parts}) > 1:
@@ -148,21 +148,22 @@ class _Builder:
             whole = parts[0]
             for part in parts[1:]:
                 whole = whole.joined(part)
-            found = self._affine(x, whole)
+            product = self._affine(x, whole)
         elif all(type(layer).__name__ in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
             dense = np.concatenate([host(layer.weight) for layer in layers])
-            found = str(self.op("MatMul", x, self.weight(dense.T)))
+            product = str(self.op("MatMul", x, self.weight(dense.T)))
         else:
-            raise TypeError(f"layers of kind {', '.join({type(layer).__name__ for layer in layers})} are not served")
+            kinds = ", ".join({type(layer).__name__ for layer in layers})
+            raise TypeError(f"layers of kind {kinds} are not supported")
         biases = [layer.get("bias") for layer in layers]
         if all(bias is None for bias in biases):
-            return found
+            return product
         if any(bias is None for bias in biases):
-            raise TypeError("of layers side by side either all or none has a bias")
-        return str(self.op("Add", found, self.weight(np.concatenate([host(bias) for bias in biases]))))
+            raise TypeError("some layers with the same input have a bias and others have none, which is not supported")
+        return str(self.op("Add", product, self.weight(np.concatenate([host(bias) for bias in biases]))))
 
     def _affine(self, x: str, whole: Affine) -> str:
-        """Activations are rounded to 8 bits by block, weights stay exactly what they are."""
+        """Adds a quantised product. Activations are rounded to 8 bits by block; weights are not changed."""
         self.quantised = True
         count, bits, group = len(whole.q), whole.bits, whole.group
         depth = whole.scales.shape[1] * group
@@ -172,14 +173,14 @@ class _Builder:
         if points is not None and (points != middle).any():
             inputs.append(self.weight(_packed(points, bits)))
         settings = {"K": depth, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
-        found = str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
+        product = str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
         if points is not None:
-            return found
+            return product
         rest = whole.biases + np.float32(middle) * whole.scales  # times the sum of each group of x
-        return str(self.op("Add", found, self.op("MatMul", self._sums(x, depth, group), self.weight(rest.T))))
+        return str(self.op("Add", product, self.op("MatMul", self._sums(x, depth, group), self.weight(rest.T))))
 
     def _sums(self, x: str, depth: int, group: int) -> str:
-        """Of each group of x [R, K]: [R, K / group]."""
+        """Adds the sum of each group of x [R, K]: [R, K / group]."""
         key = f"{x}_{group}"
         if key not in self.sums:
             name = f"groups_{depth}_{group}"
@@ -193,7 +194,7 @@ class _Builder:
         return str(self.op("SimplifiedLayerNormalization", x, self.weight(weight), axis=-1, epsilon=eps))
 
     def add_and_norm(self, x: str, y: str, layer: nn.Module, total: str) -> str:
-        """The norm of x + y, which is called `total`."""
+        """Adds the norm of x + y; the sum gets the name `total`."""
         weight, eps = norm_of(layer)
         outputs = [f"normed_{total}", "", "", total]
         self.op(
@@ -213,17 +214,17 @@ class _Builder:
 
 
 def build(model: nn.Module, model_type: str, masked: bool) -> Graph:
-    """The graph of a model. `masked`: it takes a mask for every query, as trees of drafts need it.
+    """Builds the graph of a model. `masked`: with a mask for every query, which trees of drafts need.
 
     Raises:
-        ModelError: the model is of no family that is served here.
+        ModelError: the model's family or one of its layers is not supported.
     """
     if model_type not in FAMILIES:
-        raise ModelError(f"ONNX Runtime serves {', '.join(FAMILIES)} models here")
+        raise ModelError(f"ONNX Runtime computes only {', '.join(FAMILIES)} models")
     try:
         return _build(model, masked)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise ModelError(f"ONNX Runtime can't serve this model: {error}") from error
+        raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
 def _build(model: nn.Module, masked: bool) -> Graph:
@@ -341,17 +342,17 @@ def _proto(b: _Builder, shapes: Sequence[LayerShape], ropes: int, masks: Sequenc
         initial.append(tensor)
     graph = helper.make_graph(b.nodes, "model", inputs, outputs, initial)
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
-    found: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
-    return found
+    proto: bytes = helper.make_model(graph, opset_imports=opsets, ir_version=_IR).SerializeToString()
+    return proto
 
 
 def host(array: mx.array) -> Array:
-    """A float32 copy that numpy owns."""
+    """Returns a float32 copy that numpy owns."""
     return np.array(array.astype(mx.float32), dtype=np.float32)
 
 
 def output_of(model: nn.Module) -> nn.Module:
-    """The module that computes logits: the model's output layer, or its embedding."""
+    """Returns the module that computes logits: the model's output layer, or its embedding."""
     for module in model.modules():
         own = module.get("lm_head") if isinstance(module, dict) else None
         if isinstance(own, nn.Module):
@@ -364,7 +365,7 @@ def _three(attention: nn.Module) -> list[nn.Module]:
 
 
 def _depth(layer: nn.Module) -> int:
-    """The width of a layer's input."""
+    """Returns the width of a layer's input."""
     if isinstance(layer, nn.QuantizedLinear):
         return int(layer.scales.shape[1] * layer.group_size)
     return int(layer.weight.shape[1])
@@ -373,18 +374,18 @@ def _depth(layer: nn.Module) -> int:
 def _rope(rope: nn.Module, width: int) -> RopeTable:
     table = RopeTable.of(rope, width)
     if table is None or not table.whole:
-        raise TypeError("its rope does not turn whole heads by tabulated angles")
+        raise TypeError("its rope can't be tabulated for whole heads")
     return table
 
 
 def norm_of(layer: nn.Module) -> tuple[Array, float]:
-    """An RMS norm's factors, however the module stores them, and its epsilon."""
+    """Returns an RMS norm's factors, however the module stores them, and its epsilon."""
     weight, eps = host(layer.weight), float(layer.eps)
     ones = host(layer(mx.ones((1, weight.size))))[0] * np.sqrt(np.float32(1 + eps))
     for factors in (weight, 1 + weight):
         if np.allclose(ones, factors, rtol=1e-2, atol=1e-3):
             return factors, eps
-    raise TypeError(f"{type(layer).__name__} is no RMS norm that is served here")
+    raise TypeError(f"{type(layer).__name__} is not a supported RMS norm")
 
 
 def _packed(points: Array, bits: int) -> Array:
