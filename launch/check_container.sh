@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Builds packaging/Containerfile with buildah, which needs no daemon, starts the image and asks it a first question. Root,
-# Linux; the container has a network and process ids of its own.
+# Builds packaging/Containerfile with buildah, which needs no daemon, starts the image and sends it a request. Needs
+# root and Linux; the container has its own network and process ids.
 #
 #   launch/check_container.sh [--base IMAGE] [--mlx cpu|cuda|cuda13] [--image NAME]
 #
-# --base: in the place of the public one. --image: one that is built already. With CUDA only the build is checked, for its
-# MLX wants a driver. The image is removed at the end, but for one that was named.
+# --base: instead of the public base image. --image: an image that is already built, which is not removed at the end.
+# With CUDA only the build is checked, because its MLX needs a driver.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

@@ -1,10 +1,10 @@
-"""Has pip resolve every extra for every platform that Outrider is for, from wheels alone, and prints what that showed.
+"""Resolves every extra for every supported platform with pip, from wheels only, and prints the results.
 
     python launch/check_extras.py [--extra NAME] [--python 3.11]
 
-pip downloads for other platforms, but reads markers such as `sys_platform` as those of the machine it runs on; here it
-reads the other's. Needs the package index and a pip that reads metadata alone (25 and newer; older ones download all);
-installs nothing. The exit code is 1 where something did not resolve.
+pip can download for other platforms, but evaluates markers such as `sys_platform` for the machine it runs on; here it
+evaluates them for the other platform. Needs the package index and a pip that reads only metadata (25 and newer; older
+ones download all); installs nothing. The exit code is 1 if an extra can't be resolved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).parents[1]
-# Runs pip as it would be on the machine that the first argument tells of.
+# Runs pip with the markers of the machine that the first argument describes.
 PIP = """
 import json, runpy, sys
 from pip._vendor.packaging import markers
@@ -39,7 +39,7 @@ runpy.run_module("pip", run_name="__main__")
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """`tags`: what its pip takes, the newest first."""
+    """A platform; `tags`: the platform tags that its pip accepts, newest first."""
 
     name: str
     tags: tuple[str, ...]
@@ -71,7 +71,7 @@ PLATFORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """`digest`: SHA-256 of the file there; "" where it is this checkout."""
+    """A package to download; `digest`: the SHA-256 of the file, or "" for this checkout."""
 
     address: str
     digest: str
@@ -79,14 +79,14 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What pip would install, by name; `fault`: why it would not."""
+    """The packages that pip would install, by name; `fault`: its error."""
 
     packages: Mapping[str, Package]
     fault: str = ""
 
 
 def resolve(extra: str, platform: Platform, python: str) -> Found:
-    """`extra` "" is the core alone."""
+    """Resolves an extra; "": the core only."""
     what = f"{ROOT}[{extra}]" if extra else str(ROOT)
     tags = [word for tag in platform.tags for word in ("--platform", tag)]
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def resolve(extra: str, platform: Platform, python: str) -> Found:
 
 
 def public() -> dict[str, str]:
-    """This environment without indexes of this machine's own: everybody has to find what is named here."""
+    """Returns this environment without local indexes, since every user must be able to find the packages."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL")}
     return {**kept, "PIP_CONFIG_FILE": os.devnull}
 
@@ -113,7 +113,7 @@ def _package(download: Mapping[str, Any]) -> Package:
 
 
 def megabytes(addresses: Sequence[str]) -> float:
-    """What is downloaded from there."""
+    """Returns the total size of downloads, in MB."""
     with ThreadPoolExecutor(16) as pool:
         return sum(pool.map(_size, addresses)) / 1e6
 
@@ -129,7 +129,7 @@ def _size(address: str) -> int:
 
 
 def rows(extras: Sequence[str], python: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Of each extra its cells, and what did not resolve."""
+    """Returns the table cells of each extra, and the failures."""
     core: list[Found] = []
     for extra in ("", *extras):
         with ThreadPoolExecutor(len(PLATFORMS)) as pool:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds the sdist and from it the wheel, installs that alone into an empty environment, and runs every command there: in
-# another directory, beside files that are named like the rooms. Needs the package index; takes some minutes.
+# Builds the sdist and from it the wheel, installs only the wheel into an empty environment, and runs every command
+# there, in a directory with files named like our packages. Needs the package index; takes some minutes.
 #
 #   launch/check_wheel.sh             --quick leaves out bench, overlap and tune
 #
-# Everything is in a temporary folder that is removed at the end. The exit code is that of the first step that failed.
+# Uses a temporary folder, which is removed at the end. The exit code is that of the first failed step.
 set -euo pipefail
 export OUTRIDER_MODEL=tiny
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -25,7 +25,7 @@ clean_up() {
 trap clean_up EXIT
 unset PYTHONPATH
 
-# step TITLE COMMAND...: its last lines where it failed, and its time where it did not.
+# step TITLE COMMAND...: runs a command; prints its last lines if it failed, else its time.
 step() {
     local title="$1" started status=0
     shift
@@ -66,7 +66,7 @@ install_extras() {
     "$folder/empty/bin/python" -m pip install --quiet "$(echo "$folder"/dist/*.whl)[cpu,serve,bench]"
 }
 
-# refused WORDS COMMAND...: it ends with one sentence that has these words.
+# refused WORDS COMMAND...: checks that the command fails with one line that has these words.
 refused() {
     local words="$1" said
     shift
@@ -83,7 +83,7 @@ told_what_is_missing() {
     fi
 }
 
-# A user's directory: its files are named like our rooms and end whoever imports them.
+# A user's directory with files named like our packages, which end a process that imports them.
 other_directory() {
     local room
     mkdir "$folder/away"

@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: makes .venv when it is missing or out of date, and finds an OpenBLAS on Linux.
-# Runs in bash 3.2. Everything it says goes to stderr; stdout belongs to the program that follows.
+# Sourced by the other scripts: creates .venv if it is missing or out of date, and finds an OpenBLAS on Linux.
+# Runs in bash 3.2. Its output goes to stderr; stdout belongs to the program that follows.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
@@ -29,40 +29,40 @@ find_python() {
 make_venv() {
     local found
     if command -v uv >/dev/null 2>&1; then
-        uv venv --quiet --allow-existing --python '>=3.11' "$venv" >&2 || fail "uv can't make $venv; its words are above"
+        uv venv --quiet --allow-existing --python '>=3.11' "$venv" >&2 || fail "uv can't create $venv; see its output above"
         return
     fi
-    found="$(find_python)" || fail "Python 3.11 or newer is needed, and $(python3 --version 2>&1 || true) is what is here;" \
+    found="$(find_python)" || fail "Python 3.11 or newer is needed, and $(python3 --version 2>&1 || true) is installed;" \
         "install a newer one (python.org, your package manager) or uv"
-    "$found" -m venv "$venv" >&2 || fail "$found can't make a virtual environment (on Debian and Ubuntu:" \
+    "$found" -m venv "$venv" >&2 || fail "$found can't create a virtual environment (on Debian and Ubuntu:" \
         "apt install python3-venv)"
 }
 
 install_project() {
     local what="$root$1"
-    say "installing outrider and what it needs into .venv (once)"
+    say "installing outrider and its dependencies into .venv (once)"
     if command -v uv >/dev/null 2>&1; then
-        uv pip install --quiet --python "$python" -e "$what" >&2 || fail "the installation failed; its words are above"
+        uv pip install --quiet --python "$python" -e "$what" >&2 || fail "the installation failed; see its output above"
         return
     fi
     "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2
     "$python" -m pip install --quiet --disable-pip-version-check -e "$what" >&2 \
-        || fail "the installation failed; its words are above"
+        || fail "the installation failed; see its output above"
 }
 
-# set_up EXTRAS: those of pyproject.toml, comma-separated. A stamp says what was installed, so that the next start takes
-# no time, and whoever may only read the checkout can start what its owner has installed.
+# set_up EXTRAS: extras of pyproject.toml, comma-separated. A stamp records what was installed, so that the next start
+# takes no time, and a user who can only read the checkout can start what its owner has installed.
 set_up() {
     local stamp wanted
     stamp="$venv/.outrider-installed-$1"
     wanted="$(cksum <"$root/pyproject.toml")"
     if ! is_installed; then
         if [ ! -w "$root" ] || { [ -e "$venv" ] && [ ! -w "$venv" ]; }; then
-            fail "$venv is not ready and not yours to write; ask its owner to start launch/run_local.sh once," \
-                "or use a copy of your own"
+            fail "$venv is not ready, and you have no permission to write it; ask its owner to start launch/run_local.sh" \
+                "once, or use a copy of your own"
         fi
         exec 9>"$root/.venv.lock"
-        if command -v flock >/dev/null 2>&1; then flock 9; fi # two first starts at once: one installs, the other waits
+        if command -v flock >/dev/null 2>&1; then flock 9; fi # of two first starts one installs, and the other waits
         is_installed || install_all "$1"
         exec 9>&-
     fi
@@ -78,7 +78,7 @@ install_all() {
     case "$1" in test*) printf '%s\n' "$wanted" >"$venv/.outrider-installed-serve,cpu" ;; esac
 }
 
-# For programs that run MLX in their own process; the workers of a cluster get it from the orchestrator.
+# For programs that run MLX in their own process; the orchestrator does it for the workers of a cluster.
 preload_openblas() {
     local library
     library="$("$python" -P -c 'from outrider.orchestrator.machine.system import openblas; print(openblas() or "")')"
@@ -87,12 +87,12 @@ preload_openblas() {
 
 has_openblas() { "$python" -P -c 'from outrider.orchestrator.machine.system import notes; raise SystemExit(bool(notes()))'; }
 
-# MLX's CPU wheel on Linux carries the reference BLAS; the workers preload OpenBLAS when the system has one.
+# MLX's CPU wheel on Linux carries the reference BLAS; the workers preload OpenBLAS if the system has one.
 find_openblas() {
     local tried="$venv/.openblas-tried"
     if [ "$(uname -s)" != Linux ] || has_openblas; then return; fi
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && [ ! -e "$tried" ]; then
-        say "installing libopenblas0-pthread: with it, verifying several tokens costs little more than one"
+        say "installing libopenblas0-pthread, with which MLX verifies several tokens at little more than the cost of one"
         : >"$tried"
         if install_openblas >/dev/null 2>&1 && has_openblas; then return; fi
     fi

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Everything about the CoreML drafter that only a Mac can show, into one report file. Run it once and send the report.
+# Runs all checks of the Core ML drafter that need a Mac, and writes one report. Run it once and send the report.
 #
 #   launch/mac_check.sh                                   the embedded pair, about fifteen minutes
 #   launch/mac_check.sh --model T --draft-model D         also a real pair, such as
 #       --model mlx-community/Qwen2.5-7B-Instruct-4bit --draft-model mlx-community/Qwen2.5-0.5B-Instruct-bf16
 #   --report FILE (mac-report.md)   --predictions N (1000)   --quick (20 predictions, few tokens)
 #
-# A step that fails is noted and the next one runs: a crash of Core ML is a finding, not the end.
+# A failed step is recorded and the next one runs, because a crash of Core ML is a result, too.
 set -uo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 
-# The steps run in the project's directory, so what was named here must be found from there; an id stays as it is.
+# The steps run in the project's directory, so relative paths become absolute; an id stays as it is.
 whole() { if [ -d "$1" ]; then (cd "$1" && pwd); else printf '%s\n' "$1"; fi; }
 
 target="$root/models/target"
@@ -37,7 +37,7 @@ if [ "$(uname -s)" != Darwin ]; then
     say "outrider: this is no Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
 fi
 
-# step TITLE COMMAND...: its output in the report, and on the screen what it says on the way.
+# step TITLE COMMAND...: runs a command; its output goes to the report, its progress to the screen.
 step() {
     local title="$1" started status
     shift

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs Outrider on this machine: with --prompt it completes it and ends, without it serves until Ctrl-C.
-# Takes the flags of `outrider generate` and `outrider serve` (--help shows both); makes .venv on the first start.
+# Runs Outrider on this machine: with --prompt it completes the prompt, else it serves until Ctrl-C.
+# Takes the flags of `outrider generate` and `outrider serve` (--help shows both); creates .venv on the first start.
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them all, or those that are named: launch/test.sh tests/protocol -k codec
+# Installs what the tests need and runs all tests, or the given ones: launch/test.sh tests/protocol -k codec
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 

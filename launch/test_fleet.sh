@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what the fleet's tests need, Ray among it, and runs them: fake hosts on this machine, some minutes, 4 GB.
+# Installs what the fleet's tests need, including Ray, and runs them: fake hosts on this machine, some minutes, 4 GB.
 set -euo pipefail
 . "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 

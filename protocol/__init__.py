@@ -1,1 +1,1 @@
-"""What processes say to each other. Imports neither MLX nor any other room."""
+"""The messages between processes, and what all processes share. Imports neither MLX nor any other package."""

@@ -350,7 +350,7 @@ def _serve(link: WorkerLink, hello: Hello, worker: WorkerLoop) -> int:
             worker.run()
             return 0
         except OrchestratorGone as gone:
-            log.warning("%s; this %s worker waits for it, or for the next one", gone, hello.role)
+            log.warning("%s; this %s worker waits for it, or for a new one", gone, hello.role)
             worker.forget()
         except OutriderError as error:
             return link.failed(error)

@@ -1,1 +1,1 @@
-"""What a program that asks uses: clients, results, and a cluster of its own."""
+"""The Python API: clients, results, and a local cluster."""

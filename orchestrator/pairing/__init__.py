@@ -1,1 +1,1 @@
-"""Which two models a cluster runs: their files, their tokenizer, and whether they mean the same by a token."""
+"""The models of a cluster: their files, their tokenizers, and whether their vocabularies are equal."""

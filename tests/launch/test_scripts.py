@@ -142,7 +142,7 @@ def test_another_user_starts_what_its_owner_has_installed(copy, as_another_user)
     with_venv(copy)
     done = as_another_user("run_local.sh")
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "not yours to write; ask its owner to start launch/run_local.sh once" in done.stderr
+    assert "no permission to write it; ask its owner to start launch/run_local.sh once" in done.stderr
     run(copy, "run_local.sh")
     done = as_another_user("run_local.sh")
     assert (done.stdout, done.stderr) == ("-P|-m|outrider|serve|cwd=/\n", "")
@@ -186,7 +186,7 @@ def test_a_too_old_python_is_one_sentence(copy, tmp_path):
         (old / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
     done = run(copy, "run_local.sh", path=str(old))
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "Python 3.11 or newer is needed, and Python 3.9.6" in done.stderr
+    assert done.stderr.count("\n") == 1 and "3.11 or newer is needed, and Python 3.9.6 is installed" in done.stderr
 
 
 def test_uv_is_used_where_it_is(copy, tmp_path):
