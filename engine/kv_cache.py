@@ -283,7 +283,7 @@ class CacheSlot:
         if not tokens:
             raise InvalidRequest("the prompt has no tokens; expected at least one")
         if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-            raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1}, the model's")
+            raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1} for this model")
         self.tokens = list(tokens)
         self.sampler = target_sampler(params, model.vocab_size, constraint)
         self.kv_cache = kv_cache

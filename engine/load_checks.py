@@ -511,7 +511,9 @@ def open_tree(
     if not tokens:
         raise InvalidRequest("the prompt has no tokens; expected at least one")
     if not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
-        raise InvalidRequest(f"a prompt token is out of range; expected 0 to {model.vocab_size - 1}, the draft model's")
+        raise InvalidRequest(
+            f"a prompt token is out of range; expected 0 to {model.vocab_size - 1} for the draft model"
+        )
     sampler = Sampler(params, model.vocab_size, normalised=False, constraint=constraint)
     return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 

@@ -131,7 +131,7 @@ def certify(model: LoadedModel, claim: Claim, progress: Callable[[int, int], Non
     kv_cache = SeparateKVCache(model.model) if model.cpu is None else open_kv_cache(model)  # the target's own kernels
     slot = CacheSlot(model, kv_cache, claim.tokens, claim.sampling, constraint)
     if any(not 0 <= token < model.vocab_size for token in claim.generated):
-        raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1}, the model's")
+        raise InvalidRequest(f"a generated token is out of range; expected 0 to {model.vocab_size - 1} for this model")
     slot.feed_all_but(1)
     ties: list[Difference] = []
     mismatches: list[Difference] = []

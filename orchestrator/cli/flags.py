@@ -106,7 +106,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: Collection[str]
     for name, neutral in (("repetition", "1"), ("presence", "0"), ("frequency", "0")):
         penalty = f"penalty for tokens already in the text, {PENALTIES[name]} (default: {neutral}, none)"
         add(f"--{name}-penalty", type=float, metavar="X", help=penalty)
-        size = f"tokens that it looks back on (default: {getattr(_SAMPLING, f'{name}_context_size')})"
+        size = f"apply it to the latest N tokens (default: {getattr(_SAMPLING, f'{name}_context_size')})"
         add(f"--{name}-context-size", type=int, metavar="N", help=size)
     add("--logit-bias", metavar="JSON", help='biases added to logits, by token id, like {"11": -5.0} (default: none)')
     add("--stop", action="append", metavar="TEXT", help="end the text before TEXT; repeatable (default: none)")
@@ -232,7 +232,7 @@ def add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--served-model-name", dest="model_names", action="append", default=[], metavar="NAME", help=name
     )
-    origin = "allow web pages of this origin, or of all with *, to send requests; repeatable (default: none)"
+    origin = "allow requests from web pages of this origin, or * for all; repeatable (default: none)"
     group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origin)
     group.add_argument(
         "--tls-cert", metavar="FILE", help="certificate (PEM), to serve HTTPS with --tls-key (default: HTTP)"

@@ -156,7 +156,7 @@ def add_generation_flags(parser: argparse.ArgumentParser, without: Collection[st
     given = parser.add_mutually_exclusive_group()
     text = "the text to complete; - reads it from stdin"
     given.add_argument("prompt", nargs="?", default=argparse.SUPPRESS, metavar="PROMPT", help=text)
-    flag = "the same as a flag, for text that may begin with a dash (default: none)"
+    flag = "PROMPT as a flag, for text that may begin with a dash (default: none)"
     given.add_argument("--prompt", "-p", metavar="PROMPT", help=flag)
     add_conversation_flags(parser)
     add_place_flag(parser)
@@ -176,7 +176,7 @@ def add_conversation_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_place_flag(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    there = "use a running server, or the first of several (A,B) that works (default: start a cluster)"
+    there = "use a running server, or several (A,B): if one is lost, the next continues (default: start a cluster)"
     group.add_argument("--connect", "--endpoint", metavar="ENDPOINT", help=there)
     add_server_key_flag(group.add_argument)
 

@@ -33,7 +33,7 @@ COMMON = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_http_flags(parser)
     add = flags.add_settings(parser, ENDPOINTS)
-    drain = f"after SIGTERM, let running requests finish for so long; refuse new ones (default: {DRAIN_SECONDS})"
+    drain = f"time for running requests to finish after SIGTERM; new ones are refused (default: {DRAIN_SECONDS})"
     add("--drain-timeout", type=int, default=DRAIN_SECONDS, metavar="SECONDS", help=drain)
     add("--parent-fd", type=int, help=argparse.SUPPRESS)
     flags.add_request_flags(parser, ("drafter",))

@@ -478,8 +478,8 @@ def test_at_temperature_0_every_kind_is_verified_by_equality(loaded: Callable[..
 
 def test_a_kind_that_the_request_does_not_sample_by_is_refused(loaded: Callable[..., LoadedModel]) -> None:
     model = loaded("llama")
-    with pytest.raises(InvalidRequest, match="samples residual; expected one with"):
+    with pytest.raises(InvalidRequest, match="no q; expected one with q"):
         verify(open_slots(model, [PROMPT], [PENALISED])[0], [1, 2])
     coupled = SamplingParams(temp=1.0, seed=1)
-    with pytest.raises(InvalidRequest, match="samples coupled; expected one without"):
+    with pytest.raises(InvalidRequest, match="has a q; expected one without q"):
         verify(open_slots(model, [PROMPT], [coupled])[0], [1, 2], one_hot([1, 2]))

@@ -247,10 +247,10 @@ def test_a_stored_draft_contains_no_weights_of_its_target(draft: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"embedding": None}, "no draft that shares its target's embedding"),
+        ({"embedding": None}, "not a draft model that shares its target's embedding"),
         ({"hidden_size": 128}, "hidden_size 128, and .* has 64"),
         ({"vocab_size": 5}, "vocab_size 5, and .* has 300"),
-        ({"draft_vocab_size": 12}, "does not tell the 12 tokens"),
+        ({"draft_vocab_size": 12}, "no tensor d2t of 12 tokens"),
     ],
 )
 def test_a_draft_of_another_target_is_refused(

@@ -175,7 +175,7 @@ def test_a_repeated_verify_is_answered_as_long_as_its_outcome_is_remembered() ->
 
 def test_a_target_without_a_drafter_says_so() -> None:
     (fault,) = Stand(drafts=False).say(drafting(1, START))
-    assert isinstance(fault, Fault) and "no drafter of its own" in fault.message
+    assert isinstance(fault, Fault) and "no in-process drafter" in fault.message
 
 
 def test_a_request_closed_while_the_draft_reads_its_prompt_is_over() -> None:

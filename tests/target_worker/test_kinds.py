@@ -56,9 +56,9 @@ def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) ->
 @pytest.mark.parametrize(
     ("sampling", "message", "sentence"),
     [
-        (RESIDUAL, verify((1,), "coupled"), "samples residual"),
-        (COUPLED, verify((1,), "one-hot"), "samples coupled"),
-        (RESIDUAL, verify((1,), "sparse"), "without its q"),
+        (RESIDUAL, verify((1,), "coupled"), "uses residual sampling"),
+        (COUPLED, verify((1,), "one-hot"), "uses coupled sampling"),
+        (RESIDUAL, verify((1,), "sparse"), "has no q"),
         (RESIDUAL, verify((1,), "sparse", one_hot([2])), "does not fit the chain"),
     ],
 )
