@@ -231,7 +231,7 @@ class Tree:
         return [] if self.kv_rows.whole else self._column_tokens[: self._layout.prefix]
 
     def save(self, length: int) -> SavedPrefix:
-        """See `PrefixSource`."""
+        """Returns a copy of the first `length` columns; see `PrefixSource`."""
         return self.kv_rows.save(length)
 
     def close(self, spoilt: bool = False) -> None:

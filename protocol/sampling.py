@@ -263,17 +263,17 @@ class SamplingParams:
 
     @classmethod
     def greedy(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Always the likeliest token."""
+        """Returns parameters that always choose the likeliest token."""
         return cls(**PRESETS["greedy"]).changed(**changes)  # type: ignore[arg-type]
 
     @classmethod
     def balanced(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Some variety."""
+        """Returns parameters for some variety."""
         return cls(**PRESETS["balanced"]).changed(**changes)  # type: ignore[arg-type]
 
     @classmethod
     def creative(cls, **changes: Unpack[SamplingFields]) -> SamplingParams:
-        """Much variety, with min-p against unlikely tokens."""
+        """Returns parameters for much variety, with min-p against unlikely tokens."""
         return cls(**PRESETS["creative"]).changed(**changes)  # type: ignore[arg-type]
 
 
