@@ -307,8 +307,8 @@ class InProcessDrafters:
         return [proposer.drafter.prompt_cache for proposer in self._drafters.values()]
 
     def _all_readers(self, other: HiddenStateReader | None = None) -> HiddenStateReaders:
-        heads = [proposer.drafter.head for proposer in self._heads.values()]
-        own = [HiddenStateReader(head.points, head.fuse) for head in heads]
+        sources = [proposer.drafter.head for proposer in self._heads.values()]
+        own = [HiddenStateReader(source.points, source.fuse) for source in sources]
         return HiddenStateReaders(own + ([other] if other is not None else []))
 
     def _listener(self, listeners: Sequence[Listener]) -> Listener:
