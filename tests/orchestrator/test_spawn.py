@@ -130,7 +130,7 @@ def test_the_workers_find_our_rooms_from_anywhere(tmp_path):
         spawn.python("-c", "import protocol, target_worker; print(protocol.__doc__)"),
         cwd=tmp_path, env=spawn.child_environment(), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
-    assert found.returncode == 0 and "What processes say" in found.stdout, found.stderr
+    assert found.returncode == 0 and "The messages between processes" in found.stdout, found.stderr
 
 
 # --- BLAS and cores -----------------------------------------------------------------------------------------------
