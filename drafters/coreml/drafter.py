@@ -86,7 +86,7 @@ class CoreMLTree:
         first = self.next_node
         if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
             raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
-        fresh = [self._grown(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        fresh = [self._new_node(parent, token) for parent, token in zip(parents, tokens, strict=True)]
         job = self._predict.submit(self._columns.grow, fresh)
         for node in fresh:
             node.job = job
