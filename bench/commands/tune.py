@@ -199,6 +199,7 @@ def _drafter(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> t
     lines += map(tune_heads.line, heads)
     if options.measure:
         lines.append(_compare(options, pair, found, screen))
+        lines += _in_one_process(options, pair, screen)
     record = tune_heads.with_heads(_record(measured, turnaround_ms, found, options.temp), heads)
     return record, "\n".join(lines), doubts(measured, waited)
 

@@ -26,7 +26,7 @@ from outrider.protocol.heads import names_of
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
 
-DEPTHS = (2, 3, 4, 6)
+DEPTHS = (1, 2, 4, 6)
 
 
 @dataclass(frozen=True, slots=True)
