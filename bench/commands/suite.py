@@ -194,7 +194,7 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
-    with start_runners(given, pair.settings, plan.depths, False, plan.peers, screen.show, True) as started:
+    with start_runners(given, pair.settings, plan.depths, False, plan.peers, screen.show, one_process=True) as started:
         for sampling in plan.samplings:
             best = started.best(plan.trials, sampling, lambda message: screen.show(f"trial, {message}"))
             runs = run_interleaved(best, plan.prompts, sampling, screen.show)

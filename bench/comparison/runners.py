@@ -95,8 +95,8 @@ def start_runners(
         families += start.llama_cpp(peers)
         # SSD uses one core per worker; here the other runners get as many.
         threads = 2 * settings.threads
-        if one_process and start.can_colocate:
-            families.append(start.one_process({**given, "colocate": True, "threads": threads}))
+        if one_process:
+            families += start.one_process(threads)
         if both_cores:
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
@@ -145,16 +145,20 @@ class _Starter:
         return families, _target(cluster.client()).weight_bytes
 
     @property
-    def can_colocate(self) -> bool:
+    def _can_colocate(self) -> bool:
         """Whether the draft model can run in the target's process."""
         return self.settings.draft_backend == "mlx" and self.settings.simulate is None
 
-    def one_process(self, given: dict[str, Any]) -> list[PromptRunner]:
-        return [ModeRunner(ONE_PROCESS, self._cluster(given).client(), "auto")]
+    def one_process(self, threads: int) -> Families:
+        """Returns `auto` with both models in one process, or nothing if that is impossible."""
+        if not self._can_colocate:
+            return []
+        client = self._cluster({**self.given, "colocate": True, "threads": threads}).client()
+        return [[ModeRunner(ONE_PROCESS, client, "auto")]]
 
     def _colocated(self, given: dict[str, Any]) -> Families:
         """Returns SD with the draft model in the target's process, or nothing if that is impossible."""
-        if not self.can_colocate:
+        if not self._can_colocate:
             return []
         client = self._cluster({**given, "colocate": True}).client()
         pin_process(_target(client).pid, system.core_of("target", self.settings))
