@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -141,9 +141,10 @@ def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
     """Writes `rows` atomically: a concurrent reader gets either the old rows or the new ones."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    partial.replace(file)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as folder:
+        partial = Path(folder, file.name)
+        partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        partial.replace(file)
 
 
 def _tried(fields: dict[str, Any]) -> Tried:

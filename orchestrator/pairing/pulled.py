@@ -229,9 +229,9 @@ def content_hash(path: Path) -> str:
         raise ModelError(f"{path} can't be read: {error.strerror}") from None
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = note.with_name(f".{note.name}.{os.getpid()}")
-        unfinished.write_text(digest)
-        unfinished.rename(note)
+        with tempfile.TemporaryDirectory(dir=note.parent, prefix=".unfinished-") as folder:
+            Path(folder, note.name).write_text(digest)
+            Path(folder, note.name).rename(note)
     except OSError as error:
         raise _refused(error) from None
     return digest

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -265,6 +267,21 @@ def test_a_file_is_converted_once_by_its_content(file, tmp_path, monkeypatch):
         folders = set(pool.map(converted, [file, copy, file, copy]))
     assert len(folders) == 1 and len(made) == 1
     assert converted(file, keep_precision=True) not in folders
+
+
+def test_threads_that_hash_one_file_at_once_agree(file, cache, monkeypatch):
+    all_hashed = threading.Barrier(4)
+
+    def hash_together(path: Path) -> str:
+        all_hashed.wait(30)
+        return "0123"
+
+    monkeypatch.setattr(pulled, "hash_of", hash_together)
+    for number in range(20):
+        os.utime(file, ns=(number, number))
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(pulled.content_hash, [file] * 4)) == {"0123"}
+    assert len(list((cache / "hashes").iterdir())) == 20
 
 
 def test_what_a_killed_run_left_is_made_anew(file, cache):
