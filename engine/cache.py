@@ -254,8 +254,8 @@ def with_room(buffer: mx.array | None, rows: int, columns: int, like: mx.array, 
     columns += early if buffer is not None else 0
     if rows <= had_rows and columns <= had_columns and buffer is not None:
         return buffer
-    rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
-    columns = had_columns if columns <= had_columns else -(-(columns + columns // 2) // _BUFFER_STEP) * _BUFFER_STEP
+    rows = had_rows if rows <= had_rows else max(rows, had_rows + had_rows // 2)
+    columns = had_columns if columns <= had_columns else -(-(columns + columns // 8) // _BUFFER_STEP) * _BUFFER_STEP
     grown = mx.zeros((rows, like.shape[1], columns, like.shape[3]), like.dtype)
     if buffer is not None:
         grown[:had_rows, :, :had_columns] = buffer

@@ -37,6 +37,7 @@ from outrider.engine.hidden_states import (
     embedding,
     unwrapped,
 )
+from outrider.engine.memory import give_back
 from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, norm_of, output_of
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
@@ -47,6 +48,7 @@ _PADDED = 2  # rows at least: for one row ONNX Runtime computes attention by ano
 _ANGLES = 512  # positions whose angles are tabulated at a time
 _BOUND = 16  # bindings that are kept
 _PLACES = 1024  # buffers whose addresses are cached
+_LONG = 128  # tokens of a text from which on a forward leaves much free memory
 
 
 Layers = Sequence[tuple[Array, Array]]
@@ -160,6 +162,8 @@ class OrtForward:
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         self._session.run_with_iobinding(binding)
+        if size >= _LONG:
+            give_back()
         results = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
         if self._head_tokens is not None:
             whole = np.full((len(wanted), self.vocab_size), -np.inf, np.float32)

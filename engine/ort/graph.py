@@ -1,4 +1,4 @@
-"""Builds an ONNX graph of a dense mlx-lm model from its own module's weights, quantised or not, without changing them.
+"""Builds an ONNX graph of a dense mlx-lm model from the weights of its own module, quantised or not.
 
 A forward feeds one flat row of tokens of several texts. Dense layers see the flat row; attention sees it arranged by
 text [B, S], and writes keys and values in place. Knows layers and the formats of weights; knows nothing of texts,
@@ -29,6 +29,7 @@ _MICROSOFT = "com.microsoft"
 _OPSET, _IR = 21, 10
 # The tolerance, in quantisation steps, for zero points that are integers up to the rounding of half-precision scales.
 _WHOLE = 2.0**-7
+_REST = 0.25  # quantisation steps of a row that may remain of a bias
 _GROUP = 32
 
 
@@ -91,12 +92,11 @@ class Affine:
         scales, biases = np.concatenate([self.scales, other.scales]), np.concatenate([self.biases, other.biases])
         return Affine(q, scales, biases, self.bits)
 
-    def zero_points(self) -> Array | None:
-        """Returns the biases as zero points, [N, groups]; None if they are not integers from 0 to 2^bits - 1."""
-        points = -self.biases / np.where(self.scales == 0, np.float32(1), self.scales)
-        whole = np.rint(points)
-        fits = (np.abs(points - whole) <= _WHOLE) & (whole >= 0) & (whole < 2**self.bits)
-        return whole.astype(np.uint8) if (fits | (self.scales == 0) & (self.biases == 0)).all() else None
+    def zero_points(self) -> tuple[Array, Array]:
+        """Returns zero points [N, groups], integers from 0 to 2^bits - 1, and what they leave of the biases."""
+        points = np.rint(np.clip(-self.biases / np.where(self.scales == 0, 1, self.scales), 0, 2**self.bits - 1))
+        rest = self.biases + points * self.scales
+        return points.astype(np.uint8), np.where(np.abs(rest) <= _WHOLE * np.abs(self.scales), np.float32(0), rest)
 
 
 def levels(layer: nn.Module) -> tuple[Array, int]:
@@ -163,30 +163,39 @@ class _Builder:
         return str(self.op("Add", product, self.weight(np.concatenate([host(bias) for bias in biases]))))
 
     def _affine(self, x: str, whole: Affine) -> str:
-        """Adds a quantised product. Activations are rounded to 8 bits by block; weights are not changed."""
-        self.quantised = True
-        count, bits, group = len(whole.q), whole.bits, whole.group
-        depth = whole.scales.shape[1] * group
-        points = whole.zero_points()
-        inputs = [x, self.weight(whole.q.reshape(count, depth // group, -1)), self.weight(whole.scales)]
-        middle = 2 ** (bits - 1)
-        if points is not None and (points != middle).any():
-            inputs.append(self.weight(_packed(points, bits)))
-        settings = {"K": depth, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
-        product = str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
-        if points is not None:
-            return product
-        rest = whole.biases + np.float32(middle) * whole.scales  # times the sum of each group of x
-        return str(self.op("Add", product, self.op("MatMul", self._sums(x, depth, group), self.weight(rest.T))))
+        """Adds a quantised product. Activations are rounded to 8 bits by block.
 
-    def _sums(self, x: str, depth: int, group: int) -> str:
-        """Adds the sum of each group of x [R, K]: [R, K / group]."""
-        key = f"{x}_{group}"
+        Biases become zero points. What these leave of them are the weights of each group's sum of x, so the sums follow
+        x as further columns, and their weights are quantised, too.
+        """
+        self.quantised = True
+        bits, group = whole.bits, whole.group
+        q, scales = whole.q, whole.scales
+        depth = scales.shape[1] * group
+        points, rest = whole.zero_points()
+        if rest.any():
+            digits = _digits(rest, np.abs(scales).max(1, keepdims=True), bits, group)
+            x = self._with_sums(x, depth, group, len(digits))
+            q = np.concatenate([q, *(_packed(levels, bits) for levels, _ in digits)], axis=1)
+            scales = np.concatenate([scales, *(steps for _, steps in digits)], axis=1)
+            added = ((0, 0), (0, scales.shape[1] - points.shape[1]))
+            points = np.pad(points, added, constant_values=2 ** (bits - 1))
+        count, columns = len(q), scales.shape[1] * group
+        inputs = [x, self.weight(q.reshape(count, columns // group, -1)), self.weight(scales)]
+        if (points != 2 ** (bits - 1)).any():
+            inputs.append(self.weight(_packed(points, bits)))
+        settings = {"K": columns, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
+        return str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
+
+    def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
+        """Adds x [R, K] followed by the sums of its groups, padded to whole groups, once for each digit."""
+        key = f"{x}_{group}_{digits}"
         if key not in self.sums:
-            name = f"groups_{depth}_{group}"
+            name = f"groups_{depth}_{group}_{digits}"
             if name not in self.weights:
-                self.weights[name] = np.repeat(np.eye(depth // group, dtype=np.float32), group, axis=0)
-            self.sums[key] = str(self.op("MatMul", x, name))
+                sums = np.repeat(np.eye(depth // group, dtype=np.float32), group, axis=0)
+                self.weights[name] = np.tile(_whole_groups(sums, group), digits)
+            self.sums[key] = str(self.op("Concat", x, self.op("MatMul", x, name), axis=-1))
         return self.sums[key]
 
     def norm(self, x: str, layer: nn.Module) -> str:
@@ -394,3 +403,26 @@ def _packed(points: Array, bits: int) -> Array:
     even = np.pad(points, ((0, 0), (0, points.shape[1] % 2)))
     packed: Array = even[:, 0::2] | even[:, 1::2] << 4
     return packed
+
+
+def _whole_groups(array: Array, group: int) -> Array:
+    """Pads the rows with zeros to a multiple of `group`."""
+    return np.pad(array, ((0, 0), (0, -array.shape[1] % group)))
+
+
+def _digits(rest: Array, steps: Array, bits: int, group: int) -> list[tuple[Array, Array]]:
+    """Quantises `rest` [N, G]: levels [N, columns] and scales [N, columns / group], G padded to whole groups.
+
+    A second digit for what the first one leaves is there only if that is more than `_REST` of a row's quantisation
+    step, `steps` [N, 1].
+    """
+    middle, left = 2 ** (bits - 1), _whole_groups(rest, group)
+    digits: list[tuple[Array, Array]] = []
+    while not digits or (len(digits) < 2 and (np.abs(left) > _REST * steps).any()):
+        blocks = left.reshape(len(left), -1, group)
+        scales = np.abs(blocks).max(axis=-1) / np.float32(middle - 0.5)
+        by = scales[..., None]
+        levels = np.clip(np.rint(blocks / np.where(by == 0, 1, by)), -middle, middle - 1)
+        left = (blocks - levels * by).reshape(left.shape)
+        digits.append(((levels + middle).astype(np.uint8).reshape(left.shape), scales))
+    return digits

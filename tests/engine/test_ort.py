@@ -21,7 +21,7 @@ from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
 from outrider.engine.load_checks import open_kv_cache, tree_form
 from outrider.engine.loading import LoadedModel, load
-from outrider.engine.ort import forward
+from outrider.engine.ort import forward, graph
 from outrider.engine.ort import forward as ort_forward
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.ort.graph import Affine, build
@@ -116,22 +116,35 @@ def test_quantised_weights_stay_what_they_are(quantised: Quantised, family: str)
 
 
 @pytest.mark.parametrize(("bits", "group", "kind"), SETTINGS)
-def test_every_form_of_affine_weights_is_exact(
+def test_every_form_of_affine_weights_has_its_own_biases(
     quantised: Quantised, bits: int, group: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With inputs that 8 bits hold exactly a layer's product is the float32 one."""
     model = quantised("llama", bits, group, kind)
-    layer = model.model.layers[0].mlp.down_proj
-    points = Affine.of(layer).zero_points()
-    assert (points is None) == (kind == "uneven")
+    _, rest = Affine.of(model.model.layers[0].mlp.down_proj).zero_points()
+    assert rest.any() == (kind == "uneven")
     kv_cache, tokens = open_kv_cache(model), told(1, 12)
     own = np.array(model.model(mx.array([tokens]))[0])
     assert np.sqrt(np.square(fed(kv_cache, kv_cache.open(), tokens) - own).mean()) < 0.1 * own.std()
-    if kind == "uneven":  # rounding what is no integer would be another model
-        monkeypatch.setattr(Affine, "zero_points", lambda self: np.rint(-self.biases / self.scales).astype(np.uint8))
+    if kind == "uneven":  # rounded zero points alone are another model
+        own_points = Affine.zero_points
+        monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
         wrong = ort_forward.OrtForward(model.model, "llama", False)
         found = forward.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(40, 5), (40, 32), (40, 48)])
+def test_biases_that_zero_points_leave_are_coded_within_a_quarter_of_a_step(bits: int, shape: tuple[int, int]) -> None:
+    """Also where a few are far from all multiples of the row's steps, as of groups whose weights have one sign."""
+    noise = np.random.default_rng(5)
+    steps = noise.uniform(0.5, 1.0, (shape[0], 1)).astype(np.float32)
+    even = noise.uniform(-0.5, 0.5, shape).astype(np.float32) * steps
+    for rest, most in ((even, 1 if bits == 8 else 2), (np.where(noise.random(shape) < 0.02, 9 * even, even), 2)):
+        digits = graph._digits(rest, steps, bits, 32)
+        coded = sum((levels - float(2 ** (bits - 1))) * np.repeat(scales, 32, axis=1) for levels, scales in digits)
+        assert len(digits) <= most
+        assert (np.abs(coded[:, : shape[1]] - rest) <= 0.25 * steps).all() and not coded[:, shape[1] :].any()
 
 
 @pytest.mark.parametrize(
