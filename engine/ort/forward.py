@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,54 +116,25 @@ class OrtForward:
             layers: buffers, see `room`; written in place.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
         """
-        counts = [part.count for part in parts]
-        first, stop = min(part.row for part in parts), max(part.row for part in parts) + 1
-        size = max(max(counts), _PADDED)
-        flat = max(len(tokens), self.least)
-        rows = stop - first
-        take, back = np.zeros((rows, size), np.int64), np.zeros(flat, np.int64)
-        lengths, fed = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        places = np.zeros((rows, size), np.int64)
-        begin = 0
-        for part, count in zip(parts, counts, strict=True):
-            row, end = part.row - first, begin + count
-            take[row, :count], take[row, count:] = np.arange(begin, end), begin
-            back[begin:end] = row * size + np.arange(count)
-            fed[row] = max(count, _PADDED)
-            lengths[row] = part.start + fed[row] - 1
-            positions = part.positions
-            places[row, :count], places[row, count:] = positions, positions[-1]
-            begin = end
-        back[begin:] = back[0]
-        total = int(lengths.max()) + 1
-        self._look_up(max(total, int(places.max()) + 1))
+        place = _Arrangement.of(parts, max(len(tokens), self.least))
+        self._look_up(max(place.total, place.positions_end))
         x = self._embedding(tokens)
-        if flat > len(tokens):
-            x = np.concatenate([x, np.repeat(x[:1], flat - len(tokens), axis=0)])
+        if place.flat > len(tokens):
+            x = np.concatenate([x, np.repeat(x[:1], place.flat - len(tokens), axis=0)])
         asked = np.zeros(max(len(wanted), self.least if len(wanted) else 0), np.int64)
         asked[: len(wanted)] = wanted
-        binding = self._binding(layers, first, stop, tuple(tapped))
-        inputs = {
-            "x": x,
-            "take": take.reshape(-1),
-            "laid": np.array([rows, size, -1], np.int64),
-            "back": back,
-            "lengths": lengths,
-            "total": np.array(total, np.int32),
-            "counts": fed,
-            "places": places,
-            "wanted": asked,
-        }
+        inputs = {"x": x, "wanted": asked, **place.inputs}
         for number, window in enumerate(self._masks):
-            inputs[f"mask{number}"] = _mask(parts, first, rows, size, total, window)
+            inputs[f"mask{number}"] = _mask(parts, place, window)
+        outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
+        outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
+        binding = self._binding(layers, place.first, place.first + place.rows, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
-        outputs |= {f"layer{i}": np.empty((flat, self.width), np.float32) for i in tapped}
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         self._session.run_with_iobinding(binding)
-        if size >= _LONG:
+        if place.size >= _LONG:
             give_back()
         results = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
         if self._head_tokens is not None:
@@ -212,11 +184,59 @@ class OrtForward:
         self._bound.clear()
 
 
-def _mask(parts: Sequence[Segment], first: int, rows: int, size: int, total: int, window: int | None) -> Array:
+@dataclass(frozen=True, slots=True)
+class _Arrangement:
+    """Where the tokens of a flat row lie in [rows, size], one row for each text from buffer row `first` on.
+
+    `flat`: the tokens of the flat row, padded; `total`: the columns in use afterwards; `inputs`: see `graph.Graph`.
+    """
+
+    first: int
+    rows: int
+    size: int
+    flat: int
+    total: int
+    positions_end: int
+    inputs: dict[str, Array]
+
+    @classmethod
+    def of(cls, parts: Sequence[Segment], flat: int) -> _Arrangement:
+        first = min(part.row for part in parts)
+        rows = max(part.row for part in parts) + 1 - first
+        size = max(_PADDED, *(part.count for part in parts))
+        take, back = np.zeros((rows, size), np.int64), np.zeros(flat, np.int64)
+        lengths, fed = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        positions = np.zeros((rows, size), np.int64)
+        begin = 0
+        for part in parts:
+            row, count = part.row - first, part.count
+            end = begin + count
+            take[row, :count], take[row, count:] = np.arange(begin, end), begin
+            back[begin:end] = row * size + np.arange(count)
+            fed[row] = max(count, _PADDED)
+            lengths[row] = part.start + fed[row] - 1
+            own = part.positions
+            positions[row, :count], positions[row, count:] = own, own[-1]
+            begin = end
+        back[begin:] = back[0]
+        total = int(lengths.max()) + 1
+        inputs: dict[str, Array] = {
+            "take": take.reshape(-1),
+            "laid": np.array([rows, size, -1], np.int64),
+            "back": back,
+            "lengths": lengths,
+            "total": np.array(total, np.int32),
+            "counts": fed,
+            "places": positions,
+        }
+        return cls(first, rows, size, flat, total, int(positions.max()) + 1, inputs)
+
+
+def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None) -> Array:
     """Returns the mask to add to scores, [rows, 1, size, total]: 0 where a token sees a column."""
-    mask = np.zeros((rows, 1, size, total), np.float32)
+    mask = np.zeros((place.rows, 1, place.size, place.total), np.float32)
     for part in parts:
-        own = mask[part.row - first, 0, : part.count, : part.end]
+        own = mask[part.row - place.first, 0, : part.count, : part.end]
         if part.is_apart:
             seen = part.seen(part.end, window)
             if not seen.all():

@@ -41,6 +41,10 @@ class LayerShape:
     width: int
     window: int | None
 
+    @classmethod
+    def of(cls, attention: nn.Module, window: int | None) -> LayerShape:
+        return cls(int(attention.n_kv_heads), _depth(attention.o_proj) // int(attention.n_heads), window)
+
 
 @dataclass(slots=True)
 class Graph:
@@ -246,67 +250,32 @@ def _build(model: nn.Module, masked: bool) -> Graph:
     masks: list[int | None] = []
     res, added = "x", ""
     for number, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-        attention, mlp = layer.self_attn, layer.mlp
-        heads, kv_heads = int(attention.n_heads), int(attention.n_kv_heads)
-        width = _depth(attention.o_proj) // heads
-        inner = attention.rope.inner if isinstance(attention.rope, TokenRope) else attention.rope
-        key = signature(inner), width
+        shape = LayerShape.of(layer.self_attn, window)
+        rope = layer.self_attn.rope
+        inner = rope.inner if isinstance(rope, TokenRope) else rope
+        key = signature(inner), shape.width
         if key not in known:
             known[key] = len(ropes)
-            ropes.append(_rope(inner, width))
+            ropes.append(_rope(inner, shape.width))
+        mask = ""
+        if masked or window is not None:
+            masks += [] if window in masks else [window]
+            mask = f"mask{masks.index(window)}"
         if not added:
             n = b.norm(res, layer.input_layernorm)
         else:
             n = b.add_and_norm(res, added, layer.input_layernorm, f"layer{number - 1}")
             res = f"layer{number - 1}"
-        qkv = b.linear(n, [attention.qkv_proj] if "qkv_proj" in attention else _three(attention))
-        if "q_norm" in attention:
-            b.op(
-                "Split",
-                qkv,
-                b.ints(heads * width, kv_heads * width, kv_heads * width),
-                outputs=[f"q_{number}", f"k_{number}", f"v_{number}"],
-                axis=-1,
-            )
-            q = b.normed_heads(f"q_{number}", attention.q_norm, heads, width)
-            k = b.normed_heads(f"k_{number}", attention.k_norm, kv_heads, width)
-            qkv = b.op("Concat", q, k, f"v_{number}", axis=-1)
-        mask = ""
-        if masked or window is not None:
-            mask = f"mask{masks.index(window) if window in masks else len(masks)}"
-            masks += [] if window in masks else [window]
-        own = known[key]
-        laid = b.op("Reshape", b.op("Gather", qkv, "take", axis=0), "laid")
-        held, angles = (f"k{number}", f"v{number}"), (f"cos{own}", f"sin{own}")
-        inputs = [laid, "", "", *held, "lengths", "total", *angles, "places", mask]
-        b.op(
-            "GroupQueryAttention",
-            *inputs,
-            *[""] * 5,
-            "counts",
-            outputs=[f"found_{number}", f"new_k{number}", f"new_v{number}"],
-            domain=_MICROSOFT,
-            num_heads=heads,
-            kv_num_heads=kv_heads,
-            do_rotary=1,
-            scale=float(attention.scale),
-        )
-        flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, heads * width)), "back", axis=0)
-        o = b.linear(flat, [attention.o_proj])
-        if "pre_feedforward_layernorm" in layer:
+        o = _attention(b, n, layer.self_attn, shape, number, (f"cos{known[key]}", f"sin{known[key]}"), mask)
+        four = "pre_feedforward_layernorm" in layer  # norms before and after attention and MLP
+        if four:
             o = b.norm(o, layer.post_attention_layernorm)
-        between = "pre_feedforward_layernorm" if "pre_feedforward_layernorm" in layer else "post_attention_layernorm"
-        n, res = b.add_and_norm(res, o, layer[between], f"middle{number}"), f"middle{number}"
-        up = b.linear(n, [mlp.gate_up_proj] if "gate_up_proj" in mlp else [mlp.gate_proj, mlp.up_proj])
-        b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
-        if "pre_feedforward_layernorm" in layer:
-            gate = b.op("Gelu", f"gate_{number}", approximate="tanh")
-        else:
-            gate = b.op("QuickGelu", f"gate_{number}", domain=_MICROSOFT, alpha=1.0)
-        added = b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
-        if "post_feedforward_layernorm" in layer:
+        between = layer["pre_feedforward_layernorm" if four else "post_attention_layernorm"]
+        n, res = b.add_and_norm(res, o, between, f"middle{number}"), f"middle{number}"
+        added = _mlp(b, n, layer.mlp, number, gelu=four)
+        if four:
             added = b.norm(added, layer.post_feedforward_layernorm)
-        shapes.append(LayerShape(kv_heads, width, window))
+        shapes.append(shape)
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
     b.op("Identity", b.norm(b.op("Gather", last, "wanted", axis=0), final_norm(backbone)), outputs=["normed"])
@@ -316,6 +285,48 @@ def _build(model: nn.Module, masked: bool) -> Graph:
     hidden = norm_of(final_norm(backbone))[0].size
     outputs = int(head.weight.shape[0])
     return Graph(_proto(b, shapes, len(ropes), masks), b.weights, shapes, ropes, masks, b.quantised, hidden, outputs)
+
+
+def _attention(
+    b: _Builder, x: str, attention: nn.Module, shape: LayerShape, number: int, angles: tuple[str, str], mask: str
+) -> str:
+    """Adds the attention of normed x [T, H], which writes keys and values in place."""
+    heads, kv_heads, width = int(attention.n_heads), shape.kv_heads, shape.width
+    qkv = b.linear(x, _projections(attention))
+    if "q_norm" in attention:
+        q, k, v = f"q_{number}", f"k_{number}", f"v_{number}"
+        widths = b.ints(heads * width, kv_heads * width, kv_heads * width)
+        b.op("Split", qkv, widths, outputs=[q, k, v], axis=-1)
+        q = b.normed_heads(q, attention.q_norm, heads, width)
+        k = b.normed_heads(k, attention.k_norm, kv_heads, width)
+        qkv = b.op("Concat", q, k, v, axis=-1)
+    laid = b.op("Reshape", b.op("Gather", qkv, "take", axis=0), "laid")
+    inputs = [laid, "", "", f"k{number}", f"v{number}", "lengths", "total", *angles, "places", mask]
+    b.op(
+        "GroupQueryAttention",
+        *inputs,
+        *[""] * 5,
+        "counts",
+        outputs=[f"found_{number}", f"new_k{number}", f"new_v{number}"],
+        domain=_MICROSOFT,
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        do_rotary=1,
+        scale=float(attention.scale),
+    )
+    flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, heads * width)), "back", axis=0)
+    return b.linear(flat, [attention.o_proj])
+
+
+def _mlp(b: _Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
+    """Adds the MLP of normed x [T, H], gated by SiLU, or by GELU."""
+    up = b.linear(x, [mlp.gate_up_proj] if "gate_up_proj" in mlp else [mlp.gate_proj, mlp.up_proj])
+    b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
+    if gelu:
+        gate = b.op("Gelu", f"gate_{number}", approximate="tanh")
+    else:
+        gate = b.op("QuickGelu", f"gate_{number}", domain=_MICROSOFT, alpha=1.0)
+    return b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
 
 
 def _proto(b: _Builder, shapes: Sequence[LayerShape], ropes: int, masks: Sequence[int | None]) -> bytes:
@@ -369,7 +380,9 @@ def output_of(model: nn.Module) -> nn.Module:
     return unwrapped(embedding(backbone_of(model)[0]))
 
 
-def _three(attention: nn.Module) -> list[nn.Module]:
+def _projections(attention: nn.Module) -> list[nn.Module]:
+    if "qkv_proj" in attention:
+        return [attention.qkv_proj]
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 
 

@@ -353,10 +353,10 @@ def test_mlx_may_be_asked_for(tiny_model: Callable[..., Path], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fault", ["rope", "order", "weight"])
-def test_a_graph_that_says_something_else_is_found_out(
+def test_a_graph_that_computes_another_model_is_not_used(
     tiny_model: Callable[..., Path], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rotations that are left out, queries and keys that change places, one layer's weights: MLX makes the forwards."""
+    """MLX computes the model if rotations are left out, keys and values change places, or weights differ."""
 
     def unturned(table: object, positions: np.ndarray) -> np.ndarray:
         still = np.zeros((2, len(positions), 16), np.float32)
@@ -367,7 +367,7 @@ def test_a_graph_that_says_something_else_is_found_out(
         monkeypatch.setattr("outrider.engine.positions.RopeTable.on_host", unturned)
     elif fault == "order":
         monkeypatch.setattr(
-            "outrider.engine.ort.graph._three", lambda attention: [attention.q_proj, attention.v_proj, attention.k_proj]
+            "outrider.engine.ort.graph._projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj]
         )
     else:
         monkeypatch.setattr("outrider.engine.ort.graph.host", lambda array: np.abs(np.array(array.astype(mx.float32))))
