@@ -1,7 +1,7 @@
 """`python -m outrider.drafters.coreml.doctor`: this machine, and the cost of each placement of a drafter, as JSON.
 
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
-time of one token and of a tree of eight on one device of this machine. MLX and the interpreter are measured now, which
+time of one token and of a tree of eight on one device of this machine. CPU, GPU and interpreter are measured now, which
 takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
@@ -23,7 +23,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.coreml import converter, prompts, selection, trial
 from outrider.drafters.coreml.host import LinearCache, PackageHost
@@ -32,6 +31,8 @@ from outrider.drafters.coreml.layout import PackageFunction
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import os_build
 from outrider.drafters.coreml.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
+from outrider.engine.kv_cache import Feed
+from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 
@@ -59,16 +60,17 @@ class Placement:
     note: str = ""
 
 
-def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
-    """Measures the draft `model` with MLX on `device`."""
+def on_device(model: Path, device: mx.DeviceType) -> Placement:
+    """Measures the draft `model` on `device`, with the kernels that would serve it there."""
     default = mx.default_device()
     mx.set_default_device(mx.Device(device))
     try:
         loaded = load_model(model)
-        caches = make_prompt_cache(loaded.model)
+        kv_cache = open_kv_cache(loaded)
+        slot = kv_cache.open()
 
         def step(rows: int) -> None:
-            mx.eval(loaded.model(mx.zeros((1, rows), mx.int32), cache=caches))
+            mx.eval(kv_cache.forward([Feed(slot, [0] * rows, rows)]))
 
         one, eight = _time(lambda: step(1)), _time(lambda: step(_TREE))
     finally:
@@ -76,7 +78,7 @@ def on_mlx(model: Path, device: mx.DeviceType) -> Placement:
     if device == mx.gpu:
         return Placement("MLX on the GPU", True, one, eight, note=_SHARED)
     note = _OWN_CORES if default.type == mx.gpu else _SAME_CPU
-    return Placement("MLX on the CPU", True, one, eight, note=note)
+    return Placement("MLX on the CPU" if loaded.cpu is None else "ONNX Runtime on the CPU", True, one, eight, note=note)
 
 
 def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
@@ -251,9 +253,9 @@ def examine(model: str | None, try_now: bool) -> DoctorReport:
     if model is None:
         return DoctorReport(machine, None, ())
     checkpoint = selection.checkpoint_of(model)
-    places = [on_mlx(checkpoint, mx.cpu)]
+    places = [on_device(checkpoint, mx.cpu)]
     if machine.mlx_device == "gpu":
-        places.insert(0, on_mlx(checkpoint, mx.gpu))
+        places.insert(0, on_device(checkpoint, mx.gpu))
     try:
         places += _converted(selection.packages_of(checkpoint), try_now)
     except ModelError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from typing import Any
 
@@ -13,7 +14,9 @@ from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.model_files import embedded_pair, find_model, kind_of
+from outrider.orchestrator.pairing.model_files import DEFAULT, VARIABLE, embedded_pair, find_model, is_here, kind_of
+from outrider.orchestrator.pairing.pairing import choose_pair
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import HEADS, OF_TARGET
 
@@ -22,7 +25,8 @@ GIBIBYTE = 2**30
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draft-model", metavar="ID|PATH", help="the draft model to time (default: the embedded one)")
+    drafting = "the draft model to time (default: the default model's, if that has been pulled; else the embedded one)"
+    parser.add_argument("--draft-model", metavar="ID|PATH", help=drafting)
     parser.add_argument("--model", metavar="ID|PATH", help="the target of the heads (default: the embedded one)")
     head = "show the kind of this head, and whether it fits the target; repeatable (default: none)"
     parser.add_argument("--head", action="append", default=[], metavar="ID|PATH", help=head)
@@ -38,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     require_mlx()
     screen = Screen()
     screen.show("looking at this machine")
-    draft = options.draft_model or embedded_pair()[1]
+    draft = options.draft_model or _default_draft()
     command = python("-m", DATA, "--model", draft, *(["--probe"] if options.probe else []))
     environment = system.environment(child_environment(), 1)
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, text=True, check=False)
@@ -52,6 +56,13 @@ def run(options: argparse.Namespace) -> int:
         for head in options.head:
             print(_head(head, options.model or embedded_pair()[0]))
     return 0
+
+
+def _default_draft() -> str:
+    """Returns the draft of the default model, or the embedded one where that would need a download."""
+    model = os.environ.get(VARIABLE) or DEFAULT
+    pair = choose_pair(ServeSettings()) if is_here(model) else None
+    return str(pair.draft.folder) if pair is not None and pair.draft is not None else embedded_pair()[1]
 
 
 def _page(report: dict[str, Any]) -> str:

@@ -62,15 +62,15 @@ def test_placements_of_a_draft(
     monkeypatch.setattr(prompts, "run_measurement", lambda *asked: Ending(times))
     model = tiny_model("llama", **SIZES)
     before = {place.name: place for place in doctor.examine(str(model), try_now=False).placements}
-    assert set(before) == {"MLX on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
+    assert set(before) == {"ONNX Runtime on the CPU", "Core ML"} and "not converted yet" in before["Core ML"].note
     note = doctor._OWN_CORES if mx.default_device().type == mx.gpu else "shares the CPU with the target"
-    assert before["MLX on the CPU"].note == note
+    assert before["ONNX Runtime on the CPU"].note == note
     after = {place.name: place for place in doctor.examine(str(model), try_now=True).placements}
     assert set(after) == {
-        "MLX on the CPU", "Core ML on the Neural Engine", "reference interpreter", "prompts of a draft on MLX"
+        "ONNX Runtime on the CPU", "Core ML on the Neural Engine", "reference interpreter", "prompts of a draft on MLX"
     }  # fmt: skip
     assert "MLX reads prompts" in after["prompts of a draft on MLX"].note
-    for name in ("MLX on the CPU", "reference interpreter"):
+    for name in ("ONNX Runtime on the CPU", "reference interpreter"):
         assert after[name].usable and (after[name].one_ms or 0) > 0 and (after[name].eight_ms or 0) > 0
     assert not after["Core ML on the Neural Engine"].usable
     assert after["reference interpreter"].note == "for tests only"
@@ -151,5 +151,5 @@ def _as(manifest: Manifest, options: Options) -> Manifest:
 
 def test_default_devices_are_left_as_they_were(tiny_model: Callable[..., Path]) -> None:
     before = mx.default_device()
-    doctor.on_mlx(tiny_model("llama", **SIZES), mx.cpu)
+    doctor.on_device(tiny_model("llama", **SIZES), mx.cpu)
     assert mx.default_device() == before
