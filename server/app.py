@@ -23,7 +23,6 @@ from outrider.server.metrics import Metrics
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import allowed_methods, problem_of
 from outrider.server.server_context import ServerContext
-from outrider.server.shapes.chat import ChatChunk
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from outrider.server.tracing import Tracing
@@ -55,7 +54,7 @@ def application(
     for router in (status.text_router, status.router, page.router):
         app.include_router(router)
     app.mount("/page", page.files)
-    extend_openapi(app, model.names, (ChatChunk,))
+    extend_openapi(app, model.names, (chat.ChatChunk,))
     for kind in (OutriderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _problem)
     app.add_exception_handler(ClientDisconnected, _disconnected)

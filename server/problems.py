@@ -18,7 +18,7 @@ from outrider.protocol.errors import (
     UnknownDrafter,
     WorkerError,
 )
-from outrider.server.shapes.base import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
+from outrider.server.schemas import AnthropicError, AnthropicProblem, ErrorDetails, OpenAIError, OpenAIProblem
 
 RETRY_SECONDS = 1
 _OPENAI = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

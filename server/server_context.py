@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -12,20 +13,34 @@ from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.sampling import Grammar
-from outrider.server.answers.parts import ChoiceState, Splitter, whole
-from outrider.server.answers.run import ChoiceJob, RequestRun
-from outrider.server.answers.sse import wait_for_disconnect
+from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
+from outrider.server.answers.parts import PartStream, Splitter, splitter, whole
+from outrider.server.answers.run import ChoiceJob, RequestRun, job
+from outrider.server.answers.sse import EventStream, wait_for_disconnect
+from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.auth_middleware import ClientDisconnected, CompletionBackend, StreamLimiter, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
 from outrider.server.mapping.conversation import Toolbox
+from outrider.server.mapping.generation_params import generation_params, room
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.model.served import ServedModel, TemplateInput, TokenizedPrompt
 from outrider.server.problems import Refused
+from outrider.server.schemas import Generation
 
 NO_TOOLS = Toolbox()
 FIRST_SECONDS = 0.5
 """How long a stream waits for its first result before its status 200 is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What is generated: a job and a splitter for each choice. `one_call`: a choice ends after its first tool call."""
+
+    info: AnswerInfo
+    jobs: list[ChoiceJob]
+    splitters: list[Splitter]
+    one_call: bool = False
 
 
 class ServerContext:
@@ -78,7 +93,74 @@ class ServerContext:
             return None
         return await asyncio.to_thread(answer_grammar, self.model, prompt, box, form)
 
-    def begin(self, request: Request, jobs: Sequence[ChoiceJob]) -> RequestRun:
+    async def plan(
+        self,
+        asked: Generation,
+        talk: TemplateInput,
+        box: Toolbox,
+        form: OutputFormat | None,
+        stop: str | Sequence[str] | None,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        count: int = 1,
+    ) -> AnswerPlan:
+        """Prepares `count` answers to a conversation. `max_tokens` None: what the context has room for.
+
+        Raises:
+            Refused, InvalidRequest: a value is out of range, or the format or the tools can't be enforced.
+        """
+        form = await self.form(form)
+        prompt = await self.prompt(talk)
+        grammar = await self.grammar(prompt, form, box)
+        most = room(self.model, len(prompt.tokens), max_tokens)
+        params = generation_params(self.model, asked, most, stop, grammar, logprobs)
+        jobs = [job(self.model.codec, prompt.tokens, params.another(index)) for index in range(count)]
+        splitters = [splitter(self.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
+        info = AnswerInfo(
+            self.model.id,
+            params.sampling.seed or 0,
+            len(prompt.tokens),
+            counter(self.model, prompt),
+            speller(self.model, params.sampling),
+            schema_checker(form, box),
+        )
+        return AnswerPlan(info, jobs, splitters, box.one)
+
+    async def respond(
+        self, request: Request, plan: AnswerPlan, formatter: AnswerFormatter, stream: bool | None
+    ) -> Response:
+        """Generates the answers, and returns the response or the stream.
+
+        Raises:
+            OutriderError: a choice failed; of a stream, before its status 200 was sent.
+            ClientDisconnected: the client left; the request is cancelled.
+        """
+        run = self._begin(request, plan.jobs)
+        if stream:
+            return await self._streaming(run, plan, formatter)
+        reading = asyncio.create_task(whole(run, plan.splitters, plan.one_call))
+        leaving = asyncio.create_task(wait_for_disconnect(request.receive))
+        try:
+            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                raise ClientDisconnected
+            return as_json(formatter.whole(reading.result()))
+        finally:
+            for task in (reading, leaving):
+                task.cancel()
+            await asyncio.gather(reading, leaving, return_exceptions=True)
+            await run.close()
+
+    async def _streaming(self, run: RequestRun, plan: AnswerPlan, formatter: AnswerFormatter) -> Response:
+        """Waits up to FIRST_SECONDS for the first result, so that early errors get their own HTTP status."""
+        try:
+            await run.begun(FIRST_SECONDS)
+        except BaseException:
+            await run.close()
+            raise
+        return EventStream(PartStream(run, plan.splitters, plan.one_call), formatter)
+
+    def _begin(self, request: Request, jobs: Sequence[ChoiceJob]) -> RequestRun:
         """Submits the jobs. Raises Refused while the server is draining, and if the caller has too many requests."""
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
@@ -92,44 +174,6 @@ class ServerContext:
             return self.metrics.watch(inner)
 
         return RequestRun(self.backend.client(request), jobs, watch, place, self._longest, caller_hash(caller))
-
-    async def streaming(self, request: Request, jobs: Sequence[ChoiceJob]) -> RequestRun:
-        """Submits the jobs of a stream, and waits up to FIRST_SECONDS for the first result, so that early errors get
-        their own HTTP status.
-
-        Raises:
-            OutriderError: the request failed by then.
-        """
-        run = self.begin(request, jobs)
-        try:
-            await run.begun(FIRST_SECONDS)
-        except BaseException:
-            await run.close()
-            raise
-        return run
-
-    async def whole(
-        self, request: Request, jobs: Sequence[ChoiceJob], splitters: Sequence[Splitter], one_call: bool = False
-    ) -> list[ChoiceState]:
-        """Submits the jobs and returns all finished choices.
-
-        Raises:
-            OutriderError: a choice failed.
-            ClientDisconnected: the client left; the request is cancelled.
-        """
-        run = self.begin(request, jobs)
-        reading = asyncio.create_task(whole(run, splitters, one_call))
-        leaving = asyncio.create_task(wait_for_disconnect(request.receive))
-        try:
-            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                raise ClientDisconnected
-            return reading.result()
-        finally:
-            for task in (reading, leaving):
-                task.cancel()
-            await asyncio.gather(reading, leaving, return_exceptions=True)
-            await run.close()
 
 
 async def _server_context(request: Request) -> ServerContext:

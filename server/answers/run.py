@@ -20,10 +20,10 @@ from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import DraftWork, RoundRecord, Span
 from outrider.protocol.schema import Origin
+from outrider.server import schemas
 from outrider.server.mapping.generation_params import GenerationParams
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused
-from outrider.server.shapes import base as shapes
 
 T = TypeVar("T")
 
@@ -146,30 +146,30 @@ def _origin_tokens(chunk: Chunk, words: TextStream) -> Iterator[OriginToken]:
         yield OriginToken(words.feed((token,)).text, origin)
 
 
-def speculated(extras: Extras) -> shapes.Speculated | None:
+def speculated(extras: Extras) -> schemas.Speculated | None:
     """Converts to the `speculation` field of chat and text completions; None if empty."""
     if not extras.origins and not extras.rounds:
         return None
-    origins = [shapes.TokenOrigin(text=one.text, origin=one.origin.name.lower()) for one in extras.origins]
-    return shapes.Speculated(origins=origins or None, rounds=[_round(one) for one in extras.rounds] or None)
+    origins = [schemas.TokenOrigin(text=one.text, origin=one.origin.name.lower()) for one in extras.origins]
+    return schemas.Speculated(origins=origins or None, rounds=[_round(one) for one in extras.rounds] or None)
 
 
-def _round(record: RoundRecord) -> shapes.Round:
-    return shapes.Round(
+def _round(record: RoundRecord) -> schemas.Round:
+    return schemas.Round(
         round=record.round,
         lookup=record.lookup,
         source=record.source,
         drafted=record.drafted,
         accepted=record.accepted,
         tokens=record.tokens,
-        verify=shapes.Work(**_times(record.verify)),
-        decided=shapes.Work(**_times(record.decided)) if record.decided is not None else None,
+        verify=schemas.Work(**_times(record.verify)),
+        decided=schemas.Work(**_times(record.decided)) if record.decided is not None else None,
         drafting=[_work(one) for one in record.drafting],
     )
 
 
-def _work(one: DraftWork) -> shapes.Drafting:
-    return shapes.Drafting(
+def _work(one: DraftWork) -> schemas.Drafting:
+    return schemas.Drafting(
         drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches, **_times(one.work)
     )
 
@@ -194,7 +194,8 @@ def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams) -> 
     """Returns the job of a choice."""
     sampling = params.sampling
     ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    return ChoiceJob(tokens, params, TextStream(codec, tokens, sampling.stop, ends) if params.origins else None)
+    words = TextStream(codec, tokens, sampling.stop, ends) if params.speculation.origins else None
+    return ChoiceJob(tokens, params, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,12 +335,7 @@ class RequestRun:
         return self._client.stream(
             job.tokens,
             params.sampling,
-            mode=params.mode,
-            num_draft_tokens=params.num_draft_tokens,
-            branches=params.branches,
-            origins=params.origins,
-            rounds=params.rounds,
-            drafter=params.drafter,
+            **params.speculation.model_dump(),
             client=self._caller,
             progress=lambda done, total: self._line.put(ChoicePrefill(index, done, total)),
         )

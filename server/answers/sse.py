@@ -29,11 +29,6 @@ def event(data: str, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
 
 
-def failed(problem: Problem) -> bytes:
-    """Returns the error event of chat and text completions."""
-    return event(problem.body(anthropic=False, request_id="").decode())
-
-
 def comment(text: str) -> bytes:
     """Returns a comment, which keeps the connection alive and which clients ignore."""
     return f": {text}\n\n".encode()

@@ -6,7 +6,6 @@ import codecs
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,18 +13,20 @@ from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
-from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers.parts import ChoiceState, TextPart
 from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.output_format import OutputFormat
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
 from outrider.server.model.tool_format import SpanTags, ToolCall
-from outrider.server.shapes.base import CachedTokens, Outrider, ReasoningTokens, Usage
-from outrider.server.shapes.chat import ChatLogprobs, CompletionLogprobs, LikelyToken, SpelledToken
-from outrider.server.shapes.messages import MessagesUsage
-from outrider.server.shapes.responses import ResponsesUsage, WrittenTokens
-
-FINGERPRINT = f"outrider-{PACKAGE_VERSION}"
+from outrider.server.schemas import (
+    CachedTokens,
+    ChatLogprobs,
+    LikelyToken,
+    Outrider,
+    ReasoningTokens,
+    SpelledToken,
+    Usage,
+)
 
 
 def about(result: GenerationResult | None, seed: int, notes: Sequence[str] = ()) -> Outrider:
@@ -76,30 +77,6 @@ def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtC
         total_tokens=prompt_tokens + made,
         prompt_tokens_details=CachedTokens(cached_tokens=held),
         completion_tokens_details=ReasoningTokens(reasoning_tokens=sum(map(thoughts, choices))) if thoughts else None,
-    )
-
-
-def responses_usage(prompt_tokens: int, choice: ChoiceState, thoughts: ThoughtCounter) -> ResponsesUsage:
-    """Returns the usage of the responses API."""
-    made = len(choice.tokens)
-    return ResponsesUsage(
-        input_tokens=prompt_tokens,
-        input_tokens_details=WrittenTokens(
-            cached_tokens=choice.timings.cache_n, cache_write_tokens=choice.timings.prompt_n
-        ),
-        output_tokens=made,
-        output_tokens_details=ReasoningTokens(reasoning_tokens=thoughts(choice)),
-        total_tokens=prompt_tokens + made,
-    )
-
-
-def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
-    """Returns Anthropic's usage. `choice` None: nothing was generated yet."""
-    held = choice.timings.cache_n if choice is not None else 0
-    return MessagesUsage(
-        input_tokens=prompt_tokens - held,
-        output_tokens=len(choice.tokens) if choice is not None else 0,
-        cache_read_input_tokens=held,
     )
 
 
@@ -161,61 +138,11 @@ class TextLogprobs:
         return found
 
 
-class CompletionLogprobWriter:
-    """Log-probabilities of one text completion, with text offsets."""
-
-    def __init__(self, speller: LogprobFormatter) -> None:
-        self._speller = speller
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
-
-    def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
-        """Formats the next tokens; None without any."""
-        visible = self._speller.visible(rows)
-        if not visible:
-            return None
-        return CompletionLogprobs(
-            tokens=[self._speller.text(row.token) for row in visible],
-            token_logprobs=[max(row.logprob, LEAST) for row in visible],
-            top_logprobs=[self._top(row) for row in visible],
-            text_offset=[self._offset(row.token) for row in visible],
-        )
-
-    def _offset(self, token: int) -> int:
-        before = self._length
-        self._length += len(self._characters.decode(self._speller.bytes_of(token)))
-        return before
-
-    def _top(self, row: TokenLogprob) -> dict[str, float]:
-        """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
-        found = {self._speller.text(row.token): max(row.logprob, LEAST)}
-        for token, value in row.top:
-            if value > NEVER:
-                found.setdefault(self._speller.text(token), value)
-        return found
-
-
 def speller(model: ServedModel, sampling: SamplingParams) -> LogprobFormatter | None:
     """Returns None if no log-probabilities are requested."""
     if sampling.logprobs is None:
         return None
     return LogprobFormatter(model.codec, frozenset() if sampling.ignore_eos else model.codec.eos)
-
-
-def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[ChoiceState]:
-    """Of every `tried` choices keeps the `kept` with the highest mean log-probability, best first, and renumbers
-    them."""
-    if tried == kept:
-        return list(choices)
-    best: list[ChoiceState] = []
-    for start in range(0, len(choices), tried):
-        best += sorted(choices[start : start + tried], key=_mean, reverse=True)[:kept]
-    return [replace(choice, index=index) for index, choice in enumerate(best)]
-
-
-def _mean(choice: ChoiceState) -> float:
-    rows = choice.extras.logprobs
-    return sum(row.logprob for row in rows) / max(len(rows), 1)
 
 
 SchemaChecker = Callable[[Sequence[ChoiceState]], list[str]]

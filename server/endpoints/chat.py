@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from outrider.server.answers import sse
-from outrider.server.answers.parts import (
-    ChoiceState,
-    KeepAlive,
-    Part,
-    PartStream,
-    PartUpdate,
-    StreamItem,
-    TextPart,
-    ThinkingPart,
-    splitter,
-    timings,
-    total_timings,
-)
-from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
-from outrider.server.answers.sse import EventStream, Stencil
-from outrider.server.answers.usage import (
-    FINGERPRINT,
-    LogprobFormatter,
-    SchemaChecker,
-    ThoughtCounter,
-    about,
-    counter,
-    no_notes,
-    schema_checker,
-    speller,
-    usage,
-)
+from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
+from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
+from outrider.server.answers.run import Extras, speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -53,164 +26,261 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import choices, generation_params_of, include_usage_of, room
+from outrider.server.mapping.generation_params import include_usage_of
 from outrider.server.mapping.output_format import output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import TheServer, as_json
-from outrider.server.shapes.chat import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatMessage,
-    ChatRequest,
-    ChunkChoice,
-    Delta,
-    Finish,
-    FunctionOut,
-    Tool,
-    ToolCallDelta,
-    ToolCallOut,
-    ToolChosen,
-    ToolsAllowed,
+from outrider.server.problems import Refused
+from outrider.server.schemas import (
+    MAX_STOPS,
+    MAX_TOOLS,
+    ApiResponse,
+    ChatLogprobs,
+    LooseShape,
+    MaxTokens,
+    Object,
+    Outrider,
+    Sampling,
+    Speculated,
+    StrictShape,
+    Timings,
+    Usage,
+    absent,
+    bounded,
 )
-from outrider.server.shapes.chat import Part as PartIn
+from outrider.server.server_context import TheServer
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class ChatPart(LooseShape):
+    """A part of a message. Only text is supported; images, audio and files are rejected."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCalled(LooseShape):
+    name: str
+    arguments: str | Object = "{}"
+
+
+class ToolCalled(LooseShape):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCalled
+
+
+class ChatMessage(LooseShape):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ChatPart], bounded()] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCalled], bounded(MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="vLLM's name of reasoning_content")
+
+
+class Function(LooseShape):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class Tool(LooseShape):
+    type: str
+    function: Function | None = None
+
+
+class Named(StrictShape):
+    name: str
+
+
+class ToolChosen(LooseShape):
+    """Requires a call of one function."""
+
+    type: Literal["function"]
+    function: Named
+
+
+class ToolAllowed(LooseShape):
+    type: Literal["function"] = "function"
+    function: Named
+
+
+class Allowed(StrictShape):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolAllowed], bounded(MAX_TOOLS, least=1)]
+
+
+class ToolsAllowed(LooseShape):
+    """Limits calls to some functions; `mode` required: one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+class ChatRequest(Sampling):
+    """A chat completion."""
+
+    messages: Annotated[list[ChatMessage], bounded(least=1)]
+    max_completion_tokens: MaxTokens | None = None
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChosen | ToolsAllowed | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    modalities: Annotated[list[str], bounded(MAX_STOPS)] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    verbosity: Any = None
+
+
+class FunctionOut(ApiResponse):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(ApiResponse):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionOut
+
+
+class ToolCallDelta(ToolCallOut):
+    index: int
+
+
+class AnswerMessage(ApiResponse):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = absent()
+    tool_calls: list[ToolCallOut] | None = absent()
+
+
+class ChatChoice(ApiResponse):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish
+    speculation: Speculated | None = absent()
+
+
+class ChatCompletion(ApiResponse):
+    """The full response."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+    outrider: Outrider
+
+
+class Delta(ApiResponse):
+    """New content; empty fields are omitted."""
+
+    role: Literal["assistant"] | None = absent()
+    content: str | None = absent()
+    reasoning_content: str | None = absent()
+    tool_calls: list[ToolCallDelta] | None = absent()
+
+
+class ChunkChoice(ApiResponse):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+    speculation: Speculated | None = absent()
+
+
+class ChatChunk(ApiResponse):
+    """An event of a stream. A choice's last event has timings; usage, if requested, has an event without choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = absent()
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()
+
 
 _FINISH: dict[str, Finish] = {"length": "length", "tool": "tool_calls"}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatInfo:
-    """What all chunks of an answer share. `seed` is the request's.
+class ChatFormatter(CompletionFormatter):
+    """Formats chat completions. In a stream each of the `count` choices starts with its role."""
 
-    `thoughts` counts thinking tokens. `speller` is None without log-probabilities. `notes` checks schemas.
-    """
+    prefix = "chatcmpl"
+    response = ChatCompletion
+    chunk = ChatChunk
 
-    model: str
-    seed: int
-    prompt_tokens: int
-    thoughts: ThoughtCounter
-    speller: LogprobFormatter | None = None
-    notes: SchemaChecker = no_notes
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def beside(self, extras: Extras) -> dict[str, Any]:
-        """Returns a choice's extra fields."""
-        rows = self.speller.content(extras.logprobs) if self.speller is not None else None
-        return {"logprobs": rows, "speculation": speculated(extras)}
-
-    def common(self) -> dict[str, Any]:
-        """Returns the fields that are the same in every chunk and in the full response."""
-        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
-
-    def numbers(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-        """Returns the timings and the `outrider` field of these choices."""
-        info = about(choices[0].result, self.seed, self.notes(choices))
-        return {"timings": timings(total_timings(choices)), "outrider": info}
-
-
-def completion(head: ChatInfo, choices: Sequence[ChoiceState]) -> ChatCompletion:
-    """Returns the full response."""
-    return ChatCompletion(
-        **head.common(),
-        **head.numbers(choices),
-        choices=[_choice(head, choice) for choice in choices],
-        usage=usage(head.prompt_tokens, choices, head.thoughts),
-    )
-
-
-class ChatEvents:
-    """Writes a stream: each choice starts with its role and ends with its finish reason and timings."""
-
-    def __init__(self, head: ChatInfo, choices: int, include_usage: bool) -> None:
-        self._head = head
-        self._include_usage = include_usage
-        self._calls = [0] * choices
-        self._ended: list[ChoiceState] = []
-        self._stencil = cache(self._written)
+    def __init__(self, info: AnswerInfo, count: int, include_usage: bool) -> None:
+        super().__init__(info, include_usage)
+        self._calls = [0] * count
 
     def begin(self) -> bytes:
         first = Delta(role="assistant", content="")
-        return b"".join(_chunk(self._head, ChunkChoice(index=n, delta=first)) for n in range(len(self._calls)))
+        return b"".join(self._event([ChunkChoice(index=n, delta=first)]) for n in range(len(self._calls)))
 
-    def of(self, one: StreamItem) -> bytes:
-        match one:
-            case PartUpdate(index=index, part=TextPart() | ThinkingPart() as part, extras=extras) if (
-                extras is NO_EXTRAS
-            ):
-                return self._stencil(index, isinstance(part, ThinkingPart)).filled(part.text)
-            case PartUpdate(index=index, part=part, extras=extras):
-                delta = _delta(part, self._calls[index])
-                self._calls[index] += isinstance(part, ToolCall)
-                return _chunk(self._head, ChunkChoice(index=index, delta=delta, **self._head.beside(extras)))
-            case KeepAlive(note=note):
-                return sse.comment(note)
-            case ChoiceState():
-                self._ended.append(one)
-                return _end(self._head, one)
+    def _choice(self, choice: ChoiceState) -> ChatChoice:
+        calls = [
+            ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls
+        ]
+        message = AnswerMessage(
+            content=choice.text if choice.text or not calls else None,
+            reasoning_content=choice.thought or None,
+            tool_calls=calls or None,
+        )
+        return ChatChoice(
+            index=choice.index,
+            message=message,
+            finish_reason=_FINISH.get(choice.finish, "stop"),
+            **self._extras(choice.extras),
+        )
 
-    def end(self) -> bytes:
-        if not self._include_usage:
-            return sse.DONE
-        head, ended = self._head, self._ended
-        total = usage(head.prompt_tokens, ended, head.thoughts)
-        last = ChatChunk(**head.common(), **head.numbers(ended), choices=[], usage=total)
-        return sse.event(last.model_dump_json()) + sse.DONE
+    def _chunk_choice(self, index: int, part: Part | None, extras: Extras, finish: str | None = None) -> ChunkChoice:
+        reason = _FINISH.get(finish, "stop") if finish is not None else None
+        return ChunkChoice(index=index, delta=self._delta(index, part), finish_reason=reason, **self._extras(extras))
 
-    def failed(self, problem: Problem) -> bytes:
-        return sse.failed(problem)
+    def _delta(self, index: int, part: Part | None) -> Delta:
+        match part:
+            case TextPart(text=text):
+                return Delta(content=text)
+            case ThinkingPart(text=text):
+                return Delta(reasoning_content=text)
+            case ToolCall():
+                made = FunctionOut(name=part.name, arguments=part.arguments)
+                self._calls[index] += 1
+                return Delta(tool_calls=[ToolCallDelta(index=self._calls[index] - 1, id=call_id(part), function=made)])
+        return Delta()
 
-    def _written(self, index: int, is_thought: bool) -> Stencil:
-        kind = ThinkingPart if is_thought else TextPart
-        return Stencil(lambda text: _chunk(self._head, ChunkChoice(index=index, delta=_delta(kind(text), 0))))
+    def _extras(self, extras: Extras) -> dict[str, Any]:
+        rows = self.info.speller.content(extras.logprobs) if self.info.speller is not None else None
+        return {"logprobs": rows, "speculation": speculated(extras)}
 
 
 def call_id(call: ToolCall) -> str:
     """Returns the model's own id, or a new one."""
     return call.id or f"call_{secrets.token_hex(12)}"
-
-
-def _chunk(head: ChatInfo, choice: ChunkChoice, **more: Any) -> bytes:
-    return sse.event(ChatChunk(**head.common(), choices=[choice], **more).model_dump_json())
-
-
-def _end(head: ChatInfo, choice: ChoiceState) -> bytes:
-    last = ChunkChoice(
-        index=choice.index,
-        delta=Delta(),
-        finish_reason=_FINISH.get(choice.finish, "stop"),
-        **head.beside(choice.untold),
-    )
-    return _chunk(head, last, **head.numbers([choice]))
-
-
-def _delta(part: Part, calls_before: int) -> Delta:
-    match part:
-        case TextPart(text=text):
-            return Delta(content=text)
-        case ThinkingPart(text=text):
-            return Delta(reasoning_content=text)
-        case ToolCall():
-            made = FunctionOut(name=part.name, arguments=part.arguments)
-            return Delta(tool_calls=[ToolCallDelta(index=calls_before, id=call_id(part), function=made)])
-
-
-def _choice(head: ChatInfo, choice: ChoiceState) -> ChatChoice:
-    calls = [ToolCallOut(id=call_id(c), function=FunctionOut(name=c.name, arguments=c.arguments)) for c in choice.calls]
-    message = AnswerMessage(
-        content=choice.text if choice.text or not calls else None,
-        reasoning_content=choice.thought or None,
-        tool_calls=calls or None,
-    )
-    return ChatChoice(
-        index=choice.index,
-        message=message,
-        finish_reason=_FINISH.get(choice.finish, "stop"),
-        **head.beside(choice.extras),
-    )
 
 
 _REFUSED = {
@@ -269,13 +339,12 @@ def conversation(asked: ChatRequest, box: Toolbox) -> TemplateInput:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
-    continue_final = bool(asked.continue_final_message)
     return TemplateInput(
         messages=messages(asked.messages),
         tools=box.tools,
         keywords=keywords,
         answer=asked.add_generation_prompt is not False,
-        continue_final=continue_final,
+        continue_final=bool(asked.continue_final_message),
     )
 
 
@@ -295,7 +364,7 @@ def tools(given: list[Tool] | None) -> list[dict[str, Any]]:
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    content = _content(message.content, where)
+    content = text_of(message.content, where)
     if message.role == "assistant":
         calls = [past_call(c.function.name, c.function.arguments, c.id) for c in message.tool_calls or ()]
         return assistant_message(content, calls, message.reasoning_content or message.reasoning or "")
@@ -303,12 +372,6 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
         return tool_result(content, message.tool_call_id or "", message.name)
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": content, **({"name": message.name} if message.name else {})}
-
-
-def _content(content: str | list[PartIn] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return text_of(((part.type, part.text) for part in content), ("text",), where)
 
 
 router = APIRouter(route_class=JsonRoute)
@@ -319,25 +382,18 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
     """Generates an answer to a conversation."""
     context.check_model(asked.model)
     refuse(asked)
-    box = tools_of(context.model, asked)
-    form, wanted = await context.form(output_format_of(asked)), logprobs(asked)
-    prompt = await context.prompt(conversation(asked, box))
-    grammar = await context.grammar(prompt, form, box)
-    params = generation_params_of(
-        context.model, asked, room(context.model, len(prompt.tokens), _most(asked)), grammar, wanted
+    box, count = tools_of(context.model, asked), asked.n or 1
+    plan = await context.plan(
+        asked,
+        conversation(asked, box),
+        box,
+        output_format_of(asked),
+        stop=asked.stop,
+        max_tokens=_most(asked),
+        logprobs=logprobs(asked),
+        count=count,
     )
-    jobs = [job(context.model.codec, prompt.tokens, params.another(index)) for index in range(choices(asked))]
-    splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
-    spell = speller(context.model, params.sampling)
-    thoughts = counter(context.model, prompt)
-    head = ChatInfo(
-        context.model.id, params.sampling.seed or 0, len(prompt.tokens), thoughts, spell, schema_checker(form, box)
-    )
-    with_usage = include_usage_of(asked)
-    if not asked.stream:
-        return as_json(completion(head, await context.whole(request, jobs, splitters, box.one)))
-    run = await context.streaming(request, jobs)
-    return EventStream(PartStream(run, splitters, box.one), ChatEvents(head, len(jobs), with_usage))
+    return await context.respond(request, plan, ChatFormatter(plan.info, count, include_usage_of(asked)), asked.stream)
 
 
 def _most(asked: ChatRequest) -> int | None:

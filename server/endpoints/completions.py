@@ -2,154 +2,175 @@
 
 from __future__ import annotations
 
-import secrets
-import time
+import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from outrider.server.answers import sse
-from outrider.server.answers.parts import (
-    ChoiceState,
-    KeepAlive,
-    PartStream,
-    PartUpdate,
-    Splitter,
-    StreamItem,
-    TextPart,
-    timings,
-    total_timings,
-)
+from outrider.orchestrator.client.dialogue import TokenLogprob
+from outrider.protocol.sampling import MOST_LOGPROBS
+from outrider.protocol.schema import NEVER
+from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
+from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart
 from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
-from outrider.server.answers.sse import EventStream, Stencil
-from outrider.server.answers.usage import (
-    FINGERPRINT,
-    CompletionLogprobWriter,
-    LogprobFormatter,
-    SchemaChecker,
-    about,
-    likeliest,
-    no_notes,
-    schema_checker,
-    speller,
-    usage,
-)
+from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import choices, generation_params_of, include_usage_of
+from outrider.server.mapping.generation_params import generation_params, include_usage_of
 from outrider.server.mapping.output_format import output_format_of
 from outrider.server.model.served import TokenizedPrompt
-from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import ServerContext, TheServer, as_json
-from outrider.server.shapes.base import MAX_CHOICES
-from outrider.server.shapes.chat import Completion, CompletionChoice, CompletionRequest
+from outrider.server.problems import Refused
+from outrider.server.schemas import (
+    MAX_CHOICES,
+    MAX_TOKENS,
+    ApiResponse,
+    Outrider,
+    Sampling,
+    Speculated,
+    Timings,
+    Usage,
+    absent,
+    bounded,
+)
+from outrider.server.server_context import AnswerPlan, ServerContext, TheServer
+
+Tokens = Annotated[list[int], bounded(MAX_TOKENS, least=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionInfo:
-    """What all events of an answer share. `echoes`: the text that each choice begins with.
+class CompletionRequest(Sampling):
+    """A completion of texts or token ids. No chat template is applied."""
 
-    `speller` is None without log-probabilities. `notes` checks schemas.
-    """
+    prompt: str | Tokens | Annotated[list[str | Tokens], bounded(MAX_CHOICES, least=1)]
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    return_token_ids: bool | None = Field(None, description="vLLM's: return token ids")
 
+
+class CompletionLogprobs(ApiResponse):
+    """For each token: text, log-probability, the likeliest at its position by text, and its text's offset."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(ApiResponse):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    token_ids: list[int] | None = absent()
+    speculation: Speculated | None = absent()
+
+
+class Completion(ApiResponse):
+    """The full response, and each event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
     model: str
-    seed: int
-    prompt_tokens: int
-    echoes: Sequence[str]
-    speller: LogprobFormatter | None = None
-    notes: SchemaChecker = no_notes
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = absent()
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()
 
-    def shape(self, choices: list[CompletionChoice], **more: Any) -> Completion:
-        return Completion(
-            id=self.id, created=self.created, model=self.model, system_fingerprint=FINGERPRINT, choices=choices, **more
+
+class CompletionLogprobWriter:
+    """Log-probabilities of one text completion, with text offsets."""
+
+    def __init__(self, speller: LogprobFormatter) -> None:
+        self._speller = speller
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, rows: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        """Formats the next tokens; None without any."""
+        visible = self._speller.visible(rows)
+        if not visible:
+            return None
+        return CompletionLogprobs(
+            tokens=[self._speller.text(row.token) for row in visible],
+            token_logprobs=[max(row.logprob, LEAST) for row in visible],
+            top_logprobs=[self._top(row) for row in visible],
+            text_offset=[self._offset(row.token) for row in visible],
         )
 
+    def _offset(self, token: int) -> int:
+        before = self._length
+        self._length += len(self._characters.decode(self._speller.bytes_of(token)))
+        return before
 
-def completion(head: CompletionInfo, choices: Sequence[ChoiceState], made: Sequence[ChoiceState]) -> Completion:
-    """Returns the full response. Usage and timings include all choices that were `made`."""
-    texts = [
-        CompletionChoice(
-            index=choice.index,
-            text=head.echoes[choice.index] + choice.text,
-            finish_reason=_finish(choice),
-            **_beside(CompletionLogprobWriter(head.speller) if head.speller is not None else None, choice.extras),
-        )
-        for choice in choices
-    ]
-    numbers = {
-        "timings": timings(total_timings(made)),
-        "outrider": about(choices[0].result, head.seed, head.notes(choices)),
-    }
-    return head.shape(texts, **numbers, usage=usage(head.prompt_tokens, made))
+    def _top(self, row: TokenLogprob) -> dict[str, float]:
+        """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
+        found = {self._speller.text(row.token): max(row.logprob, LEAST)}
+        for token, value in row.top:
+            if value > NEVER:
+                found.setdefault(self._speller.text(token), value)
+        return found
 
 
-class CompletionEvents:
-    """Writes a stream. A choice's last event has its finish reason and timings."""
+def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[ChoiceState]:
+    """Of every `tried` choices keeps the `kept` with the highest mean log-probability, best first, and renumbers
+    them."""
+    if tried == kept:
+        return list(choices)
+    best: list[ChoiceState] = []
+    for start in range(0, len(choices), tried):
+        best += sorted(choices[start : start + tried], key=_mean, reverse=True)[:kept]
+    return [replace(choice, index=index) for index, choice in enumerate(best)]
 
-    def __init__(self, head: CompletionInfo, include_usage: bool) -> None:
-        self._head = head
-        self._include_usage = include_usage
-        self._ended: list[ChoiceState] = []
-        self._listings = [
-            CompletionLogprobWriter(head.speller) if head.speller is not None else None for _ in head.echoes
-        ]
-        self._stencil = cache(lambda index: Stencil(lambda text: self._event(index, text)))
+
+def _mean(choice: ChoiceState) -> float:
+    rows = choice.extras.logprobs
+    return sum(row.logprob for row in rows) / max(len(rows), 1)
+
+
+class TextCompletionFormatter(CompletionFormatter):
+    """Formats text completions. `echoes`: the text that each choice begins with."""
+
+    prefix = "cmpl"
+    response = Completion
+    chunk = Completion
+
+    def __init__(
+        self, info: AnswerInfo, echoes: Sequence[str], include_usage: bool, tried: int = 1, each: int = 1
+    ) -> None:
+        """Of every `tried` choices the likeliest `each` are kept."""
+        super().__init__(info, include_usage)
+        self._echoes = echoes
+        self._tried, self._each = tried, each
+        self._listings = [CompletionLogprobWriter(info.speller) for _ in echoes] if info.speller is not None else None
 
     def begin(self) -> bytes:
-        return b"".join(self._event(index, echo) for index, echo in enumerate(self._head.echoes) if echo)
+        begun = enumerate(map(TextPart, self._echoes))
+        return b"".join(self._event([self._chunk_choice(n, echo, NO_EXTRAS)]) for n, echo in begun if echo.text)
 
-    def of(self, one: StreamItem) -> bytes:
-        match one:
-            case PartUpdate(index=index, part=TextPart(text=text), extras=extras):
-                if extras is NO_EXTRAS:
-                    return self._stencil(index).filled(text)
-                return self._event(index, text, **_beside(self._listings[index], extras))
-            case KeepAlive(note=note):
-                return sse.comment(note)
-            case ChoiceState():
-                self._ended.append(one)
-                rest = _beside(self._listings[one.index], one.untold)
-                last = CompletionChoice(index=one.index, text="", finish_reason=_finish(one), **rest)
-                return _event(self._head.shape([last], **_numbers(self._head, [one])))
-        return b""
+    def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
+        return likeliest(choices, self._tried, self._each)
 
-    def end(self) -> bytes:
-        if not self._include_usage:
-            return sse.DONE
-        total = usage(self._head.prompt_tokens, self._ended)
-        return _event(self._head.shape([], **_numbers(self._head, self._ended), usage=total)) + sse.DONE
+    def _choice(self, choice: ChoiceState) -> CompletionChoice:
+        text = TextPart(self._echoes[choice.index] + choice.text)
+        return self._chunk_choice(choice.index, text, choice.extras, choice.finish)
 
-    def failed(self, problem: Problem) -> bytes:
-        return sse.failed(problem)
-
-    def _event(self, index: int, text: str, **beside: Any) -> bytes:
-        return _event(self._head.shape([CompletionChoice(index=index, text=text, **beside)]))
-
-
-def _numbers(head: CompletionInfo, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-    return {
-        "timings": timings(total_timings(choices)),
-        "outrider": about(choices[0].result, head.seed, head.notes(choices)),
-    }
-
-
-def _beside(listing: CompletionLogprobWriter | None, extras: Extras) -> dict[str, Any]:
-    """Returns a choice's extra fields."""
-    rows = listing.next(extras.logprobs) if listing is not None else None
-    return {"logprobs": rows, "token_ids": list(extras.ids) or None, "speculation": speculated(extras)}
-
-
-def _finish(choice: ChoiceState) -> Any:
-    return "length" if choice.finish == "length" else "stop"
-
-
-def _event(shape: Completion) -> bytes:
-    return sse.event(shape.model_dump_json())
+    def _chunk_choice(
+        self, index: int, part: Part | None, extras: Extras, finish: str | None = None
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=part.text if isinstance(part, TextPart) else "",
+            logprobs=self._listings[index].next(extras.logprobs) if self._listings is not None else None,
+            finish_reason=None if finish is None else "length" if finish == "length" else "stop",
+            token_ids=list(extras.ids) or None,
+            speculation=speculated(extras),
+        )
 
 
 DEFAULT_TOKENS = 16
@@ -165,32 +186,28 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     _refuse(asked)
     given = _many(asked.prompt)
     prompts = [await _prompt(context, one) for one in given]
-    each, tried = choices(asked), _tried(asked)
+    each, tried = asked.n or 1, _tried(asked)
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
     form = await context.form(output_format_of(asked))
-    params = generation_params_of(context.model, asked, most, await context.grammar(TokenizedPrompt(()), form), wanted)
+    grammar = await context.grammar(TokenizedPrompt(()), form)
+    params = generation_params(context.model, asked, most, asked.stop, grammar, wanted)
     params = replace(params, ids=bool(asked.return_token_ids))
     jobs = [
         job(context.model.codec, prompt.tokens, params.another(index)) for prompt in prompts for index in range(tried)
     ]
-    splitters = [Splitter() for _ in jobs]
-    head = CompletionInfo(
+    info = AnswerInfo(
         context.model.id,
         params.sampling.seed or 0,
         sum(len(prompt.tokens) for prompt in prompts),
-        [_text(context, one) if asked.echo else "" for one in given for _ in range(each)],
-        speller(context.model, params.sampling) if asked.logprobs is not None else None,
-        schema_checker(form),
+        speller=speller(context.model, params.sampling) if asked.logprobs is not None else None,
+        notes=schema_checker(form),
     )
-    with_usage = include_usage_of(asked)
-    if not asked.stream:
-        made = await context.whole(request, jobs, splitters)
-        return as_json(completion(head, likeliest(made, tried, each), made))
-    run = await context.streaming(request, jobs)
-    return EventStream(PartStream(run, splitters), CompletionEvents(head, with_usage))
+    echoes = [_text(context, one) if asked.echo else "" for one in given for _ in range(each)]
+    formatter = TextCompletionFormatter(info, echoes, include_usage_of(asked), tried, each)
+    return await context.respond(request, AnswerPlan(info, jobs, [Splitter() for _ in jobs]), formatter, asked.stream)
 
 
 def _refuse(asked: CompletionRequest) -> None:
@@ -202,7 +219,7 @@ def _refuse(asked: CompletionRequest) -> None:
 
 def _tried(asked: CompletionRequest) -> int:
     """Returns the number of choices generated per prompt. Raises Refused."""
-    each = choices(asked)
+    each = asked.n or 1
     if asked.best_of is None or asked.best_of == each:
         return each
     if asked.best_of < each:

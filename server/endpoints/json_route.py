@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from difflib import get_close_matches
 from functools import cache
 from inspect import signature
@@ -22,10 +22,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import AnthropicProblem, ApiRequest, OpenAIProblem
-from outrider.server.shapes.chat import ChatRequest, CompletionRequest, TokenizeRequest
-from outrider.server.shapes.messages import MessagesRequest
-from outrider.server.shapes.responses import ResponsesRequest
+from outrider.server.schemas import AnthropicProblem, ApiRequest, OpenAIProblem
 
 ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
@@ -136,7 +133,6 @@ def _check_kind(request: Request) -> None:
 _ALIKE = 0.9
 _NAMES_KEPT = 200
 _LONGEST = 80
-_SHAPES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, TokenizeRequest)
 _HARMLESS = frozenset({"include", "stream_options", "timeout", "truncation"})
 """Fields of some paths that other paths may ignore."""
 _OTHER_SERVERS = frozenset(
@@ -197,4 +193,10 @@ def _effective_fields(shape: type[ApiRequest]) -> tuple[str, ...]:
 
 @cache
 def _other_paths() -> frozenset[str]:
-    return frozenset(name for shape in _SHAPES for name in _effective_fields(shape)) - _HARMLESS
+    return frozenset(name for shape in _subclasses(ApiRequest) for name in _effective_fields(shape)) - _HARMLESS
+
+
+def _subclasses(shape: type[ApiRequest]) -> Iterator[type[ApiRequest]]:
+    for one in shape.__subclasses__():
+        yield one
+        yield from _subclasses(one)

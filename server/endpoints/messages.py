@@ -5,31 +5,29 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from outrider.orchestrator.front.text import Detokenizer
 from outrider.orchestrator.pairing.tokenizer import TextCodec
-from outrider.protocol.sampling import SamplingParams
 from outrider.server.answers import sse
+from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import (
     ChoiceState,
     KeepAlive,
     Part,
-    PartStream,
     PartUpdate,
     StreamItem,
     TextPart,
     ThinkingPart,
-    splitter,
     timings,
 )
 from outrider.server.answers.run import ChoiceJob
-from outrider.server.answers.sse import EventStream
-from outrider.server.answers.usage import about, messages_usage
+from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -44,75 +42,200 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import generation_params, stops
 from outrider.server.mapping.output_format import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import TheServer, as_json
-from outrider.server.shapes.messages import (
-    AnswerBlock,
-    Block,
-    CountTokensRequest,
-    MessageAnswer,
-    MessagesRequest,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    TokenCount,
-    ToolUseBlock,
-    Turn,
+from outrider.server.schemas import (
+    MAX_TOOLS,
+    ApiRequest,
+    ApiResponse,
+    Generation,
+    LooseShape,
+    MaxTokens,
+    Object,
+    Outrider,
+    Stops,
+    Timings,
+    absent,
+    bounded,
 )
+from outrider.server.server_context import TheServer, as_json
 
-PING = sse.event('{"type":"ping"}', "ping")
+
+class Block(LooseShape):
+    """A content block: text, thinking, tool_use or tool_result. Images and documents are rejected."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Object | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[list[Block], bounded()] | None = None
+    is_error: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MessageInfo:
-    """What is known before generation. `stopped_by` returns the stop sequence that ended a choice."""
+class Turn(LooseShape):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], bounded()]
 
+
+class ClientTool(LooseShape):
+    """A tool that the client runs; `input_schema` is a JSON schema. Anthropic's own tools are rejected."""
+
+    type: str | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    input_schema: Object | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(LooseShape):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(LooseShape):
+    type: str
+
+
+class CountTokensRequest(ApiRequest):
+    """The fields that become the prompt."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], bounded(least=1)]
+    system: str | Annotated[list[Block], bounded()] | None = None
+    tools: Annotated[list[ClientTool], bounded(MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: Object | None = None
+    mcp_servers: Any = None
+    output_config: Object | None = None
+    output_format: Object | None = None
+    thread: Any = None
+    compaction: Any = None
+    # Ignored: they have no effect on the answer.
+    cache_control: Any = None
+    context_management: Any = None
+    speed: Any = None
+    fallbacks: Any = None
+
+
+class MessagesRequest(CountTokensRequest, Generation):
+    """A conversation to answer in at most `max_tokens`."""
+
+    max_tokens: MaxTokens
+    stop_sequences: Stops | None = None
+    # Ignored as well.
+    metadata: Any = None
+    service_tier: Any = None
+    container: Any = None
+    inference_geo: Any = None
+
+
+class TextBlock(ApiResponse):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingBlock(ApiResponse):
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(ApiResponse):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: Object
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesUsage(ApiResponse):
+    """Token counts. `input_tokens` excludes tokens from the cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class MessageAnswer(ApiResponse):
+    """The full response."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
     model: str
-    seed: int
-    prompt_tokens: int
-    stopped_by: Callable[[ChoiceState], str | None]
-    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()
 
 
-def message(head: MessageInfo, choice: ChoiceState) -> MessageAnswer:
-    """Returns the full response."""
-    reason, stop = _reason(head, choice)
-    return MessageAnswer(
-        id=head.id,
-        model=head.model,
-        content=[_block(part) for part in choice.parts],
-        stop_reason=reason,
-        stop_sequence=stop,
-        usage=messages_usage(head.prompt_tokens, choice),
-        timings=timings(choice.timings),
-        outrider=about(choice.result, head.seed),
+class TokenCount(ApiResponse):
+    input_tokens: int
+
+
+def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
+    """Returns Anthropic's usage. `choice` None: nothing was generated yet."""
+    held = choice.timings.cache_n if choice is not None else 0
+    return MessagesUsage(
+        input_tokens=prompt_tokens - held,
+        output_tokens=len(choice.tokens) if choice is not None else 0,
+        cache_read_input_tokens=held,
     )
 
 
-class MessageEvents:
-    """Writes a stream: message_start, content blocks, message_delta with the stop reason and usage, message_stop."""
+PING = sse.event('{"type":"ping"}', "ping")
+_REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
 
-    def __init__(self, head: MessageInfo) -> None:
-        self._head = head
-        self._at, self._now = -1, ""
+
+class MessageFormatter:
+    """Formats a message. `stopped_by` returns the stop sequence that ended a choice.
+
+    A stream is message_start, content blocks, message_delta with the stop reason and usage, and message_stop.
+    """
+
+    def __init__(self, info: AnswerInfo, stopped_by: Callable[[ChoiceState], str | None]) -> None:
+        self._info = info
+        self._stopped_by = stopped_by
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._at = -1
+        self._kind: type[Part] | None = None
+
+    def whole(self, choices: Sequence[ChoiceState]) -> MessageAnswer:
+        (choice,) = choices
+        return MessageAnswer(
+            id=self._id,
+            model=self._info.model,
+            content=[_block(part) for part in choice.parts],
+            **self._reason(choice),
+            **self._numbers(choice),
+        )
 
     def begin(self) -> bytes:
-        head = self._head
-        begun = MessageAnswer(id=head.id, model=head.model, content=[], usage=messages_usage(head.prompt_tokens, None))
-        return _event("message_start", message=begun.model_dump())
+        used = messages_usage(self._info.prompt_tokens, None)
+        begun = MessageAnswer(id=self._id, model=self._info.model, content=[], usage=used)
+        return _event("message_start", message=begun)
 
     def of(self, one: StreamItem) -> bytes:
         match one:
             case KeepAlive():
                 return PING
             case PartUpdate(part=part):
-                return self._turn(part) + _event("content_block_delta", index=self._at, delta=_delta(part))
+                return self._block_for(part) + _event("content_block_delta", index=self._at, delta=_delta(part))
             case ChoiceState():
-                return _ended(self._at, self._now) + self._last(one)
+                return self._end_block() + _event("message_delta", delta=self._reason(one), **self._numbers(one))
 
     def end(self) -> bytes:
         return _event("message_stop")
@@ -120,51 +243,38 @@ class MessageEvents:
     def failed(self, problem: Problem) -> bytes:
         return sse.event(problem.body(anthropic=True, request_id="").decode(), "error")
 
-    def _turn(self, part: Part) -> bytes:
+    def _block_for(self, part: Part) -> bytes:
         """Ends the current block and starts the block of `part`, if that is a new one."""
-        if _kind(part) == self._now and not isinstance(part, ToolCall):
+        if type(part) is self._kind and not isinstance(part, ToolCall):
             return b""
-        before = _ended(self._at, self._now)
-        self._at, self._now = self._at + 1, _kind(part)
-        return before + _event("content_block_start", index=self._at, content_block=_begun(part).model_dump())
+        before = self._end_block()
+        self._at, self._kind = self._at + 1, type(part)
+        return before + _event("content_block_start", index=self._at, content_block=_block(part, begun=True))
 
-    def _last(self, choice: ChoiceState) -> bytes:
-        reason, stop = _reason(self._head, choice)
-        return _event(
-            "message_delta",
-            delta={"stop_reason": reason, "stop_sequence": stop},
-            usage=messages_usage(self._head.prompt_tokens, choice).model_dump(),
-            timings=timings(choice.timings),
-            outrider=about(choice.result, self._head.seed).model_dump(),
-        )
+    def _end_block(self) -> bytes:
+        """Ends the current block, if there is one. The signature of thinking is empty: nothing verifies it."""
+        if self._kind is None:
+            return b""
+        signed = {"type": "signature_delta", "signature": ""}
+        before = _event("content_block_delta", index=self._at, delta=signed) if self._kind is ThinkingPart else b""
+        return before + _event("content_block_stop", index=self._at)
+
+    def _reason(self, choice: ChoiceState) -> dict[str, Any]:
+        stop = self._stopped_by(choice) if choice.finish == "stop" else None
+        reason = "stop_sequence" if stop is not None else _REASONS.get(choice.finish, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+    def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
+        return {
+            "usage": messages_usage(self._info.prompt_tokens, choice),
+            "timings": timings(choice.timings),
+            "outrider": about(choice.result, self._info.seed),
+        }
 
 
 def _event(name: str, **fields: Any) -> bytes:
-    return sse.event(json.dumps({"type": name, **fields}, ensure_ascii=False), name)
-
-
-def _ended(at: int, kind: str) -> bytes:
-    """Returns the events that end block `at`, if there is one. The signature of thinking is empty: nothing verifies
-    it."""
-    if not kind:
-        return b""
-    signed = {"type": "signature_delta", "signature": ""}
-    before = _event("content_block_delta", index=at, delta=signed) if kind == ThinkingPart.__name__ else b""
-    return before + _event("content_block_stop", index=at)
-
-
-def _kind(part: Part) -> str:
-    return type(part).__name__
-
-
-def _begun(part: Part) -> AnswerBlock:
-    match part:
-        case TextPart():
-            return TextBlock(text="")
-        case ThinkingPart():
-            return ThinkingBlock(thinking="")
-        case ToolCall():
-            return ToolUseBlock(id=_id(part), name=part.name, input={})
+    """Returns an event whose fields may be shapes."""
+    return sse.event(json.dumps({"type": name, **fields}, ensure_ascii=False, default=BaseModel.model_dump), name)
 
 
 def _delta(part: Part) -> dict[str, str]:
@@ -177,18 +287,16 @@ def _delta(part: Part) -> dict[str, str]:
             return {"type": "input_json_delta", "partial_json": arguments}
 
 
-def _block(part: Part) -> AnswerBlock:
+def _block(part: Part, begun: bool = False) -> AnswerBlock:
+    """Returns a part's block. `begun`: without its content, which follows."""
     match part:
         case TextPart(text=text):
-            return TextBlock(text=text)
+            return TextBlock(text="" if begun else text)
         case ThinkingPart(text=text):
-            return ThinkingBlock(thinking=text)
-        case ToolCall():
-            return ToolUseBlock(id=_id(part), name=part.name, input=_object(part.arguments))
-
-
-def _id(call: ToolCall) -> str:
-    return call.id or f"toolu_{secrets.token_hex(12)}"
+            return ThinkingBlock(thinking="" if begun else text)
+        case ToolCall(name=name, arguments=arguments, id=own):
+            given = {} if begun else _object(arguments)
+            return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
 
 
 def _object(arguments: str) -> dict[str, Any]:
@@ -199,22 +307,12 @@ def _object(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"arguments": arguments}
 
 
-def _reason(head: MessageInfo, choice: ChoiceState) -> tuple[StopReason, str | None]:
-    if choice.finish == "tool":
-        return "tool_use", None
-    if choice.finish == "length":
-        return "max_tokens", None
-    stop = head.stopped_by(choice) if choice.finish == "stop" else None
-    return ("stop_sequence", stop) if stop is not None else ("end_turn", None)
-
-
-def stop_that_ended(
-    codec: TextCodec, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams
-) -> str | None:
-    """Returns the stop string that occurs first in the text of `tokens`, or None."""
-    detokenizer = Detokenizer(codec, prompt)
+def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> str | None:
+    """Returns the stop string that occurs first in the choice's text, or None."""
+    sampling = job.params.sampling
+    detokenizer = Detokenizer(codec, job.tokens)
     ends = frozenset() if sampling.ignore_eos else codec.eos
-    text = "".join(detokenizer.feed(token) for token in tokens if token not in ends) + detokenizer.finish()
+    text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
     found = [(place, stop) for stop in sampling.stop if (place := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
@@ -294,8 +392,8 @@ def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     thoughts = [block.thinking or "" for block in blocks if block.type == "thinking"]
     rest = [b for b in blocks if b.type not in ("tool_result", "tool_use", "thinking", "redacted_thinking")]
     for block in results:
-        yield tool_result(_text(block.content or "", where), block.tool_use_id or "", None)
-    text = text_of(((block.type, block.text) for block in rest), ("text",), where)
+        yield tool_result(text_of(block.content, where), block.tool_use_id or "", None)
+    text = text_of(rest, where)
     if turn.role == "assistant":
         made = [past_call(block.name or "", block.input or {}, block.id) for block in calls]
         yield assistant_message(text, made, "".join(thoughts))
@@ -308,13 +406,7 @@ def _system(given: str | list[Block]) -> str:
     cache."""
     if isinstance(given, str):
         return given
-    return _text([block for block in given if not (block.text or "").startswith(_LABEL)], "system")
-
-
-def _text(content: str | list[Block], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    return text_of(((block.type, block.text) for block in content), ("text",), where)
+    return text_of([block for block in given if not (block.text or "").startswith(_LABEL)], "system")
 
 
 router = APIRouter(route_class=JsonRoute)
@@ -326,33 +418,16 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    form = output_format_of(asked)
-    prompt = await context.prompt(conversation(asked, box))
-    grammar = await context.grammar(prompt, form, box)
-    how = generation_params(
-        context.model,
-        asked.speculation,
-        asked.timeout,
+    plan = await context.plan(
+        asked,
+        conversation(asked, box),
+        box,
+        output_format_of(asked),
+        stop=asked.stop_sequences,
         max_tokens=asked.max_tokens,
-        temp=asked.temperature,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-        seed=asked.seed,
-        grammar=grammar,
-        stop=stops(asked.stop_sequences),
     )
-
-    def stopped_by(choice: ChoiceState) -> str | None:
-        return stop_that_ended(context.model.codec, prompt.tokens, choice.tokens, how.sampling)
-
-    head = MessageInfo(context.model.id, how.sampling.seed or 0, len(prompt.tokens), stopped_by)
-    jobs = [ChoiceJob(prompt.tokens, how)]
-    splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None)]
-    if not asked.stream:
-        (choice,) = await context.whole(request, jobs, splitters, box.one)
-        return as_json(message(head, choice))
-    run = await context.streaming(request, jobs)
-    return EventStream(PartStream(run, splitters, box.one), MessageEvents(head))
+    stopped_by = partial(stop_that_ended, context.model.codec, plan.jobs[0])
+    return await context.respond(request, plan, MessageFormatter(plan.info, stopped_by), asked.stream)
 
 
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))

@@ -1,44 +1,34 @@
-"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses."""
+"""POST /v1/responses and /v1/responses/input_tokens: OpenAI's responses.
+
+Nothing is stored, so each request has the whole conversation.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from outrider.protocol.sampling import MOST_LOGPROBS, SamplingParams
 from outrider.server.answers import sse
+from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import (
     ChoiceState,
     KeepAlive,
     Part,
-    PartStream,
     PartUpdate,
     StreamItem,
     TextPart,
     ThinkingPart,
-    splitter,
     timings,
 )
-from outrider.server.answers.run import ChoiceJob
-from outrider.server.answers.sse import EventStream
-from outrider.server.answers.usage import (
-    LogprobFormatter,
-    SchemaChecker,
-    TextLogprobs,
-    ThoughtCounter,
-    about,
-    counter,
-    no_notes,
-    responses_usage,
-    schema_checker,
-    speller,
-)
+from outrider.server.answers.run import Extras
+from outrider.server.answers.usage import TextLogprobs, about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
@@ -52,166 +42,248 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.generation_params import generation_params, room, stops
 from outrider.server.mapping.output_format import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
-from outrider.server.server_context import TheServer, as_json
-from outrider.server.shapes.base import Object
-from outrider.server.shapes.chat import SpelledToken
-from outrider.server.shapes.responses import (
-    Content,
-    FunctionChosen,
-    FunctionsAllowed,
-    InputTokens,
-    Output,
-    OutputCall,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    ResponseObject,
-    ResponsesRequest,
+from outrider.server.schemas import (
+    MAX_TOOLS,
+    ApiResponse,
+    CachedTokens,
+    LooseShape,
+    MaxTokens,
+    Object,
+    OpenAIGeneration,
+    Outrider,
+    ReasoningTokens,
+    SpelledToken,
+    Timings,
+    absent,
+    bounded,
 )
-from outrider.server.shapes.responses import Item as ItemIn
-
-_PREFIX = {TextPart: "msg", ThinkingPart: "rs", ToolCall: "fc"}
+from outrider.server.server_context import TheServer, as_json
 
 
-class OutputItem:
-    """An item of the output: a message, reasoning or a call, as it grows. `wording` assigns log-probabilities, if
-    requested."""
+class Content(LooseShape):
+    """A part of a message: input_text or output_text."""
 
-    def __init__(self, part: Part, status: str, wording: TextLogprobs | None) -> None:
-        self.part = part
-        self._wording = wording
-        self.rows = self._next(part)
-        self.status = status
-        self.id = f"{_PREFIX[type(part)]}_{secrets.token_hex(12)}"
-        self._call_id = part.id or f"call_{secrets.token_hex(12)}" if isinstance(part, ToolCall) else ""
-
-    @property
-    def word(self) -> str:
-        return "output_text" if isinstance(self.part, TextPart) else "reasoning_text"
-
-    def content(self, text: str) -> dict[str, Any]:
-        """Returns the item's only content part, with `text`."""
-        return (self._words(text) if isinstance(self.part, TextPart) else ReasoningText(text=text)).model_dump()
-
-    def grow(self, part: Part) -> list[SpelledToken]:
-        """Adds a part, and returns its log-probabilities."""
-        rows = self._next(part)
-        self.rows += rows
-        if isinstance(self.part, TextPart) and isinstance(part, TextPart):
-            self.part = TextPart(self.part.text + part.text, self.part.at)
-        elif isinstance(self.part, ThinkingPart) and isinstance(part, ThinkingPart):
-            self.part = ThinkingPart(self.part.text + part.text)
-        return rows
-
-    def _next(self, part: Part) -> list[SpelledToken]:
-        return self._wording.next(part) if self._wording is not None and isinstance(part, TextPart) else []
-
-    def _words(self, text: str) -> OutputText:
-        rows = self.rows if text else []
-        return OutputText(text=text, logprobs=rows if self._wording is not None else None)
-
-    def empty(self) -> Output:
-        match self.part:
-            case TextPart():
-                return OutputMessage(id=self.id, status=self.status, content=[])
-            case ThinkingPart():
-                return OutputReasoning(id=self.id, status=self.status, content=[])
-            case ToolCall(name=name):
-                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments="", status=self.status)
-
-    def whole(self) -> Output:
-        match self.part:
-            case TextPart(text=text):
-                return OutputMessage(id=self.id, status=self.status, content=[self._words(text)])
-            case ThinkingPart(text=text):
-                return OutputReasoning(id=self.id, status=self.status, content=[ReasoningText(text=text)])
-            case ToolCall(name=name, arguments=arguments):
-                return OutputCall(id=self.id, call_id=self._call_id, name=name, arguments=arguments, status=self.status)
+    type: str
+    text: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseInfo:
-    """What is known before generation, and request fields that the response repeats.
+class Item(LooseShape):
+    """A message, a function call, its output, or earlier reasoning."""
 
-    `thoughts` counts thinking tokens. `speller` is None without log-probabilities.
-    """
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Annotated[list[Content], bounded()] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Annotated[list[Content], bounded()] | None = None
 
+
+class FunctionTool(LooseShape):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class FunctionChosen(LooseShape):
+    type: Literal["function"]
+    name: str
+
+
+class FunctionsAllowed(LooseShape):
+    """Limits calls to some functions; `mode` required: one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChosen], bounded(MAX_TOOLS, least=1)]
+
+
+class Reasoning(LooseShape):
+    effort: str | None = None
+
+
+class ResponsesRequest(OpenAIGeneration):
+    """An input to respond to."""
+
+    input: str | Annotated[list[Item], bounded(least=1)]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], bounded(MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChosen | FunctionsAllowed | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: MaxTokens | None = None
+    text: Object | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: Object | None = None
+    include: Annotated[list[str], bounded(MAX_TOOLS)] | None = Field(
+        None, description="message.output_text.logprobs; other values are ignored"
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="inputs are never truncated: one that is too long is rejected, with auto too"
+    )
+    max_tool_calls: int | None = None
+    # Ignored: they have no effect on the answer.
+    metadata: Any = None
+    store: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+    client_metadata: Any = None
+
+
+class InputTokens(ApiResponse):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class OutputText(ApiResponse):
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[Object] = Field(default_factory=list)
+    logprobs: list[SpelledToken] | None = absent()
+
+
+class OutputMessage(ApiResponse):
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: str
+    content: list[OutputText]
+
+
+class OutputCall(ApiResponse):
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+class ReasoningText(ApiResponse):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(ApiResponse):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Object] = Field(default_factory=list)
+    content: list[ReasoningText]
+    status: str
+
+
+Output = OutputMessage | OutputCall | OutputReasoning
+
+
+class WrittenTokens(CachedTokens):
+    """`cache_write_tokens`: tokens that were added to the prompt cache."""
+
+    cache_write_tokens: int = 0
+
+
+class ResponsesUsage(ApiResponse):
+    input_tokens: int
+    input_tokens_details: WrittenTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponseObject(ApiResponse):
+    """The response and its status."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
-    seed: int
-    prompt_tokens: int
-    thoughts: ThoughtCounter
-    notes: Sequence[str]
+    output: list[Output]
+    error: Object | None = None
+    incomplete_details: Object | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    store: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
     tool_choice: str | Object
     tools: list[Object]
-    parallel: bool
-    instructions: str | None
-    max_output_tokens: int | None
-    temperature: float
-    top_p: float
-    speller: LogprobFormatter | None = None
-    checked: SchemaChecker = no_notes
-    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
-    created_at: int = field(default_factory=lambda: int(time.time()))
-
-    def shape(self, output: list[Output], **more: Any) -> ResponseObject:
-        return ResponseObject(
-            id=self.id,
-            created_at=self.created_at,
-            model=self.model,
-            output=output,
-            instructions=self.instructions,
-            max_output_tokens=self.max_output_tokens,
-            parallel_tool_calls=self.parallel,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            tool_choice=self.tool_choice,
-            tools=self.tools,
-            **more,
-        )
+    metadata: Object = Field(default_factory=dict)
+    usage: ResponsesUsage | None = None
+    timings: Timings | None = absent()
+    outrider: Outrider | None = absent()
 
 
-def response(head: ResponseInfo, choice: ChoiceState, items: list[Output] | None = None) -> ResponseObject:
-    """Returns the full response. `items` are those that a stream already sent."""
-    cut = choice.finish == "length"
-    state = "incomplete" if cut else "completed"
-    made = items if items is not None else _items(head, choice, state)
-    return head.shape(
-        made,
-        status=state,
-        incomplete_details={"reason": "max_output_tokens"} if cut else None,
-        usage=responses_usage(head.prompt_tokens, choice, head.thoughts),
-        timings=timings(choice.timings),
-        outrider=about(choice.result, head.seed, [*head.notes, *head.checked([choice])]),
+def responses_usage(info: AnswerInfo, choice: ChoiceState) -> ResponsesUsage:
+    """Returns the usage of the responses API."""
+    made = len(choice.tokens)
+    thought = info.thoughts(choice) if info.thoughts is not None else 0
+    return ResponsesUsage(
+        input_tokens=info.prompt_tokens,
+        input_tokens_details=WrittenTokens(
+            cached_tokens=choice.timings.cache_n, cache_write_tokens=choice.timings.prompt_n
+        ),
+        output_tokens=made,
+        output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
+        total_tokens=info.prompt_tokens + made,
     )
 
 
-def _items(head: ResponseInfo, choice: ChoiceState, state: str) -> list[Output]:
-    wording = TextLogprobs(head.speller) if head.speller is not None else None
-    if wording is not None:
-        wording.take(choice.extras.logprobs)
-    return [OutputItem(part, state, wording).whole() for part in choice.parts]
+class ResponseFormatter:
+    """Formats a response, and its stream of numbered events. `asked` has the fields that the response repeats.
 
+    The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
+    """
 
-class ResponseEvents:
-    """Writes a stream with numbered events."""
-
-    def __init__(self, head: ResponseInfo) -> None:
-        self._head = head
-        self._wording = TextLogprobs(head.speller) if head.speller is not None else None
+    def __init__(self, info: AnswerInfo, asked: ResponsesRequest, sampling: SamplingParams) -> None:
+        self._info = info
+        self._notes = notes(asked)
+        self._logprobs = TextLogprobs(info.speller) if info.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
-        self._item: OutputItem | None = None
+        choice = asked.tool_choice
+        self._common: dict[str, Any] = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "created_at": info.created,
+            "model": info.model,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "temperature": sampling.temp,
+            "top_p": sampling.top_p,
+            "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
+            "tools": [tool.model_dump() for tool in asked.tools or ()],
+        }
+
+    def whole(self, choices: Sequence[ChoiceState]) -> ResponseObject:
+        (choice,) = choices
+        self._take_logprobs(choice.extras)
+        for part in choice.parts:
+            item = _item(part, self._logprobs is not None)
+            self._grow(item, part)
+            item.status = _status(choice)
+            self._items.append(item)
+        return self._whole(choice)
 
     def begin(self) -> bytes:
         """Writes response.created and response.in_progress. The stream ends with response.completed or
         response.incomplete."""
-        begun = self._head.shape([], status="in_progress").model_dump()
+        begun = self._shape(status="in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def of(self, one: StreamItem) -> bytes:
@@ -219,74 +291,128 @@ class ResponseEvents:
             case KeepAlive(note=note):
                 return sse.comment(note)
             case PartUpdate(part=part, extras=extras):
-                if self._wording is not None:
-                    self._wording.take(extras.logprobs)
+                self._take_logprobs(extras)
                 return b"".join(self._grown(part))
             case ChoiceState():
-                before = b"".join(self._closed("incomplete" if one.finish == "length" else "completed"))
-                answer = response(self._head, one, self._items)
-                return before + self._event(f"response.{answer.status}", response=answer.model_dump())
+                before = b"".join(self._closed(_status(one)))
+                answer = self._whole(one)
+                return before + self._event(f"response.{answer.status}", response=answer)
 
     def end(self) -> bytes:
         return b""
 
     def failed(self, problem: Problem) -> bytes:
         """Writes response.failed."""
+        self._items = [item for item in self._items if item.status != "in_progress"]
         error = {"code": problem.code or "server_error", "message": problem.message}
-        answer = self._head.shape(self._items, status="failed", error=error)
-        return self._event("response.failed", response=answer.model_dump())
+        return self._event("response.failed", response=self._shape(status="failed", error=error))
+
+    def _shape(self, **more: Any) -> ResponseObject:
+        return ResponseObject(**self._common, output=self._items, **more)
+
+    def _whole(self, choice: ChoiceState) -> ResponseObject:
+        info = self._info
+        return self._shape(
+            status=_status(choice),
+            incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
+            usage=responses_usage(info, choice),
+            timings=timings(choice.timings),
+            outrider=about(choice.result, info.seed, [*self._notes, *info.notes([choice])]),
+        )
+
+    def _take_logprobs(self, extras: Extras) -> None:
+        if self._logprobs is not None:
+            self._logprobs.take(extras.logprobs)
+
+    def _grow(self, item: Output, part: Part) -> list[SpelledToken]:
+        """Adds a part to an item of its kind, and returns its log-probabilities."""
+        rows: list[SpelledToken] = []
+        match item, part:
+            case OutputMessage(content=[content]), TextPart(text=text):
+                content.text += text
+                if self._logprobs is not None and content.logprobs is not None:
+                    content.logprobs += (rows := self._logprobs.next(part))
+            case OutputReasoning(content=[content]), ThinkingPart(text=text):
+                content.text += text
+            case OutputCall(), ToolCall(arguments=arguments):
+                item.arguments = arguments
+        return rows
 
     def _grown(self, part: Part) -> Iterator[bytes]:
-        if self._item is None or type(self._item.part) is not type(part) or isinstance(part, ToolCall):
+        item = self._items[-1] if self._items and self._items[-1].status == "in_progress" else None
+        if item is None or not _continues(item, part):
             yield from self._closed("completed")
-            self._item = OutputItem(part, "in_progress", self._wording)
-            rows = self._item.rows
-            yield from self._begun(self._item)
-        else:
-            rows = self._item.grow(part)
-        yield self._delta(self._item, part, rows)
+            item = _item(part, self._logprobs is not None)
+            self._items.append(item)
+            yield from self._begun(item)
+        rows, at = self._grow(item, part), self._at(item)
+        match part:
+            case TextPart(text=text):
+                yield self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=rows)
+            case ThinkingPart(text=text):
+                yield self._event("response.reasoning_text.delta", **at, content_index=0, delta=text)
+            case ToolCall(arguments=arguments):
+                yield self._event("response.function_call_arguments.delta", **at, delta=arguments)
 
-    def _begun(self, item: OutputItem) -> Iterator[bytes]:
-        at = len(self._items)
-        yield self._event("response.output_item.added", output_index=at, item=item.empty().model_dump())
-        if not isinstance(item.part, ToolCall):
-            yield self._event(
-                "response.content_part.added", item_id=item.id, output_index=at, content_index=0, part=item.content("")
-            )
-
-    def _delta(self, item: OutputItem, part: Part, rows: list[SpelledToken]) -> bytes:
-        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
-        if isinstance(part, ToolCall):
-            return self._event("response.function_call_arguments.delta", **at, delta=part.arguments)
-        more = {"logprobs": _plain(rows)} if isinstance(part, TextPart) else {}
-        return self._event(f"response.{item.word}.delta", **at, content_index=0, delta=part.text, **more)
+    def _begun(self, item: Output) -> Iterator[bytes]:
+        empty = item.model_dump() if isinstance(item, OutputCall) else {**item.model_dump(), "content": []}
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
+        if not isinstance(item, OutputCall):
+            yield self._event("response.content_part.added", **self._at(item), content_index=0, part=item.content[0])
 
     def _closed(self, state: str) -> Iterator[bytes]:
-        item = self._item
-        if item is None:
+        """Ends the item that grows, if there is one."""
+        item = self._items[-1] if self._items else None
+        if item is None or item.status != "in_progress":
             return
         item.status = state
-        at: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items)}
-        if isinstance(item.part, ToolCall):
-            yield self._event(
-                "response.function_call_arguments.done", **at, name=item.part.name, arguments=item.part.arguments
-            )
+        at = self._at(item)
+        if isinstance(item, OutputCall):
+            yield self._event("response.function_call_arguments.done", **at, name=item.name, arguments=item.arguments)
         else:
-            more = {"logprobs": _plain(item.rows)} if isinstance(item.part, TextPart) else {}
-            yield self._event(f"response.{item.word}.done", **at, content_index=0, text=item.part.text, **more)
-            yield self._event("response.content_part.done", **at, content_index=0, part=item.content(item.part.text))
-        whole = item.whole()
-        yield self._event("response.output_item.done", output_index=len(self._items), item=whole.model_dump())
-        self._items.append(whole)
+            (content,) = item.content
+            more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
+            yield self._event(f"response.{content.type}.done", **at, content_index=0, text=content.text, **more)
+            yield self._event("response.content_part.done", **at, content_index=0, part=content)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _at(self, item: Output) -> dict[str, Any]:
+        return {"item_id": item.id, "output_index": len(self._items) - 1}
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
+        """Returns an event whose fields may be shapes."""
         self._number += 1
         body = {"type": kind, "sequence_number": self._number, **fields}
-        return sse.event(json.dumps(body, ensure_ascii=False), kind)
+        return sse.event(json.dumps(body, ensure_ascii=False, default=BaseModel.model_dump), kind)
 
 
-def _plain(rows: Sequence[SpelledToken]) -> list[Object]:
-    return [row.model_dump() for row in rows]
+def _status(choice: ChoiceState) -> str:
+    return "incomplete" if choice.finish == "length" else "completed"
+
+
+def _continues(item: Output, part: Part) -> bool:
+    """Whether `part` belongs to the item. Each call is an item of its own."""
+    match item:
+        case OutputMessage():
+            return isinstance(part, TextPart)
+        case OutputReasoning():
+            return isinstance(part, ThinkingPart)
+        case OutputCall():
+            return False
+
+
+def _item(part: Part, with_logprobs: bool) -> Output:
+    """Returns the item that a part begins, without content."""
+    name, state = secrets.token_hex(12), "in_progress"
+    match part:
+        case TextPart():
+            content = OutputText(text="", logprobs=[] if with_logprobs else None)
+            return OutputMessage(id=f"msg_{name}", status=state, content=[content])
+        case ThinkingPart():
+            return OutputReasoning(id=f"rs_{name}", status=state, content=[ReasoningText(text="")])
+        case ToolCall():
+            call_id = part.id or f"call_{secrets.token_hex(12)}"
+            return OutputCall(id=f"fc_{name}", call_id=call_id, name=part.name, arguments="", status=state)
 
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -366,7 +492,7 @@ def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
     return TemplateInput(messages, box.tools, keywords)
 
 
-def _items_in(items: list[ItemIn]) -> list[dict[str, Any]]:
+def _items_in(items: list[Item]) -> list[dict[str, Any]]:
     """Converts input items. Calls and reasoning are separate items, but belong to one assistant message in a
     template."""
     messages: list[dict[str, Any]] = []
@@ -374,15 +500,16 @@ def _items_in(items: list[ItemIn]) -> list[dict[str, Any]]:
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                _add_message(messages, item.role, _text(item.content, f"{where}.content"))
+                _add_message(messages, item.role, text_of(item.content, f"{where}.content", _READABLE))
             case "function_call":
                 _last_assistant_message(messages).setdefault("tool_calls", []).append(
                     past_call(item.name or "", item.arguments or "{}", item.call_id)
                 )
             case "function_call_output":
-                messages.append(tool_result(_text(item.output, f"{where}.output"), item.call_id or "", None))
+                result = text_of(item.output, f"{where}.output", _READABLE)
+                messages.append(tool_result(result, item.call_id or "", None))
             case "reasoning":
-                thought = _text(item.content, f"{where}.content")
+                thought = text_of(item.content, f"{where}.content", _READABLE)
                 messages.append(assistant_message("", [], thought))
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
@@ -407,12 +534,6 @@ def _is_empty(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and not any(message.get(k) for k in ("content", "tool_calls"))
 
 
-def _text(content: str | list[Content] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return text_of(((part.type, part.text) for part in content), _READABLE, where)
-
-
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -422,50 +543,17 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    form = await context.form(output_format_of(asked))
-    prompt = await context.prompt(conversation(asked, box))
-    grammar = await context.grammar(prompt, form, box)
-    how = generation_params(
-        context.model,
-        asked.speculation,
-        asked.timeout,
-        max_tokens=room(context.model, len(prompt.tokens), asked.max_output_tokens),
-        temp=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        seed=asked.seed,
-        stop=stops(asked.stop),
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        ignore_eos=asked.ignore_eos,
-        grammar=grammar,
+    plan = await context.plan(
+        asked,
+        conversation(asked, box),
+        box,
+        output_format_of(asked),
+        stop=asked.stop,
+        max_tokens=asked.max_output_tokens,
         logprobs=logprobs(asked),
     )
-    head = ResponseInfo(
-        model=context.model.id,
-        seed=how.sampling.seed or 0,
-        prompt_tokens=len(prompt.tokens),
-        thoughts=counter(context.model, prompt),
-        notes=notes(asked),
-        tool_choice=_choice(asked),
-        tools=[tool.model_dump() for tool in asked.tools or ()],
-        parallel=asked.parallel_tool_calls is not False,
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
-        temperature=how.sampling.temp,
-        top_p=how.sampling.top_p,
-        speller=speller(context.model, how.sampling),
-        checked=schema_checker(form, box),
-    )
-    jobs = [ChoiceJob(prompt.tokens, how)]
-    splitters = [splitter(context.model, prompt, box, form is not None, grammar is not None)]
-    if not asked.stream:
-        (choice,) = await context.whole(request, jobs, splitters, box.one)
-        return as_json(response(head, choice))
-    run = await context.streaming(request, jobs)
-    return EventStream(PartStream(run, splitters, box.one), ResponseEvents(head))
+    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].params.sampling)
+    return await context.respond(request, plan, formatter, asked.stream)
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
@@ -475,8 +563,3 @@ async def count(asked: ResponsesRequest, context: TheServer) -> Response:
     refuse(asked)
     prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))
     return as_json(InputTokens(input_tokens=len(prompt.tokens)))
-
-
-def _choice(asked: ResponsesRequest) -> str | dict[str, Any]:
-    choice = asked.tool_choice
-    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()

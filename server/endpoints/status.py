@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,13 +18,46 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import Stats
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.endpoints import chat
+from outrider.server.endpoints.chat import ChatMessage, Tool
 from outrider.server.endpoints.json_route import JsonRoute, error_docs, response_docs
 from outrider.server.mapping.conversation import ToolSelection, toolbox
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
+from outrider.server.schemas import MAX_TOKENS, MAX_TOOLS, ApiRequest, ApiResponse, Object, absent, bounded
 from outrider.server.server_context import ServerContext, TheServer, as_json
-from outrider.server.shapes.base import ApiResponse, absent
-from outrider.server.shapes.chat import ChatMessage, DetokenizeRequest, TemplateRequest, TokenizeRequest
+
+
+class TokenizeRequest(ApiRequest):
+    """`content` (llama.cpp) or `prompt` (vLLM) is a text; `messages` is a conversation."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], bounded()] | None = None
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = Field(False, description="vLLM's: return each token's text")
+    with_pieces: bool = Field(False, description="llama.cpp's: return tokens as objects with id and piece")
+    add_special: bool = Field(True, description="add the tokenizer's special tokens")
+    add_special_tokens: bool | None = None
+
+
+class TemplateRequest(ApiRequest):
+    """A conversation, as in /v1/chat/completions."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], bounded(least=1)]
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class DetokenizeRequest(ApiRequest):
+    model: str | None = None
+    tokens: Annotated[list[int], bounded(MAX_TOKENS)]
 
 
 class Model(ApiResponse):

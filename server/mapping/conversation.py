@@ -6,26 +6,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
 
 
-def text_of(parts: Iterable[tuple[str, str | None]], readable: tuple[str, ...], where: str) -> str:
-    """Concatenates the text parts of a message's content, given as (type, text).
+class ContentPart(Protocol):
+    """A part of a message's content, in any API."""
+
+    type: str
+    text: str | None
+
+
+def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: Collection[str] = ("text",)) -> str:
+    """Returns a message's content, whose parts are concatenated.
 
     Raises:
         Refused: a part is an image or anything else but text.
     """
-    found = []
-    for kind, text in parts:
-        if kind not in readable:
-            raise Refused(f"{where}: a part of type {kind[:40]!r} can't be read here; only text can", where)
-        found.append(text or "")
-    return "".join(found)
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in readable:
+            raise Refused(f"{where}: a part of type {part.type[:40]!r} can't be read here; only text can", where)
+    return "".join(part.text or "" for part in content)
 
 
 def past_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:

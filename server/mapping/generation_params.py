@@ -8,45 +8,37 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import Sampling, Speculation, Watched
+from outrider.server.schemas import Generation, Sampling, Watched
 
 SEEDS = 2**32
 UNBOUNDED = 2**31 - 1
-_SAME_NAMES = (
-    "min_tokens",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_context_size",
-    "presence_context_size",
-    "frequency_context_size",
-    "ignore_eos",
-)
+_FIELDS = {
+    "temp": "temperature",
+    **{
+        name: name
+        for name in (
+            *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+            *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+        )
+    },
+}
+"""Fields of SamplingParams that a request may have, and their names there."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """`sampling` has a seed. `mode`, `num_draft_tokens`, `branches`, `drafter`: as in `Client.generate`.
-
-    `timeout` is in seconds. `origins`, `rounds` and `ids` (of tokens) request these in the response.
-    """
+    """`sampling` has a seed. `timeout` is in seconds. `ids`: return the tokens' ids."""
 
     sampling: SamplingParams
-    mode: str = "auto"
-    num_draft_tokens: int | None = None
-    branches: int | None = None
+    speculation: Watched = field(default_factory=Watched)
     timeout: float | None = None
-    origins: bool = False
-    rounds: bool = False
-    drafter: str = ""
     ids: bool = False
 
     def another(self, index: int) -> GenerationParams:
@@ -65,51 +57,31 @@ def seed_of(seed: int, index: int) -> int:
 
 
 def generation_params(
-    model: ServedModel, speculation: Speculation | None = None, timeout: float | None = None, **given: Any
+    model: ServedModel,
+    asked: Generation,
+    max_tokens: int,
+    stop: str | Sequence[str] | None,
+    grammar: Grammar | None = None,
+    logprobs: int | None = None,
 ) -> GenerationParams:
-    """`given` are keywords of SamplingParams; None means omitted.
+    """Returns the parameters of a request.
 
     Raises:
         InvalidRequest: a value is out of range.
     """
-    fields: dict[str, Any] = {**model.defaults, **{name: v for name, v in given.items() if v is not None}}
+    known = type(asked).model_fields
+    given = {ours: getattr(asked, theirs) for ours, theirs in _FIELDS.items() if theirs in known}
+    fields: dict[str, Any] = {**model.defaults, **{name: value for name, value in given.items() if value is not None}}
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
     fields.setdefault("seed", secrets.randbelow(SEEDS))
-    wanted = speculation or Speculation()
-    return GenerationParams(
-        SamplingParams(**fields), wanted.mode, wanted.num_draft_tokens, wanted.branches, timeout, drafter=wanted.drafter
-    )
-
-
-def generation_params_of(
-    model: ServedModel, asked: Sampling, max_tokens: int, grammar: Grammar | None, logprobs: int | None
-) -> GenerationParams:
-    """Returns the parameters of a chat or text completion.
-
-    Raises:
-        InvalidRequest: a value is out of range.
-    """
-    made = generation_params(
-        model,
-        asked.speculation,
-        asked.timeout,
-        max_tokens=max_tokens,
-        temp=asked.temperature,
-        top_k=asked.top_k,
-        seed=asked.seed,
-        stop=stops(asked.stop),
-        logit_bias=_bias(asked.logit_bias),
-        grammar=grammar,
-        logprobs=logprobs,
-        **{name: getattr(asked, name) for name in _SAME_NAMES},
-    )
-    seen = asked.speculation or Watched()
-    return replace(made, origins=seen.origins, rounds=seen.rounds)
-
-
-def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+    fields |= {"max_tokens": max_tokens, "grammar": grammar, "logprobs": logprobs}
+    fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if isinstance(asked, Sampling):
+        fields["logit_bias"] = _bias(asked.logit_bias)
+    wanted = asked.speculation or Watched()
+    speculation = wanted if isinstance(wanted, Watched) else Watched(**dict(wanted))
+    return GenerationParams(SamplingParams(**fields), speculation, asked.timeout)
 
 
 def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:
@@ -126,10 +98,6 @@ def _bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
     if wrong:
         raise Refused(f"logit_bias: {wrong[:200]} is not a token id; expected whole numbers as strings", "logit_bias")
     return tuple((int(token), bias) for token, bias in (given or {}).items())
-
-
-def choices(asked: Sampling) -> int:
-    return asked.n if asked.n is not None else 1
 
 
 def include_usage_of(asked: Sampling) -> bool:

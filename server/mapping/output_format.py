@@ -19,7 +19,7 @@ from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_o
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
 from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
-from outrider.server.shapes.base import Sampling
+from outrider.server.schemas import Sampling
 
 
 @dataclass(frozen=True, slots=True)

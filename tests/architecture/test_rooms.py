@@ -51,10 +51,9 @@ WITHIN = {
     "orchestrator/core": {"policy": set()},
     "server": {
         "model": set(),
-        "shapes": set(),
-        "mapping": {"model", "shapes"},
-        "answers": {"mapping", "model", "shapes"},
-        "endpoints": {"answers", "mapping", "model", "shapes"},
+        "mapping": {"model"},
+        "answers": {"mapping", "model"},
+        "endpoints": {"answers", "mapping", "model"},
     },
     "bench": {
         "timing": set(),
@@ -83,9 +82,7 @@ TELLS_THE_TIME = {
     "orchestrator/pairing/tokenizer.py",
     "orchestrator/pairing/pulled.py",  # the same
     "protocol/process.py",
-    "server/endpoints/chat.py",
-    "server/endpoints/completions.py",
-    "server/endpoints/responses.py",
+    "server/answers/formatter.py",
     "server/endpoints/status.py",
     "server/model/served.py",
     "server/tracing.py",

@@ -19,12 +19,14 @@ from outrider.protocol.errors import InvalidRequest, UnknownDrafter, as_error, k
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.app import application
 from outrider.server.auth_middleware import CallerClients
+from outrider.server.endpoints.chat import ChatRequest
+from outrider.server.endpoints.completions import CompletionRequest
 from outrider.server.endpoints.json_route import IgnoredFields
+from outrider.server.endpoints.messages import MessagesRequest
+from outrider.server.endpoints.responses import ResponsesRequest
+from outrider.server.endpoints.status import DetokenizeRequest
 from outrider.server.model.served import ServedModel, load_served
 from outrider.server.problems import problem_of
-from outrider.server.shapes.chat import ChatRequest, CompletionRequest, DetokenizeRequest
-from outrider.server.shapes.messages import MessagesRequest
-from outrider.server.shapes.responses import ResponsesRequest
 from tests.server.scripted import write_scripted
 
 NOBODY = "ipc:///tmp/outrider-test-nobody-serves-this"

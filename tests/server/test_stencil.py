@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.server.answers import sse
 from outrider.server.answers.sse import Stencil
-from outrider.server.shapes.chat import Completion, CompletionChoice
+from outrider.server.endpoints.completions import Completion, CompletionChoice
 
 
 def event(text: str) -> bytes:

@@ -8,6 +8,7 @@ import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.server.answers import parts as part_stream
+from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import Splitter
 from outrider.server.answers.run import ChoicePrefill, News, WriteNow
 from outrider.server.answers.sse import EventWriter
@@ -29,9 +30,10 @@ class Prompt:
         return self._news.pop(0)
 
 
+INFO = AnswerInfo("m", 1, 5)
 APIS: dict[str, EventWriter] = {
-    "chat": chat.ChatEvents(chat.ChatInfo("m", 1, 5, len), 1, False),  # type: ignore[arg-type]
-    "completions": completions.CompletionEvents(completions.CompletionInfo("m", 1, 5, [""]), False),
+    "chat": chat.ChatFormatter(INFO, 1, False),
+    "completions": completions.TextCompletionFormatter(INFO, [""], False),
 }
 
 
@@ -53,8 +55,9 @@ def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> 
 
 
 def test_anthropics_readers_are_sent_pings() -> None:
-    head = messages.MessageInfo("m", 1, 5, lambda choice: None)
-    assert written(messages.MessageEvents(head)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+    assert (
+        written(messages.MessageFormatter(INFO, lambda choice: None)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -140,24 +140,30 @@ class StructuredOutputs(StrictShape):
 
 
 class Generation(ApiRequest):
-    """Common fields of OpenAI's APIs, and additional fields of llama.cpp, vLLM and mlx-lm."""
+    """Common fields of all APIs that generate."""
 
     model: str | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    min_p: MinP | None = None
     seed: Seed | None = None
+    speculation: Speculation | None = None
+    timeout: Timeout | None = None
+    stream: bool | None = None
+
+
+class OpenAIGeneration(Generation):
+    """Common fields of OpenAI's APIs, and additional fields of llama.cpp, vLLM and mlx-lm."""
+
+    min_p: MinP | None = None
     stop: Stop | Stops | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
-    timeout: Timeout | None = None
-    stream: bool | None = None
 
 
-class Sampling(Generation):
+class Sampling(OpenAIGeneration):
     """Common fields of chat and text completions."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -187,6 +193,25 @@ class Sampling(Generation):
     prompt_cache_retention: Any = None
     cache_prompt: Any = None
     prediction: Any = None
+
+
+class LikelyToken(ApiResponse):
+    """A token's text and bytes, and the natural logarithm of its probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class SpelledToken(LikelyToken):
+    """A generated token, and the likeliest at its position."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(ApiResponse):
+    content: list[SpelledToken]
+    refusal: None = None
 
 
 class CachedTokens(ApiResponse):

@@ -1,1 +1,0 @@
-"""Requests and responses of each API, as pydantic models."""
