@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
+import uvicorn
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -28,7 +29,6 @@ from outrider.protocol.messages import Stats
 from outrider.protocol.stats import Durations, KvUse, by_name, each
 from outrider.server.__main__ import DRAIN_SECONDS, config
 from outrider.server.app import application
-from outrider.server.connection import Server
 from outrider.server.model.served import load_served
 
 
@@ -100,7 +100,7 @@ class FleetBackend:
 class Ingress:
     """Serves HTTP in a thread of its own, from creation on."""
 
-    _server: Server | None = None
+    _server: uvicorn.Server | None = None
     """None if the constructor failed."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Ingress:
         self._engines = EngineLeases(kinds, engine.keys)
         app = application(model, FleetBackend(self._engines, gate), gate.http)
         self._listener = HttpListener(gate.http)
-        self._server = server = Server(config(app, gate.http))
+        self._server = server = uvicorn.Server(config(app, gate.http))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")
         self._thread.start()
 
@@ -140,9 +140,9 @@ class Ingress:
     def __del__(self) -> None:
         """Called by Ray Serve at the end. Responses that are nearly done may finish."""
         if self._server is not None:
-            self._server.end()
+            self._server.should_exit = True
             self._thread.join(DRAIN_SECONDS)
 
-    def _serve(self, server: Server) -> None:
+    def _serve(self, server: uvicorn.Server) -> None:
         self._engines.connect()
         server.run(sockets=[self._listener.socket])

@@ -22,7 +22,7 @@ from outrider.protocol import process
 from outrider.protocol.version import install
 from outrider.server.app import application
 from outrider.server.auth_middleware import CallerClients
-from outrider.server.connection import Connection, Server
+from outrider.server.connection import Connection
 from outrider.server.model.served import load_served
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ def main() -> None:
     model = load_served(order.model, Path(order.folder), order.settings.model_names, order.settings.tool_fallback)
     tracing = _tracing(order.settings, model.id)
     app = application(model, CallerClients(order.endpoint), order.settings, tracing)
-    server = Server(config(app, order.settings))
+    server = uvicorn.Server(config(app, order.settings))
 
     def end_with_parent() -> None:
         while sys.stdin.readline():  # the only message: accept no new requests
             app.state.context.draining = True
-        server.end()
+        server.should_exit = True
 
     threading.Thread(target=end_with_parent, daemon=True, name="parent").start()
     gc.freeze()  # collections skip what is loaded by now

@@ -2,8 +2,7 @@
 
 `Connection` adds time limits for headers and slow readers, and a limit on open connections, which uvicorn lacks.
 `HalfClosed` detects clients that sent EOF and left. `ChunkWriter` writes streamed text to the transport without passing
-ASGI layers and h11 for each chunk. `Server` wakes up once a second instead of ten times: on a small CPU each wake-up
-costs as much as half a chunk.
+ASGI layers and h11 for each chunk.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import asyncio
 import logging
 import resource
 import socket
-from contextlib import suppress
-from types import FrameType
 from typing import cast
 
 import h11
-import uvicorn
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -229,38 +225,3 @@ class Connection(H11Protocol):
     def _give_up(self) -> None:
         log.warning("a client read nothing for %g s; closing its response", READER_SECONDS)
         self.transport.abort()
-
-
-TICK_SECONDS = 1.0
-"""How often uvicorn renews the `date` header."""
-
-
-class Server(uvicorn.Server):
-    """A uvicorn server that `end` can stop from any thread."""
-
-    _loop: asyncio.AbstractEventLoop | None = None
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._wake_up = asyncio.Event()
-
-    def end(self) -> None:
-        """Shuts down gracefully; callable from any thread."""
-        self.should_exit = True
-        self._wake()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
-        self._wake()
-
-    async def main_loop(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        while not await self.on_tick(0):  # tick 0 renews the date
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS):
-                    await self._wake_up.wait()
-
-    def _wake(self) -> None:
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._wake_up.set)

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
-from outrider.protocol.sampling import Grammar
 from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
 from outrider.server.answers.parts import PartStream, Splitter, splitter, whole
 from outrider.server.answers.run import ChoiceJob, RequestRun, job
@@ -24,11 +23,10 @@ from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.generation_params import generation_params, room
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
-from outrider.server.model.served import ServedModel, TemplateInput, TokenizedPrompt
+from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.problems import Refused
 from outrider.server.schemas import Generation
 
-NO_TOOLS = Toolbox()
 FIRST_SECONDS = 0.5
 """How long a stream waits for its first result before its status 200 is sent."""
 
@@ -65,35 +63,7 @@ class ServerContext:
                 f"the model {name[:200]!r} is not served here; expected {known}", "model", 404, "model_not_found"
             )
 
-    async def prompt(self, talk: TemplateInput) -> TokenizedPrompt:
-        """Tokenizes a conversation, in a thread because a long one would block the event loop."""
-        return await asyncio.to_thread(self.model.prompt, talk)
-
-    async def plain(self, text: str) -> TokenizedPrompt:
-        """Tokenizes a text, in a thread."""
-        return await asyncio.to_thread(self.model.plain, text)
-
-    async def form(self, form: OutputFormat | None) -> OutputFormat | None:
-        """Decides whether a grammar can enforce all of `form`; if so, it is no longer `loose`. Runs in a thread."""
-        return (
-            await asyncio.to_thread(resolve_output_format, self.model, form)
-            if form is not None and form.loose
-            else form
-        )
-
-    async def grammar(
-        self, prompt: TokenizedPrompt, form: OutputFormat | None, box: Toolbox = NO_TOOLS
-    ) -> Grammar | None:
-        """Compiles the grammar that constrains the answer, in a thread.
-
-        Raises:
-            Refused: it can't be compiled.
-        """
-        if form is None and not box.binds:
-            return None
-        return await asyncio.to_thread(answer_grammar, self.model, prompt, box, form)
-
-    async def plan(
+    def plan(
         self,
         asked: Generation,
         talk: TemplateInput,
@@ -104,14 +74,17 @@ class ServerContext:
         logprobs: int | None = None,
         count: int = 1,
     ) -> AnswerPlan:
-        """Prepares `count` answers to a conversation. `max_tokens` None: what the context has room for.
+        """Prepares `count` answers to a conversation, which may take long: call it in a thread.
+
+        `max_tokens` None: what the context has room for.
 
         Raises:
-            Refused, InvalidRequest: a value is out of range, or the format or the tools can't be enforced.
+            Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
+                format or the tools can't be enforced.
         """
-        form = await self.form(form)
-        prompt = await self.prompt(talk)
-        grammar = await self.grammar(prompt, form, box)
+        form = resolve_output_format(self.model, form)
+        prompt = self.model.prompt(talk)
+        grammar = answer_grammar(self.model, prompt, box, form)
         most = room(self.model, len(prompt.tokens), max_tokens)
         params = generation_params(self.model, asked, most, stop, grammar, logprobs)
         jobs = [job(self.model.codec, prompt.tokens, params.another(index)) for index in range(count)]

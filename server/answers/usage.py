@@ -17,7 +17,7 @@ from outrider.server.answers.parts import ChoiceState, TextPart
 from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.output_format import OutputFormat
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
-from outrider.server.model.tool_format import SpanTags, ToolCall
+from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
     ChatLogprobs,
@@ -156,55 +156,38 @@ def no_notes(_choices: Sequence[ChoiceState]) -> list[str]:
 def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> SchemaChecker:
     """Returns a function that checks answers and non-strict tool calls against what the grammar did not enforce of
     their schemas, such as uniqueItems. Violations become notes."""
-    checks = ([_check_texts(form)] if form is not None and form.loose else []) + (
-        [_check_calls(box)] if box is not None and box.tools else []
-    )
-    return (lambda choices: [note for check in checks for note in check(choices)]) if checks else no_notes
-
-
-def _check_texts(form: OutputFormat) -> SchemaChecker:
-    try:
-        validator = _validator(json.loads(form.grammar.text))
-    except ValueError as error:
-        note = f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"
-        return lambda _choices: [note]
+    loose = form if form is not None and form.loose else None
+    tools = [tool["function"] for tool in box.tools] if box is not None else []
+    schemas = {tool["name"]: tool["parameters"] for tool in tools if box is not None and tool["name"] not in box.strict}
 
     def notes(choices: Sequence[ChoiceState]) -> list[str]:
-        found = []
-        for choice in choices:
-            if choice.finish == "length" or choice.calls:
-                continue
-            wrong = _first(validator, choice.text)
-            if wrong is not None:
+        found = _text_notes(loose, choices) if loose is not None else []
+        for call in (call for choice in choices for call in choice.calls if call.name in schemas):
+            try:
+                why = _fault(_validator(schemas[call.name]), call.arguments)
+            except ValueError as error:
+                why = f"the schema can't be checked ({error})"
+            if why is not None:
                 found.append(
-                    f"{form.param}: choice {choice.index} does not satisfy its schema: {wrong[:_LONGEST]}; no grammar"
-                    " holds this part of it, and strict would have refused it"
+                    f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"
                 )
         return found
 
     return notes
 
 
-def _check_calls(box: Toolbox) -> SchemaChecker:
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in box.tools}
-
-    def wrong(call: ToolCall) -> str | None:
-        if call.name in box.strict or call.name not in schemas:
-            return None
-        try:
-            return _first(_validator(schemas[call.name]), call.arguments)
-        except ValueError as error:
-            return f"the schema can't be checked ({error})"
-
-    def notes(choices: Sequence[ChoiceState]) -> list[str]:
-        calls = [call for choice in choices for call in choice.calls]
-        return [
-            f"tools: the arguments of a call of {call.name} do not satisfy its schema: {why[:_LONGEST]}"
-            for call in calls
-            if (why := wrong(call)) is not None
-        ]
-
-    return notes
+def _text_notes(form: OutputFormat, choices: Sequence[ChoiceState]) -> list[str]:
+    try:
+        validator = _validator(json.loads(form.grammar.text))
+    except ValueError as error:
+        return [f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"]
+    texts = [choice for choice in choices if choice.finish != "length" and not choice.calls]
+    return [
+        f"{form.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no grammar holds this part"
+        " of it, and strict would have refused it"
+        for choice in texts
+        if (why := _fault(validator, choice.text)) is not None
+    ]
 
 
 def _validator(schema: Any) -> Any:
@@ -214,7 +197,8 @@ def _validator(schema: Any) -> Any:
     return jsonschema_rs.validator_for(schema, retriever=_no_retrieval, pattern_options=jsonschema_rs.RegexOptions())
 
 
-def _first(validator: Any, text: str) -> str | None:
+def _fault(validator: Any, text: str) -> str | None:
+    """Returns how the JSON `text` violates the validator's schema; None if it does not."""
     try:
         return next((str(error.message) for error in validator.iter_errors(json.loads(text))), None)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Annotated, Any, Literal
 
@@ -383,7 +384,8 @@ async def complete(asked: ChatRequest, request: Request, context: TheServer) -> 
     context.check_model(asked.model)
     refuse(asked)
     box, count = tools_of(context.model, asked), asked.n or 1
-    plan = await context.plan(
+    plan = await asyncio.to_thread(
+        context.plan,
         asked,
         conversation(asked, box),
         box,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +20,10 @@ from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart
 from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
 from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
+from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.generation_params import generation_params, include_usage_of
-from outrider.server.mapping.output_format import output_format_of
-from outrider.server.model.served import TokenizedPrompt
+from outrider.server.mapping.output_format import answer_grammar, output_format_of, resolve_output_format
+from outrider.server.model.served import ServedModel, TokenizedPrompt
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_CHOICES,
@@ -35,7 +37,7 @@ from outrider.server.schemas import (
     absent,
     bounded,
 )
-from outrider.server.server_context import AnswerPlan, ServerContext, TheServer
+from outrider.server.server_context import AnswerPlan, TheServer
 
 Tokens = Annotated[list[int], bounded(MAX_TOKENS, least=1)]
 
@@ -184,30 +186,37 @@ async def complete(asked: CompletionRequest, request: Request, context: TheServe
     """Completes texts. Choices of several prompts follow one another."""
     context.check_model(asked.model)
     _refuse(asked)
+    with_usage = include_usage_of(asked)
+    plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
+    formatter = TextCompletionFormatter(plan.info, echoes, with_usage, _tried(asked), asked.n or 1)
+    return await context.respond(request, plan, formatter, asked.stream)
+
+
+def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, list[str]]:
+    """Prepares the choices of all prompts, and returns the text that each kept one begins with."""
     given = _many(asked.prompt)
-    prompts = [await _prompt(context, one) for one in given]
+    prompts = [_tokens(model, one) for one in given]
     each, tried = asked.n or 1, _tried(asked)
     if len(prompts) * tried > MAX_CHOICES:
         raise Refused(f"{len(prompts)} prompts with {tried} choices each; expected at most {MAX_CHOICES} in all", "n")
     most = asked.max_tokens if asked.max_tokens is not None else DEFAULT_TOKENS
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
-    form = await context.form(output_format_of(asked))
-    grammar = await context.grammar(TokenizedPrompt(()), form)
-    params = generation_params(context.model, asked, most, asked.stop, grammar, wanted)
-    params = replace(params, ids=bool(asked.return_token_ids))
-    jobs = [
-        job(context.model.codec, prompt.tokens, params.another(index)) for prompt in prompts for index in range(tried)
-    ]
+    form = resolve_output_format(model, output_format_of(asked))
+    grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
+    params = replace(
+        generation_params(model, asked, most, asked.stop, grammar, wanted), ids=bool(asked.return_token_ids)
+    )
+    jobs = [job(model.codec, tokens, params.another(index)) for tokens in prompts for index in range(tried)]
     info = AnswerInfo(
-        context.model.id,
+        model.id,
         params.sampling.seed or 0,
-        sum(len(prompt.tokens) for prompt in prompts),
-        speller=speller(context.model, params.sampling) if asked.logprobs is not None else None,
+        sum(map(len, prompts)),
+        speller=speller(model, params.sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),
     )
-    echoes = [_text(context, one) if asked.echo else "" for one in given for _ in range(each)]
-    formatter = TextCompletionFormatter(info, echoes, include_usage_of(asked), tried, each)
-    return await context.respond(request, AnswerPlan(info, jobs, [Splitter() for _ in jobs]), formatter, asked.stream)
+    texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
+    echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
+    return AnswerPlan(info, jobs, [Splitter() for _ in jobs]), echoes
 
 
 def _refuse(asked: CompletionRequest) -> None:
@@ -238,13 +247,9 @@ def _many(prompt: str | list[int] | list[str | list[int]]) -> list[str | list[in
     return [one for one in prompt if not isinstance(one, int)]
 
 
-def _text(context: ServerContext, one: str | list[int]) -> str:
-    return one if isinstance(one, str) else context.model.codec.decode(tuple(one))
-
-
-async def _prompt(context: ServerContext, one: str | list[int]) -> TokenizedPrompt:
-    if isinstance(one, str):
-        return await context.plain(one)
-    if one and not 0 <= min(one) <= max(one) <= MAX_TOKEN:
+def _tokens(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        return model.plain(prompt).tokens
+    if prompt and not 0 <= min(prompt) <= max(prompt) <= MAX_TOKEN:
         raise Refused(f"prompt: a token id is out of range; expected whole numbers from 0 to {MAX_TOKEN}", "prompt")
-    return TokenizedPrompt(tuple(one))
+    return tuple(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -418,7 +419,8 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    plan = await context.plan(
+    plan = await asyncio.to_thread(
+        context.plan,
         asked,
         conversation(asked, box),
         box,
@@ -435,5 +437,5 @@ async def count(asked: CountTokensRequest, context: TheServer) -> Response:
     """Counts the tokens of a conversation."""
     context.check_model(asked.model)
     refuse(asked)
-    prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))
+    prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
     return as_json(TokenCount(input_tokens=len(prompt.tokens)))

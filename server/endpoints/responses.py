@@ -5,6 +5,7 @@ Nothing is stored, so each request has the whole conversation.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Iterator, Sequence
@@ -543,7 +544,8 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
     context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
-    plan = await context.plan(
+    plan = await asyncio.to_thread(
+        context.plan,
         asked,
         conversation(asked, box),
         box,
@@ -561,5 +563,5 @@ async def count(asked: ResponsesRequest, context: TheServer) -> Response:
     """Counts the tokens of an input."""
     context.check_model(asked.model)
     refuse(asked)
-    prompt = await context.prompt(conversation(asked, tools_of(context.model, asked)))
+    prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
     return as_json(InputTokens(input_tokens=len(prompt.tokens)))

@@ -183,8 +183,7 @@ async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
 async def apply(asked: TemplateRequest, context: TheServer) -> Response:
     """Applies the chat template to a conversation."""
     context.check_model(asked.model)
-    prompt = await context.prompt(_talk(asked, asked.messages, context.model))
-    return as_json(Applied(prompt=await asyncio.to_thread(context.model.codec.decode, prompt.tokens)))
+    return as_json(await asyncio.to_thread(_applied, asked, context.model))
 
 
 @text_router.post("/detokenize", response_model=None, responses=response_docs(Detokenized))
@@ -197,6 +196,10 @@ async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
         raise Refused(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
     text = await asyncio.to_thread(context.model.codec.decode, tuple(asked.tokens))
     return as_json(Detokenized(content=text, prompt=text))
+
+
+def _applied(asked: TemplateRequest, model: ServedModel) -> Applied:
+    return Applied(prompt=model.codec.decode(model.prompt(_talk(asked, asked.messages, model)).tokens))
 
 
 def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:

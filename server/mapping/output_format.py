@@ -118,6 +118,8 @@ def answer_grammar(
     Raises:
         Refused: the format or a tool's schema can't be compiled or satisfied.
     """
+    if form is None and not box.binds:
+        return None
     param = form.param if form is not None else "tools"
     if form is not None:
         _check(model, form.grammar, param)
@@ -137,8 +139,10 @@ def answer_grammar(
     return grammar
 
 
-def resolve_output_format(model: ServedModel, form: OutputFormat) -> OutputFormat:
+def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> OutputFormat | None:
     """Returns a format that is enforceable, `loose` only if its grammar omits part of the schema. Raises Refused."""
+    if form is None or not form.loose:
+        return form
     try:
         check(form.grammar, model.vocabulary)
         return replace(form, loose=False)

@@ -19,7 +19,7 @@ from outrider.server.__main__ import config
 from outrider.server.answers.parts import PartStream, PartUpdate, Splitter, StreamItem
 from outrider.server.answers.run import ChoiceText, News, WriteNow
 from outrider.server.answers.sse import EventStream
-from outrider.server.connection import Server, chunk_writer, offer
+from outrider.server.connection import chunk_writer, offer
 from outrider.server.problems import Problem
 
 BEGIN = b"data: begun\n\n"
@@ -82,11 +82,11 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 def address() -> Iterator[tuple[str, int]]:
     listener = socket.create_server(("127.0.0.1", 0))
     set_up: uvicorn.Config = config(application, HttpSettings(port=0))  # type: ignore[arg-type]
-    server = Server(set_up)
+    server = uvicorn.Server(set_up)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     yield listener.getsockname()
-    server.end()
+    server.should_exit = True
     thread.join()
     listener.close()
 
