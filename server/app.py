@@ -16,7 +16,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.access_log import CLIENT_CLOSED_REQUEST, VERSION, AccessLog
-from outrider.server.auth_middleware import AuthMiddleware, ClientDisconnected, CompletionBackend, is_anthropic
+from outrider.server.auth_middleware import AuthMiddleware, ClientDisconnected, CompletionBackend
 from outrider.server.endpoints import chat, completions, messages, page, responses, status
 from outrider.server.endpoints.json_route import extend_openapi
 from outrider.server.metrics import Metrics
@@ -76,11 +76,10 @@ async def _problem(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
     if problem.status >= 500:
         log.warning("%s %s: %s", request.method, request.url.path, problem.message)
-    body = problem.body(is_anthropic(request.scope), request.scope["state"]["request_id"])
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if problem.status == 405:
         headers["Allow"] = allowed_methods(headers)
-    return Response(body, problem.status, headers={**headers, **problem.headers}, media_type="application/json")
+    return problem.response(request.scope, headers)
 
 
 async def _disconnected(_request: Request, _error: Exception) -> Response:

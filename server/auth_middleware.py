@@ -22,7 +22,7 @@ from outrider.orchestrator.client.base_client import AsyncBaseClient
 from outrider.orchestrator.client.client import AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
-from outrider.server.problems import Problem, Refused
+from outrider.server.problems import Refused
 
 PUBLIC = frozenset({"/health", "/ready", "/"})
 METRICS = "/metrics"
@@ -36,11 +36,6 @@ def key_of(scope: Scope) -> str | None:
     headers = Headers(scope=scope)
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     return (bearer.strip() if scheme.lower() == "bearer" else None) or headers.get("x-api-key") or None
-
-
-def is_anthropic(scope: Scope) -> bool:
-    """Whether errors use Anthropic's format."""
-    return str(scope.get("path", "")).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
 
 
 class AuthMiddleware:
@@ -61,7 +56,7 @@ class AuthMiddleware:
             self._authorize(scope)
             receive = await self._with_body(scope, receive)
         except Refused as refused:
-            await refuse(scope, send, refused.problem)
+            await refused.problem.response(scope)(scope, receive, send)
             return
         except ClientDisconnected:
             return
@@ -121,17 +116,6 @@ class AuthMiddleware:
 
 class ClientDisconnected(Exception):
     """The client disconnected before its response was complete."""
-
-
-async def refuse(scope: Scope, send: Send, problem: Problem) -> None:
-    """Sends `problem` as a response, in the format of the requested API."""
-    body = problem.body(is_anthropic(scope), scope["state"]["request_id"])
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **problem.headers}
-    if problem.status in (408, 413):
-        headers["connection"] = "close"  # the rest of the body is not read
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _without_body(scope: Scope, send: Send) -> Send:

@@ -18,8 +18,7 @@ from starlette.types import Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from outrider.server.access_log import fresh_id
-from outrider.server.auth_middleware import is_anthropic
-from outrider.server.problems import Problem
+from outrider.server.problems import Problem, is_anthropic
 
 CHECK_SECONDS = 0.02
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
 
 from outrider.protocol.errors import (
     EndpointError,
@@ -33,6 +35,11 @@ _ANTHROPIC = {
 _NO_FIELDS = frozenset({"body", "str", "int", "float", "bool", "none"})
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Whether errors use Anthropic's format."""
+    return str(scope.get("path", "")).startswith("/v1/messages") or b"anthropic-version" in dict(scope["headers"])
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """An error. `param` is the field at fault, `code` a machine-readable kind, `details` Anthropic's `error_code`."""
@@ -48,10 +55,18 @@ class Problem:
         shape = self._anthropic(request_id) if anthropic else self._openai(request_id)
         return shape.model_dump_json().encode()
 
+    def response(self, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+        """Returns the response to a request, in the format of its API."""
+        body = self.body(is_anthropic(scope), scope["state"]["request_id"])
+        own = {**(headers or {}), **self.headers}
+        return Response(body, self.status, headers=own, media_type="application/json")
+
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.status in (408, 413):
+            return {"connection": "close"}  # the rest of the body is not read
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
 
     def _openai(self, request_id: str) -> OpenAIProblem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,9 +14,9 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
 from outrider.server.answers.parts import PartStream, Splitter, splitter, whole
 from outrider.server.answers.run import ChoiceJob, RequestRun, job
-from outrider.server.answers.sse import EventStream, wait_for_disconnect
+from outrider.server.answers.sse import EventStream, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
-from outrider.server.auth_middleware import ClientDisconnected, CompletionBackend, StreamLimiter, caller_hash, caller_of
+from outrider.server.auth_middleware import CompletionBackend, StreamLimiter, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
 from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.generation_params import generation_params, room
@@ -111,17 +110,10 @@ class ServerContext:
         run = self._begin(request, plan.jobs)
         if stream:
             return await self._streaming(run, plan, formatter)
-        reading = asyncio.create_task(whole(run, plan.splitters, plan.one_call))
-        leaving = asyncio.create_task(wait_for_disconnect(request.receive))
         try:
-            await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                raise ClientDisconnected
-            return as_json(formatter.whole(reading.result()))
+            choices = await while_connected(whole(run, plan.splitters, plan.one_call), request.receive)
+            return as_json(formatter.whole(choices))
         finally:
-            for task in (reading, leaving):
-                task.cancel()
-            await asyncio.gather(reading, leaving, return_exceptions=True)
             await run.close()
 
     async def _streaming(self, run: RequestRun, plan: AnswerPlan, formatter: AnswerFormatter) -> Response:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -18,9 +18,11 @@ from starlette.types import Receive, Scope, Send
 from outrider.protocol.errors import OutriderError
 from outrider.server.answers.parts import PartStream, StreamItem
 from outrider.server.answers.run import News
+from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import ChunkWriter, DirectChunkWriter, chunk_writer
 from outrider.server.problems import Problem, Refused, problem_of
 
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -66,18 +68,12 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.create_task(self._write(chunk_writer(scope, send), send))
-        disconnect = asyncio.create_task(wait_for_disconnect(receive))
         try:
-            await asyncio.wait({writing, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            await while_connected(self._write(chunk_writer(scope, send), send), receive)
+        except ClientDisconnected:
+            pass
         finally:
-            is_written = writing.done()
-            for task in (writing, disconnect):
-                task.cancel()
-            await asyncio.gather(writing, disconnect, return_exceptions=True)
             await self._parts.close()
-        if is_written:
-            writing.result()
 
     async def _write(self, to: ChunkWriter, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -107,10 +103,27 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Returns the result of `work`.
+
+    Raises:
+        ClientDisconnected: the client left; `work` is cancelled.
+    """
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnect())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 _PLACE = secrets.token_hex(16)
