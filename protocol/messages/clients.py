@@ -302,3 +302,6 @@ class Stats:
     verify_seconds: Durations = field(default_factory=Durations)
     known: bool = True
     dropped_branches: Serial = 0
+
+
+ClientMessage = Generate | Started | Progress | TextChunk | Done | Failed | Cancel | StatsQuery | Stats

@@ -335,3 +335,9 @@ class Resync:
 
     request: RequestId
     epoch: Serial
+
+
+TargetMessage = Open | Verify | Halt | Prepare | Outcome | Features
+DraftMessage = Commit | Branches | Drafted
+PrefillMessage = Prefill | PromptKv | Prefilled
+RoundMessage = TargetMessage | DraftMessage | PrefillMessage | Close | Resync

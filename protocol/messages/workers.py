@@ -224,3 +224,7 @@ class TextForward:
     """Rank 0 -> a rank: the forward that all ranks run now."""
 
     feeds: tuple[TextFeed, ...]
+
+
+WorkerMessage = Hello | Welcome | KvMemory | CacheReport | Loading | Ping | Pong | Fault | WorkerNote | Shutdown
+RankMessage = RankHello | TextChange | TextForward
