@@ -20,9 +20,9 @@ from outrider.protocol.messages import Timings
 from outrider.server.answers.run import (
     NO_EXTRAS,
     ChoiceEnded,
-    ChoicePrefill,
     ChoiceText,
     Extras,
+    KeepAlive,
     News,
     RequestRun,
     WriteNow,
@@ -215,13 +215,6 @@ SILENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """Nothing new for a while; `note` says what is being done."""
-
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
 class PartUpdate:
     """A part of choice `index`, and the extras of its tokens and of those since the part before."""
 
@@ -337,8 +330,8 @@ class PartStream:
         return self._of(news) if isinstance(news, ChoiceText) and not self._one_call else None
 
     def _of(self, one: News) -> Iterator[StreamItem]:
-        if isinstance(one, ChoicePrefill):
-            yield KeepAlive(f"prompt {one.done}/{one.total}")
+        if isinstance(one, KeepAlive):
+            yield one
             return
         choice = self._choices[one.index]
         if not choice.finish:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,8 +18,7 @@ from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import DraftWork, RoundRecord, Span
-from outrider.protocol.schema import Origin
+from outrider.protocol.messages import RoundRecord, Span
 from outrider.server import schemas
 from outrider.server.mapping.generation_params import GenerationParams
 from outrider.server.metrics import ChoiceTimer
@@ -99,20 +98,12 @@ class NewsQueue(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class OriginToken:
-    """The text that a token adds, and where the token came from."""
-
-    text: str
-    origin: Origin
-
-
-@dataclass(frozen=True, slots=True)
 class Extras:
     """What a request asked for beside the text of some consecutive tokens."""
 
     logprobs: tuple[TokenLogprob, ...] = ()
-    origins: tuple[OriginToken, ...] = ()
-    rounds: tuple[RoundRecord, ...] = ()
+    origins: tuple[schemas.TokenOrigin, ...] = ()
+    rounds: tuple[schemas.Round, ...] = ()
     ids: tuple[int, ...] = ()
 
     def __add__(self, later: Extras) -> Extras:
@@ -133,25 +124,28 @@ def joined(many: Iterable[Extras]) -> Extras:
     )
 
 
-def extras_of(chunk: Chunk, words: TextStream | None, with_ids: bool = False) -> Extras:
-    """Returns the extras of a chunk. `words` detokenizes for origins; None if they were not requested."""
-    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not with_ids:
+def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
+    """Returns what `job` requests of a chunk."""
+    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.params.ids:
         return NO_EXTRAS
-    said = () if words is None else tuple(_origin_tokens(chunk, words))
-    return Extras(chunk.logprobs or (), said, chunk.rounds or (), chunk.token_ids if with_ids else ())
-
-
-def _origin_tokens(chunk: Chunk, words: TextStream) -> Iterator[OriginToken]:
-    for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
-        yield OriginToken(words.feed((token,)).text, origin)
+    origins: list[schemas.TokenOrigin] = []
+    if job.words is not None:
+        for token, origin in zip(chunk.token_ids, chunk.origins or (), strict=True):
+            text = job.words.feed((token,)).text
+            origins.append(schemas.TokenOrigin(text=text, origin=origin.name.lower()))
+    return Extras(
+        chunk.logprobs or (),
+        tuple(origins),
+        tuple(map(_round, chunk.rounds or ())),
+        chunk.token_ids if job.params.ids else (),
+    )
 
 
 def speculated(extras: Extras) -> schemas.Speculated | None:
-    """Converts to the `speculation` field of chat and text completions; None if empty."""
+    """Returns the `speculation` field of chat and text completions; None if empty."""
     if not extras.origins and not extras.rounds:
         return None
-    origins = [schemas.TokenOrigin(text=one.text, origin=one.origin.name.lower()) for one in extras.origins]
-    return schemas.Speculated(origins=origins or None, rounds=[_round(one) for one in extras.rounds] or None)
+    return schemas.Speculated(origins=list(extras.origins) or None, rounds=list(extras.rounds) or None)
 
 
 def _round(record: RoundRecord) -> schemas.Round:
@@ -164,13 +158,12 @@ def _round(record: RoundRecord) -> schemas.Round:
         tokens=record.tokens,
         verify=schemas.Work(**_times(record.verify)),
         decided=schemas.Work(**_times(record.decided)) if record.decided is not None else None,
-        drafting=[_work(one) for one in record.drafting],
-    )
-
-
-def _work(one: DraftWork) -> schemas.Drafting:
-    return schemas.Drafting(
-        drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches, **_times(one.work)
+        drafting=[
+            schemas.Drafting(
+                drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches, **_times(one.work)
+            )
+            for one in record.drafting
+        ],
     )
 
 
@@ -209,12 +202,10 @@ class ChoiceText:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoicePrefill:
-    """Progress of reading choice `index`'s prompt."""
+class KeepAlive:
+    """No text for a while; `note` says what is being done."""
 
-    index: int
-    done: int
-    total: int
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +216,7 @@ class ChoiceEnded:
     result: GenerationResult
 
 
-News = ChoiceText | ChoicePrefill | ChoiceEnded
+News = ChoiceText | KeepAlive | ChoiceEnded
 WriteNow = Callable[[News | Exception], bool]
 """Receives a result while nothing is queued; returns whether it wrote it."""
 StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
@@ -311,10 +302,10 @@ class RequestRun:
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._line.put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job.words, job.params.ids)))
+            self._line.put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
 
         try:
-            stream = self._streams[index] = self._stream(index, job)
+            stream = self._streams[index] = self._stream(job)
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
@@ -330,14 +321,14 @@ class RequestRun:
         finally:
             watch.ended(result, failed)
 
-    def _stream(self, index: int, job: ChoiceJob) -> AsyncStream:
+    def _stream(self, job: ChoiceJob) -> AsyncStream:
         params = job.params
         return self._client.stream(
             job.tokens,
             params.sampling,
             **params.speculation.model_dump(),
             client=self._caller,
-            progress=lambda done, total: self._line.put(ChoicePrefill(index, done, total)),
+            progress=lambda done, total: self._line.put(KeepAlive(f"prompt {done}/{total}")),
         )
 
 

@@ -130,20 +130,16 @@ def qwen(rules: Rules, schema: Schema, after: str) -> str | None:
     return None
 
 
-def minimax(rules: Rules, schema: Schema, after: str) -> str | None:
-    """By all types that the schema names. Strings are tried last, and trimmed."""
-    kinds = types_of(schema)
-    if kinds and "string" not in kinds:
-        return as_json(rules, schema, after)
-    return _string_or_null(rules, schema, after, _SPACED, _NOTHING)
+def by_types(*never: str) -> ValueWriter:
+    """By all types that the schema names. Strings are tried last, and trimmed; those with `never` are excluded."""
 
+    def write(rules: Rules, schema: Schema, after: str) -> str | None:
+        kinds = types_of(schema)
+        if kinds and "string" not in kinds:
+            return as_json(rules, schema, after)
+        return _string_or_null(rules, schema, after, [*_SPACED, *map(_with, never)], _NOTHING)
 
-def minicpm(rules: Rules, schema: Schema, after: str) -> str | None:
-    """As `minimax`, except that strings with tags, which would need CDATA, are excluded."""
-    kinds = types_of(schema)
-    if kinds and "string" not in kinds:
-        return as_json(rules, schema, after)
-    return _string_or_null(rules, schema, after, [*_SPACED, _with("<")], _NOTHING)
+    return write
 
 
 def between(quote: str, never: str) -> ValueWriter:
@@ -287,13 +283,13 @@ _STYLES = {
     "longcat": _tagged("longcat_", '@nl{"name": "@name", "arguments": {}}@nl'),
     "minimax_m2": Style(
         '<invoke name="@name">@nl', "</invoke>",
-        Arguments('<parameter name="@name">', "</parameter>@nl", minimax), _LINES,
+        Arguments('<parameter name="@name">', "</parameter>@nl", by_types()), _LINES,
     ),
     "muse_spark": Style(
         '<atem:invoke name="@name">@nl', "</atem:invoke>",
         Arguments('<atem:parameter name="@name">', "</atem:parameter>@nl", as_json), _LINES,
     ),
-    "minicpm5": Style('"@name">@nl', "", Arguments('<param name="@name">', "</param>@nl", minicpm)),
+    "minicpm5": Style('"@name">@nl', "", Arguments('<param name="@name">', "</param>@nl", by_types("<"))),
     "pythonic": Style(
         "@name(", ")", Arguments("@name=", "", as_json, ", ", _IDENTIFIER), ("[", ", ", "]"), _IDENTIFIER
     ),

@@ -10,7 +10,7 @@ from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, W
 from outrider.server.answers import parts as part_stream
 from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import Splitter
-from outrider.server.answers.run import ChoicePrefill, News, WriteNow
+from outrider.server.answers.run import KeepAlive, News, WriteNow
 from outrider.server.answers.sse import EventWriter
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
@@ -22,7 +22,7 @@ class Prompt:
     over = False
 
     def __init__(self) -> None:
-        self._news: list[list[News]] = [[ChoicePrefill(0, 512, 4096)], [], [ChoicePrefill(0, 4096, 4096)]]
+        self._news: list[list[News]] = [[KeepAlive("prompt 512/4096")], [], [KeepAlive("prompt 4096/4096")]]
 
     async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
         assert patience == part_stream.SILENCE_SECONDS
