@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import reduce
 from operator import add
 from typing import Any
@@ -51,13 +50,6 @@ class ThinkingPart:
 Part = TextPart | ThinkingPart | ToolCall
 
 
-class SplitterState(Enum):
-    TEXT = 1
-    THINKING = 2
-    TOOL_CALL = 3
-    TEXT_ONLY = 4
-
-
 class Splitter:
     """Splits one text. Tags that the model does not use, or that the request did not enable, are ordinary text.
 
@@ -67,24 +59,25 @@ class Splitter:
 
     def __init__(
         self, thinking: SpanTags | None = None, tools: ToolFormat | None = None, box: Toolbox | None = None,
-        state: SplitterState = SplitterState.TEXT, in_form: bool = False, by_grammar: bool = False,
+        begun: bool = False, in_form: bool = False, by_grammar: bool = False,
     ) -> None:  # fmt: skip
-        """`in_form`: once text begins, everything is text. `by_grammar`: an end tag inside a call that can't be parsed
-        yet belongs to the call."""
-        self._thinking, self._tools = thinking, tools
+        """`begun`: the text begins inside thinking. `in_form`: once text begins, everything is text. `by_grammar`: an
+        end tag inside a call that can't be parsed yet belongs to the call."""
         self._box = box or Toolbox()
-        self._state = state
+        self._thinking, self._tools = thinking, tools if self._box.tools else None
+        spans = (thinking, self._tools.tags if self._tools is not None else None)
+        self._starts = {tags.start: tags for tags in spans if tags is not None}
+        self._span = thinking if begun else None
         self._in_form, self._by_grammar = in_form, by_grammar
         self._held = ""
         self._had_call = False
         self._at = self._looked = 0
-        self._after_mark = state is SplitterState.THINKING
-        if state is SplitterState.TEXT and not self._marks():
-            self._state = SplitterState.TEXT_ONLY
+        self._after_mark = begun
+        self._text_only = not begun and not self._starts
 
     def feed(self, text: str) -> list[Part]:
         """Returns the parts that `text` completes or extends."""
-        if self._state is SplitterState.TEXT_ONLY and text and not (self._held or self._after_mark):
+        if self._text_only and text and not (self._held or self._after_mark):
             at, self._at = self._at, self._at + len(text)
             return [TextPart(text, at)]
         self._held += text
@@ -93,26 +86,27 @@ class Splitter:
     def finish(self, cut: bool = False) -> list[Part]:
         """Returns what was held back. `cut`: the text hit its length limit; an incomplete call is then dropped."""
         held, self._held = self._held, ""
-        if self._state is SplitterState.TOOL_CALL:
-            found = self._called(held, complete=self._end() == "")
+        if self._in_call:
+            found = self._called(held, complete=not self._marks())
             return [part for part in found if not (cut and isinstance(part, TextPart))]
-        begun = _begun(held, self._tool_marks()) if cut and (self._box.must or self._had_call) else 0
+        calls = (self._tools.tags.start,) if self._tools is not None else ()
+        begun = _begun(held, calls) if cut and (self._box.must or self._had_call) else 0
         return self._shown(held[: len(held) - begun])
 
     def _parts(self) -> Iterator[Part]:
         while True:
             if self._in_form and self._words_begin():
-                self._state = SplitterState.TEXT_ONLY
+                self._text_only = True
             marks = self._marks()
             place, mark = _first(self._held, marks, self._looked)
             if mark is None:
-                if self._state is not SplitterState.TOOL_CALL:
+                if not self._in_call:
                     shown = len(self._held) - _begun(self._held, marks)
                     yield from self._shown(self._held[:shown])
                     self._forget(shown)
                 return
             before = self._held[:place]
-            if self._state is not SplitterState.TOOL_CALL:
+            if not self._in_call:
                 yield from self._shown(before)
             elif self._by_grammar and not self._calls(before):
                 self._looked = place + len(mark)
@@ -120,7 +114,8 @@ class Splitter:
             else:
                 yield from self._called(before, True)
             self._forget(place + len(mark))
-            self._turn(mark)
+            self._span = self._starts[mark] if self._span is None else None
+            self._after_mark = not self._in_call
 
     def _forget(self, count: int) -> None:
         """Drops characters that were returned."""
@@ -129,51 +124,30 @@ class Splitter:
     def _words_begin(self) -> bool:
         """Whether the held text is neither a tag nor the beginning of one."""
         text = self._held.lstrip("\n")
-        if self._state is not SplitterState.TEXT or not text:
+        if self._span is not None or self._text_only or not text:
             return False
         return not any(text.startswith(mark) or mark.startswith(text) for mark in self._marks())
 
-    def _turn(self, mark: str) -> None:
-        if self._state is not SplitterState.TEXT:
-            self._state = SplitterState.TEXT
-        elif self._thinking is not None and mark == self._thinking.start:
-            self._state = SplitterState.THINKING
-        else:
-            self._state = SplitterState.TOOL_CALL
-        self._after_mark = self._state is not SplitterState.TOOL_CALL
+    @property
+    def _in_call(self) -> bool:
+        return self._span is not None and self._span is not self._thinking
 
     def _marks(self) -> tuple[str, ...]:
-        if self._state is SplitterState.TEXT_ONLY:
+        """Returns the tags that may come next."""
+        if self._text_only:
             return ()
-        if self._state is SplitterState.TEXT:
-            return ((self._thinking.start,) if self._thinking is not None else ()) + self._tool_marks()
-        return (end,) if (end := self._end()) else ()
-
-    def _tool_marks(self) -> tuple[str, ...]:
-        return (self._tools.tags.start,) if self._tools is not None and self._box.tools else ()
-
-    def _end(self) -> str:
-        tags = (
-            self._thinking
-            if self._state is SplitterState.THINKING
-            else self._tools.tags
-            if self._tools is not None
-            else None
-        )
-        return tags.end if tags is not None else ""
+        if self._span is None:
+            return tuple(self._starts)
+        return (self._span.end,) if self._span.end else ()
 
     def _shown(self, text: str) -> list[Part]:
         whole = len(text)
         if self._after_mark:
-            text = text.lstrip("\n" if self._state is SplitterState.TEXT_ONLY else None)
+            text = text.lstrip("\n" if self._text_only else None)
             self._after_mark = not text
         if not text:
             return []
-        return [
-            ThinkingPart(text)
-            if self._state is SplitterState.THINKING
-            else TextPart(text, self._at + whole - len(text))
-        ]
+        return [ThinkingPart(text) if self._span is not None else TextPart(text, self._at + whole - len(text))]
 
     def _called(self, text: str, complete: bool) -> list[Part]:
         """Returns the calls in `text`, or the text itself if it can't be parsed or was cut off."""
@@ -193,9 +167,8 @@ class Splitter:
 
 def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form: bool, by_grammar: bool) -> Splitter:
     """Returns a splitter for an answer to `prompt`, which may begin inside thinking."""
-    state = SplitterState.THINKING if prompt.thoughts is Thoughts.BEGUN else SplitterState.TEXT
     thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
-    return Splitter(thinking, model.tools, box, state, in_form, by_grammar)
+    return Splitter(thinking, model.tools, box, prompt.thoughts is Thoughts.BEGUN, in_form, by_grammar)
 
 
 def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str | None]:

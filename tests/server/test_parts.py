@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
-from outrider.server.answers.parts import Splitter, SplitterState, TextPart, ThinkingPart
+from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart
 from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
@@ -61,19 +61,19 @@ def test_parts_are_the_same_however_a_text_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "state", "expected"),
+    ("text", "begun", "expected"),
     [
-        ("it</think> yes", SplitterState.THINKING, [("T", "it"), ("S", "yes")]),
-        ("it never ends", SplitterState.THINKING, [("T", "it never ends")]),
-        ('{"name": "f", "arguments": {}}</tool_call>', SplitterState.TOOL_CALL, [("C", "{}")]),
-        ('<tool_call>{"name": "f", "argu', SplitterState.TEXT, [("S", '<tool_call>{"name": "f", "argu')]),
-        ("<tool_call>nonsense</tool_call> so", SplitterState.TEXT, [("S", "<tool_call>nonsense</tool_call>so")]),
-        ("a <tool_", SplitterState.TEXT, [("S", "a <tool_")]),
-        ("</think> alone", SplitterState.TEXT, [("S", "</think> alone")]),
+        ("it</think> yes", True, [("T", "it"), ("S", "yes")]),
+        ("it never ends", True, [("T", "it never ends")]),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', False, [("C", "{}")]),
+        ('<tool_call>{"name": "f", "argu', False, [("S", '<tool_call>{"name": "f", "argu')]),
+        ("<tool_call>nonsense</tool_call> so", False, [("S", "<tool_call>nonsense</tool_call>so")]),
+        ("a <tool_", False, [("S", "a <tool_")]),
+        ("</think> alone", False, [("S", "</think> alone")]),
     ],
 )
-def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, state: SplitterState, expected: Any) -> None:
-    splitter = Splitter(THINK, json_tools(), BOX, state)
+def test_calls_that_are_cut_off_or_unreadable_are_kept_as_text(text: str, begun: bool, expected: Any) -> None:
+    splitter = Splitter(THINK, json_tools(), BOX, begun)
     assert joined(splitter.feed(text) + splitter.finish()) == expected
 
 
