@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
-from outrider.server.answers.parts import PartStream, Splitter, splitter, whole
+from outrider.server.answers.parts import splitter
 from outrider.server.answers.run import ChoiceJob, RequestRun, job
 from outrider.server.answers.sse import EventStream, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
@@ -32,11 +32,10 @@ FIRST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What is generated: a job and a splitter for each choice. `one_call`: a choice ends after its first tool call."""
+    """What is generated: a job for each choice. `one_call`: a choice ends after its first tool call."""
 
     info: AnswerInfo
     jobs: list[ChoiceJob]
-    splitters: list[Splitter]
     one_call: bool = False
 
 
@@ -86,8 +85,15 @@ class ServerContext:
         grammar = answer_grammar(self.model, prompt, box, form)
         most = room(self.model, len(prompt.tokens), max_tokens)
         params = generation_params(self.model, asked, most, stop, grammar, logprobs)
-        jobs = [job(self.model.codec, prompt.tokens, params.another(index)) for index in range(count)]
-        splitters = [splitter(self.model, prompt, box, form is not None, grammar is not None) for _ in jobs]
+        jobs = [
+            job(
+                self.model.codec,
+                prompt.tokens,
+                params.another(index),
+                splitter(self.model, prompt, box, form is not None, grammar is not None),
+            )
+            for index in range(count)
+        ]
         info = AnswerInfo(
             self.model.id,
             params.sampling.seed or 0,
@@ -96,7 +102,7 @@ class ServerContext:
             speller(self.model, params.sampling),
             schema_checker(form, box),
         )
-        return AnswerPlan(info, jobs, splitters, box.one)
+        return AnswerPlan(info, jobs, box.one)
 
     async def respond(
         self, request: Request, plan: AnswerPlan, formatter: AnswerFormatter, stream: bool | None
@@ -107,25 +113,25 @@ class ServerContext:
             OutriderError: a choice failed; of a stream, before its status 200 was sent.
             ClientDisconnected: the client left; the request is cancelled.
         """
-        run = self._begin(request, plan.jobs)
+        run = self._begin(request, plan)
         if stream:
-            return await self._streaming(run, plan, formatter)
+            return await self._streaming(run, formatter)
         try:
-            choices = await while_connected(whole(run, plan.splitters, plan.one_call), request.receive)
+            choices = await while_connected(run.whole(), request.receive)
             return as_json(formatter.whole(choices))
         finally:
             await run.close()
 
-    async def _streaming(self, run: RequestRun, plan: AnswerPlan, formatter: AnswerFormatter) -> Response:
+    async def _streaming(self, run: RequestRun, formatter: AnswerFormatter) -> Response:
         """Waits up to FIRST_SECONDS for the first result, so that early errors get their own HTTP status."""
         try:
             await run.begun(FIRST_SECONDS)
         except BaseException:
             await run.close()
             raise
-        return EventStream(PartStream(run, plan.splitters, plan.one_call), formatter)
+        return EventStream(run, formatter)
 
-    def _begin(self, request: Request, jobs: Sequence[ChoiceJob]) -> RequestRun:
+    def _begin(self, request: Request, plan: AnswerPlan) -> RequestRun:
         """Submits the jobs. Raises Refused while the server is draining, and if the caller has too many requests."""
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
@@ -138,7 +144,8 @@ class ServerContext:
             inner = span.choice(operation, index, job.params.sampling) if span is not None else None
             return self.metrics.watch(inner)
 
-        return RequestRun(self.backend.client(request), jobs, watch, place, self._longest, caller_hash(caller))
+        client, name = self.backend.client(request), caller_hash(caller)
+        return RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
 
 
 async def _server_context(request: Request) -> ServerContext:

@@ -15,7 +15,10 @@ from pydantic import BaseModel
 from outrider.protocol.version import PACKAGE_VERSION
 from outrider.server.answers import sse
 from outrider.server.answers.parts import (
+    NO_EXTRAS,
     ChoiceState,
+    Extras,
+    KeepAlive,
     Part,
     PartUpdate,
     StreamItem,
@@ -24,7 +27,6 @@ from outrider.server.answers.parts import (
     timings,
     total_timings,
 )
-from outrider.server.answers.run import NO_EXTRAS, Extras, KeepAlive
 from outrider.server.answers.sse import EventWriter, Stencil
 from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, no_notes, usage
 from outrider.server.problems import Problem

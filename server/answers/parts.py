@@ -1,12 +1,12 @@
 """Splits a generated text into parts: text, thinking and tool calls, by the model's own tags, as it grows.
 
 Characters that may begin a tag are held back until that is decided, so a part never changes after it was returned.
-`PartStream` does this for the results of a run.
+`ChoiceState` is everything received of a choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -14,22 +14,12 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from outrider.orchestrator.client.dialogue import GenerationResult
+from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
 from outrider.protocol.messages import Timings
-from outrider.server.answers.run import (
-    NO_EXTRAS,
-    ChoiceEnded,
-    ChoiceText,
-    Extras,
-    KeepAlive,
-    News,
-    RequestRun,
-    WriteNow,
-    joined,
-)
 from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
+from outrider.server.schemas import Round, TokenOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +173,38 @@ def _begun(text: str, marks: tuple[str, ...]) -> int:
     return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
-SILENCE_SECONDS = 5.0
-"""A stream sends a keep-alive after so long without a result."""
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a request asked for beside the text of some consecutive tokens."""
+
+    logprobs: tuple[TokenLogprob, ...] = ()
+    origins: tuple[TokenOrigin, ...] = ()
+    rounds: tuple[Round, ...] = ()
+    ids: tuple[int, ...] = ()
+
+    def __add__(self, later: Extras) -> Extras:
+        return joined((self, later)) if later is not NO_EXTRAS else self
+
+
+NO_EXTRAS = Extras()
+
+
+def joined(many: Iterable[Extras]) -> Extras:
+    """Concatenates."""
+    rows = list(many)
+    return Extras(
+        tuple(one for row in rows for one in row.logprobs),
+        tuple(one for row in rows for one in row.origins),
+        tuple(one for row in rows for one in row.rounds),
+        tuple(one for row in rows for one in row.ids),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """No text for a while; `note` says what is being done."""
+
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +220,13 @@ class PartUpdate:
 class ChoiceState:
     """Everything received of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty while it runs.
 
-    `pieces`: the parts as they came. `grown`: the extras of all tokens. `untold`: the extras since the last part.
+    `one_call`: it ends after its first tool call. `pieces`: the parts as they came. `grown`: the extras of all tokens.
+    `untold`: the extras since the last part.
     """
 
     index: int
+    splitter: Splitter
+    one_call: bool = False
     pieces: list[Part] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     grown: list[Extras] = field(default_factory=list)
@@ -245,93 +268,45 @@ class ChoiceState:
     def timings(self) -> Timings:
         return self.result.timings if self.result is not None else Timings()
 
-    def take(self, one: ChoiceText | ChoiceEnded, splitter: Splitter, one_call: bool) -> list[Part]:
-        """Adds a result, and returns its parts."""
-        if isinstance(one, ChoiceText):
-            parts = splitter.feed(one.text)
-        else:
-            parts = splitter.finish(cut=one.result.finish_reason == "length")
-        if one_call:
+    def add(self, text: str, tokens: Sequence[int], extras: Extras) -> list[StreamItem]:
+        """Adds text, and returns its parts. Does nothing after the end."""
+        if self.finish:
+            return []
+        parts = self._take(self.splitter.feed(text))
+        self.tokens += tokens
+        if extras is not NO_EXTRAS:
+            self.grown.append(extras)
+            self.untold += extras
+        if self.one_call and self.calls:
+            self.finish = "tool"
+        return self._updates(parts)
+
+    def end(self, result: GenerationResult) -> list[StreamItem]:
+        """Adds the result, and returns the last parts and the choice."""
+        parts: list[Part] = []
+        if not self.finish:
+            parts = self._take(self.splitter.finish(cut=result.finish_reason == "length"))
+            called = (self.one_call or result.finish_reason in ("eos", "stop")) and bool(self.calls)
+            self.finish = "tool" if called else result.finish_reason
+        self.result = result
+        return [*self._updates(parts), self]
+
+    def _take(self, parts: list[Part]) -> list[Part]:
+        if self.one_call:
             first = next((place for place, part in enumerate(parts, 1) if isinstance(part, ToolCall)), len(parts))
             parts = parts[:first]
         self.pieces += parts
-        if isinstance(one, ChoiceText):
-            self.tokens += one.tokens
-            if one.extras is not NO_EXTRAS:
-                self.grown.append(one.extras)
-                self.untold += one.extras
-        else:
-            self.result, self.finish = one.result, one.result.finish_reason
-        if (one_call or self.finish in ("eos", "stop")) and self.calls:
-            self.finish = "tool"
         return parts
+
+    def _updates(self, parts: Sequence[Part]) -> list[StreamItem]:
+        found: list[StreamItem] = []
+        for part in parts:
+            found.append(PartUpdate(self.index, part, self.untold))
+            self.untold = NO_EXTRAS
+        return found
 
 
 StreamItem = KeepAlive | PartUpdate | ChoiceState
-
-
-class PartStream:
-    """Converts a run's results to parts. `one_call`: a choice ends after its first tool call."""
-
-    def __init__(self, run: RequestRun, splitters: Sequence[Splitter], one_call: bool = False) -> None:
-        self._run = run
-        self._splitters = splitters
-        self._one_call = one_call
-        self._choices = [ChoiceState(index) for index in range(len(splitters))]
-
-    @property
-    def over(self) -> bool:
-        """Whether everything was returned."""
-        return self._run.over
-
-    async def next(self, write_now: WriteNow | None = None) -> list[StreamItem]:
-        """Returns new items, except those that `write_now` took.
-
-        Raises:
-            OutriderError: a choice failed.
-        """
-        news = await self._run.news(SILENCE_SECONDS, write_now)
-        found: list[StreamItem] = [] if news else [KeepAlive("still here")]
-        for one in news:
-            found += self._of(one)
-            if isinstance(one, ChoiceText) and self._choices[one.index].finish:
-                await self._run.end(one.index)
-        return found
-
-    def text(self, news: News | Exception) -> Iterator[StreamItem] | None:
-        """Returns the items of new text. None if `news` is something else, or may end its choice."""
-        return self._of(news) if isinstance(news, ChoiceText) and not self._one_call else None
-
-    def _of(self, one: News) -> Iterator[StreamItem]:
-        if isinstance(one, KeepAlive):
-            yield one
-            return
-        choice = self._choices[one.index]
-        if not choice.finish:
-            for part in choice.take(one, self._splitters[one.index], self._one_call):
-                yield PartUpdate(choice.index, part, choice.untold)
-                choice.untold = NO_EXTRAS
-        elif isinstance(one, ChoiceEnded):
-            choice.result = one.result
-        if isinstance(one, ChoiceEnded):
-            yield choice
-
-    async def close(self) -> None:
-        """Cancels unfinished choices."""
-        await self._run.close()
-
-
-async def whole(run: RequestRun, splitters: Sequence[Splitter], one_call: bool = False) -> list[ChoiceState]:
-    """Returns all choices in order, finished.
-
-    Raises:
-        OutriderError: one failed.
-    """
-    parts = PartStream(run, splitters, one_call)
-    items: list[StreamItem] = []
-    while not parts.over:
-        items += await parts.next()
-    return sorted((one for one in items if isinstance(one, ChoiceState)), key=lambda choice: choice.index)
 
 
 def total_timings(choices: Sequence[ChoiceState]) -> Timings:

@@ -1,4 +1,4 @@
-"""Runs one HTTP request's choices at the orchestrator, concurrently, and queues their results in one order.
+"""Runs one HTTP request's choices at the orchestrator, concurrently, and returns their parts in one order.
 
 The queue is unbounded: a slow reader gets all text since its last read at once, and delays nobody else.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from outrider.orchestrator.client.base_client import AsyncBaseClient, AsyncStream
-from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, TokenLogprob
+from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import RoundRecord, Span
 from outrider.server import schemas
+from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
 from outrider.server.mapping.generation_params import GenerationParams
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused
@@ -97,33 +98,6 @@ class NewsQueue(Generic[T]):
             reader.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What a request asked for beside the text of some consecutive tokens."""
-
-    logprobs: tuple[TokenLogprob, ...] = ()
-    origins: tuple[schemas.TokenOrigin, ...] = ()
-    rounds: tuple[schemas.Round, ...] = ()
-    ids: tuple[int, ...] = ()
-
-    def __add__(self, later: Extras) -> Extras:
-        return joined((self, later)) if later is not NO_EXTRAS else self
-
-
-NO_EXTRAS = Extras()
-
-
-def joined(many: Iterable[Extras]) -> Extras:
-    """Concatenates."""
-    rows = list(many)
-    return Extras(
-        tuple(one for row in rows for one in row.logprobs),
-        tuple(one for row in rows for one in row.origins),
-        tuple(one for row in rows for one in row.rounds),
-        tuple(one for row in rows for one in row.ids),
-    )
-
-
 def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
     """Returns what `job` requests of a chunk."""
     if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.params.ids:
@@ -171,6 +145,9 @@ def _times(span: Span) -> dict[str, float]:
     return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": (span.ended_ns - span.started_ns) / MILLISECOND_NS}
 
 
+SILENCE_SECONDS = 5.0
+"""A stream sends a keep-alive after so long without a result."""
+
 log = logging.getLogger(__name__)
 
 
@@ -180,15 +157,16 @@ class ChoiceJob:
 
     tokens: tuple[int, ...]
     params: GenerationParams
+    splitter: Splitter
     words: TextStream | None = None
 
 
-def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams) -> ChoiceJob:
+def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams, splitter: Splitter) -> ChoiceJob:
     """Returns the job of a choice."""
     sampling = params.sampling
     ends = frozenset[int]() if sampling.ignore_eos else codec.eos
     words = TextStream(codec, tokens, sampling.stop, ends) if params.speculation.origins else None
-    return ChoiceJob(tokens, params, words)
+    return ChoiceJob(tokens, params, splitter, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +177,6 @@ class ChoiceText:
     text: str
     tokens: tuple[int, ...]
     extras: Extras = NO_EXTRAS
-
-
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """No text for a while; `note` says what is being done."""
-
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +195,26 @@ StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
 
 
 class RequestRun:
-    """Starts on creation. Call `news` until `over`, then `close`, which cancels what still runs and releases the
+    """Starts on creation. Call `next` until `over`, then `close`, which cancels what still runs and releases the
     `place`.
 
-    A choice ends with an error after `longest` seconds, or its own timeout. `caller` identifies the user to an
-    orchestrator with several.
+    `one_call`: a choice ends after its first tool call. A choice ends with an error after `longest` seconds, or its own
+    timeout. `caller` identifies the user to an orchestrator with several.
     """
 
     def __init__(
         self,
         client: AsyncBaseClient,
         jobs: Sequence[ChoiceJob],
+        one_call: bool,
         watch: StartTimer,
         place: ExitStack,
         longest: float | None,
         caller: str,
     ) -> None:
         self._client = client
+        self._one_call = one_call
+        self._choices = [ChoiceState(index, job.splitter, one_call) for index, job in enumerate(jobs)]
         self._caller = caller
         self._watch = watch
         self._place = place
@@ -264,27 +238,56 @@ class RequestRun:
         """
         self._first = await self.news(patience)
 
-    async def news(self, patience: float, write_now: WriteNow | None = None) -> list[News]:
-        """Returns new results in order, except those that `write_now` took; none after `patience` seconds without any.
+    async def next(self, write_now: WriteNow | None = None) -> list[StreamItem]:
+        """Returns new items, except those that `write_now` took.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
         """
-        if self._first:
-            first, self._first = self._first, []
-            return first
+        first, self._first = self._first, []
+        news = first or await self.news(SILENCE_SECONDS, write_now)
+        found: list[StreamItem] = [] if news else [KeepAlive("still here")]
+        for one in news:
+            found += self._items(one)
+            if isinstance(one, ChoiceEnded):
+                self._open.discard(one.index)
+            elif isinstance(one, ChoiceText) and self._choices[one.index].finish and one.index in self._streams:
+                await self._streams.pop(one.index).end()  # its result follows
+        return found
+
+    async def whole(self) -> list[ChoiceState]:
+        """Returns all choices, finished.
+
+        Raises:
+            OutriderError: one failed.
+        """
+        while not self.over:
+            await self.next()
+        return self._choices
+
+    async def news(self, patience: float, write_now: WriteNow | None = None) -> list[News]:
+        """Returns new results in order, except those that `write_now` took; none after `patience` seconds without any.
+
+        Raises:
+            OutriderError: a choice failed.
+        """
         found: list[News] = []
         for one in await self._line.take(patience, write_now):
             _add(found, one)
-        for news in found:
-            if isinstance(news, ChoiceEnded):
-                self._open.discard(news.index)
         return found
 
-    async def end(self, index: int) -> None:
-        """Ends choice `index` early. Its result follows."""
-        if index in self._streams:
-            await self._streams.pop(index).end()
+    def text(self, news: News | Exception) -> list[StreamItem] | None:
+        """Returns the items of new text. None if `news` is something else, or may end its choice."""
+        return self._items(news) if isinstance(news, ChoiceText) and not self._one_call else None
+
+    def _items(self, news: News) -> list[StreamItem]:
+        match news:
+            case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
+                return self._choices[index].add(text, tokens, extras)
+            case ChoiceEnded(index=index, result=result):
+                return self._choices[index].end(result)
+            case KeepAlive():
+                return [news]
 
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
-from outrider.server.answers.parts import PartStream, StreamItem
-from outrider.server.answers.run import News
+from outrider.server.answers.parts import StreamItem
+from outrider.server.answers.run import News, RequestRun
 from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import ChunkWriter, DirectChunkWriter, chunk_writer
 from outrider.server.problems import Problem, Refused, problem_of
@@ -53,7 +53,7 @@ class EventWriter(Protocol):
 
 
 class EventStream(Response):
-    """A response that writes `parts` as `events` formats them, and closes `parts` at its end.
+    """A response that writes the items of `run` as `events` formats them, and closes `run` at its end.
 
     New text is written in the turn of the event loop that delivers it, without switching tasks, unless the write buffer
     is full. The response's own task writes everything else.
@@ -61,10 +61,10 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: PartStream, events: EventWriter) -> None:
+    def __init__(self, run: RequestRun, events: EventWriter) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._parts = parts
+        self._run = run
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,15 +73,15 @@ class EventStream(Response):
         except ClientDisconnected:
             pass
         finally:
-            await self._parts.close()
+            await self._run.close()
 
     async def _write(self, to: ChunkWriter, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await to.write(self._events.begin())
             write_now = partial(self._write_now, to) if isinstance(to, DirectChunkWriter) else None
-            while not self._parts.over:
-                for one in await self._parts.next(write_now):
+            while not self._run.over:
+                for one in await self._run.next(write_now):
                     await to.write(self._events.of(one))
             await to.write(self._events.end())
         except (OutriderError, Refused) as error:
@@ -94,7 +94,7 @@ class EventStream(Response):
 
     def _write_now(self, to: DirectChunkWriter, news: News | Exception) -> bool:
         """Writes `news` if it is text and the write buffer has room; returns whether it did."""
-        items = self._parts.text(news) if to.is_free else None
+        items = self._run.text(news) if to.is_free else None
         for one in items or ():
             to.put(self._events.of(one))
         return items is not None

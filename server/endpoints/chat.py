@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, TextPart, ThinkingPart
-from outrider.server.answers.run import Extras, speculated
+from outrider.server.answers.parts import ChoiceState, Extras, Part, TextPart, ThinkingPart
+from outrider.server.answers.run import speculated
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,

@@ -16,8 +16,8 @@ from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.protocol.sampling import MOST_LOGPROBS
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.formatter import AnswerInfo, CompletionFormatter
-from outrider.server.answers.parts import ChoiceState, Part, Splitter, TextPart
-from outrider.server.answers.run import NO_EXTRAS, Extras, job, speculated
+from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, Splitter, TextPart
+from outrider.server.answers.run import job, speculated
 from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
 from outrider.server.mapping.conversation import Toolbox
@@ -206,7 +206,7 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     params = replace(
         generation_params(model, asked, most, asked.stop, grammar, wanted), ids=bool(asked.return_token_ids)
     )
-    jobs = [job(model.codec, tokens, params.another(index)) for tokens in prompts for index in range(tried)]
+    jobs = [job(model.codec, tokens, params.another(index), Splitter()) for tokens in prompts for index in range(tried)]
     info = AnswerInfo(
         model.id,
         params.sampling.seed or 0,
@@ -216,7 +216,7 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     )
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
-    return AnswerPlan(info, jobs, [Splitter() for _ in jobs]), echoes
+    return AnswerPlan(info, jobs), echoes
 
 
 def _refuse(asked: CompletionRequest) -> None:

@@ -19,6 +19,7 @@ from outrider.server.answers import sse
 from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import (
     ChoiceState,
+    KeepAlive,
     Part,
     PartUpdate,
     StreamItem,
@@ -26,7 +27,7 @@ from outrider.server.answers.parts import (
     ThinkingPart,
     timings,
 )
-from outrider.server.answers.run import ChoiceJob, KeepAlive
+from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (

@@ -20,6 +20,8 @@ from outrider.server.answers import sse
 from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import (
     ChoiceState,
+    Extras,
+    KeepAlive,
     Part,
     PartUpdate,
     StreamItem,
@@ -27,7 +29,6 @@ from outrider.server.answers.parts import (
     ThinkingPart,
     timings,
 )
-from outrider.server.answers.run import Extras, KeepAlive
 from outrider.server.answers.usage import TextLogprobs, about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (

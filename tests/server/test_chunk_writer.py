@@ -16,8 +16,8 @@ from starlette.types import Message, Receive, Scope, Send
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.server.__main__ import config
-from outrider.server.answers.parts import PartStream, PartUpdate, Splitter, StreamItem
-from outrider.server.answers.run import ChoiceText, News, WriteNow
+from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem
+from outrider.server.answers.run import ChoiceText, News, RequestRun, WriteNow
 from outrider.server.answers.sse import EventStream
 from outrider.server.connection import chunk_writer, offer
 from outrider.server.problems import Problem
@@ -28,12 +28,14 @@ WHOLE = [BEGIN, *PIECES, b"data: gone\n\n"]
 passed: list[int] = []
 
 
-class Speech:
+class Speech(RequestRun):
     """A run with its words ready, which fails after them. `taken`: whether each is available at once."""
 
-    over = False
+    over = False  # type: ignore[assignment]
 
-    def __init__(self) -> None:
+    def __init__(self, one_call: bool = False) -> None:
+        self._first, self._one_call, self._streams = [], one_call, {}
+        self._choices = [ChoiceState(0, Splitter(), one_call)]
         self._left: list[News] = [ChoiceText(0, piece.decode(), (1,)) for piece in PIECES]
         self.taken: list[bool] = []
 
@@ -66,8 +68,8 @@ class Plain:
         return f"data: {problem.message}\n\n".encode()
 
 
-def stream(run: Speech, one_call: bool = False) -> EventStream:
-    return EventStream(PartStream(run, [Splitter()], one_call), Plain())  # type: ignore[arg-type]
+def stream(run: Speech) -> EventStream:
+    return EventStream(run, Plain())
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,8 +163,8 @@ def test_text_is_written_in_the_turn_that_brings_it_unless_its_reader_is_late() 
 
 
 def test_text_that_a_call_may_end_is_not_written_at_once() -> None:
-    connection, run = Connection(), Speech()
-    asyncio.run(connection.hear(stream(run, one_call=True)))
+    connection, run = Connection(), Speech(one_call=True)
+    asyncio.run(connection.hear(stream(run)))
     assert run.taken == [False, False]
     assert connection.written == list(map(framed, WHOLE))
 

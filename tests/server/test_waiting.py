@@ -7,25 +7,26 @@ import asyncio
 import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
-from outrider.server.answers import parts as part_stream
+from outrider.server.answers import run as request_run
 from outrider.server.answers.formatter import AnswerInfo
-from outrider.server.answers.parts import Splitter
-from outrider.server.answers.run import KeepAlive, News, WriteNow
+from outrider.server.answers.parts import KeepAlive
+from outrider.server.answers.run import News, RequestRun, WriteNow
 from outrider.server.answers.sse import EventWriter
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
 
-class Prompt:
+class Prompt(RequestRun):
     """A run that reads a prompt, is silent and then fails."""
 
-    over = False
+    over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
+        self._first = []
         self._news: list[list[News]] = [[KeepAlive("prompt 512/4096")], [], [KeepAlive("prompt 4096/4096")]]
 
     async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
-        assert patience == part_stream.SILENCE_SECONDS
+        assert patience == request_run.SILENCE_SECONDS
         self.over = len(self._news) == 1
         return self._news.pop(0)
 
@@ -41,7 +42,7 @@ def written(events: EventWriter) -> list[bytes]:
     """Returns everything written for such a run."""
 
     async def read() -> list[bytes]:
-        told, found = part_stream.PartStream(Prompt(), [Splitter()]), list[bytes]()  # type: ignore[arg-type]
+        told, found = Prompt(), list[bytes]()
         while not told.over:
             found += map(events.of, await told.next())
         return found
