@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 connection with limits, half-closed clients, and direct writes of streamed chunks.
 
-`Connection` adds time limits for headers and slow readers, and a limit on open connections, which uvicorn lacks.
-`HalfClosed` detects clients that sent EOF and left. `ChunkWriter` writes streamed text to the transport without passing
+`Connection` adds time limits for headers and slow readers, a limit on open connections, and half-closed clients, all of
+which uvicorn lacks. `ChunkWriter` writes streamed text to the transport without passing
 ASGI layers and h11 for each chunk.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import resource
 import socket
-from typing import cast
 
 import h11
 from starlette.types import Scope, Send
@@ -21,28 +20,6 @@ from outrider.server.access_log import fresh_id
 from outrider.server.problems import Problem, is_anthropic
 
 CHECK_SECONDS = 0.02
-
-
-class HalfClosed:
-    """Aborts `transport` once its client is known to be gone; `end` stops the checks.
-
-    A client that closed its sending side may still read, as `nc` and old clients do. The system reports a closed client
-    only after something was written to it: a `100 Continue`, or the response itself.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._socket = cast(socket.socket, transport.get_extra_info("socket"))
-        self._next = loop.call_later(CHECK_SECONDS, self._check)
-
-    def end(self) -> None:
-        self._next.cancel()
-
-    def _check(self) -> None:
-        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._transport.abort()
-        else:
-            self._next = self._loop.call_later(CHECK_SECONDS, self._check)
 
 
 def continue_response(connection: h11.Connection) -> bytes:
@@ -122,7 +99,7 @@ class Connection(H11Protocol):
 
     _waiting: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    _half_closed: HalfClosed | None = None
+    _half_closed: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -153,7 +130,9 @@ class Connection(H11Protocol):
         self._unread = self.loop.call_later(READER_SECONDS, self._give_up)
 
     def resume_writing(self) -> None:
-        self._reader_resumed()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
         super().resume_writing()
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -162,7 +141,7 @@ class Connection(H11Protocol):
         if not waits or self.scheme == "https":  # TLS closes both directions
             return False
         self.transport.write(continue_response(self.conn))
-        self._half_closed = HalfClosed(self.transport, self.loop)
+        self._check_half_closed()
         return True
 
     def on_response_complete(self) -> None:
@@ -175,10 +154,9 @@ class Connection(H11Protocol):
         self.transport.abort()  # even with unsent data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._headers_arrived()
-        self._reader_resumed()
-        if self._half_closed is not None:
-            self._half_closed.end()
+        for timer in (self._waiting, self._unread, self._half_closed):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -216,10 +194,17 @@ class Connection(H11Protocol):
             self._waiting.cancel()
             self._waiting = None
 
-    def _reader_resumed(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _check_half_closed(self) -> None:
+        """Aborts once a half-closed client is known to be gone.
+
+        A client that closed its sending side may still read, as `nc` and old clients do. The system reports a closed
+        client only after something was written to it: a `100 Continue`, or the response itself.
+        """
+        connection: socket.socket = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._half_closed = self.loop.call_later(CHECK_SECONDS, self._check_half_closed)
 
     def _give_up(self) -> None:
         log.warning("a client read nothing for %g s; closing its response", READER_SECONDS)
