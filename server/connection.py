@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 connection with limits, half-closed clients, and direct writes of streamed chunks.
 
 `Connection` adds time limits for headers and slow readers, a limit on open connections, and half-closed clients, all of
-which uvicorn lacks. `ChunkWriter` writes streamed text to the transport without passing
-ASGI layers and h11 for each chunk.
+which uvicorn lacks. `ChunkWriter` writes streamed text to the transport without passing ASGI layers and h11 for each
+chunk.
 """
 
 from __future__ import annotations
