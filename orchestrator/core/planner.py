@@ -280,8 +280,6 @@ class Planner:
                 if record is not None and (records is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
                     choices = [choice for choice in record.choices if _is_allowed(admit, choice)]
                     policy.start_from(_of_kind(choices, kind))
-            if kind and (like := self._policies.get((*key[:-1], FREE))) is not None and not policy.has_records:
-                policy.start_like(like)
             self._policies[key] = policy
             self._forget_requested()
         self._policies[key].odds = odds or self.profiles.odds(kind, admit.sampling.temp == 0)
