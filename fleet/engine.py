@@ -36,7 +36,7 @@ from outrider.protocol.endpoints import connect, keys_to
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ActorKeyring:
     """An actor's own key and the keys it accepts, in a directory that is removed with the actor. Thread-safe."""
 
     def __init__(self) -> None:
-        self._directory = private_directory()
+        self._directory = PrivateDirectory()
         self._sweeper = Sweeper(self._directory.path, None)
         self._ring = Keyring(self._directory.path / "keys")
         self._changing = threading.Lock()

@@ -50,7 +50,7 @@ from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
 from outrider.protocol.keys import CLIENT
-from outrider.protocol.socket_files import PrivateDirectory, private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 
 STATUS_SECONDS = 1.0
 DRAIN_LOOK_SECONDS = 0.05
@@ -118,7 +118,7 @@ def run(
         if parent is not None:
             threading.Thread(target=_end_with_parent, args=(parent, events), daemon=True, name="parent").start()
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
-        directory = stack.enter_context(private_directory())
+        directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
 
         def tick() -> None:

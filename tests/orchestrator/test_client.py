@@ -25,7 +25,7 @@ from outrider.protocol.endpoints import probe
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped, WorkerError
 from outrider.protocol.messages import StatsQuery, Timings
 from outrider.protocol.sampling import SamplingFields, SamplingParams
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from tests.orchestrator.stand import says
 
 SILENCE = 0.3
@@ -116,7 +116,7 @@ def test_a_socket_that_is_not_there_is_known_before_anything_is_waited_for(make,
 @pytest.fixture
 def mute():
     """The endpoint of a socket that takes everything and never answers."""
-    with private_directory() as directory, zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+    with PrivateDirectory() as directory, zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         silent.linger = 0
         silent.bind(directory.endpoint("mute"))
         yield directory.endpoint("mute")

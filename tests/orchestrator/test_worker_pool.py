@@ -49,7 +49,7 @@ from outrider.protocol.messages import (
     Span,
     Welcome,
 )
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
@@ -227,7 +227,7 @@ def make_hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hall]]:
     halls: list[Hall] = []
 
     def make(**settings: Any) -> Hall:
-        directory = stack.enter_context(private_directory())
+        directory = stack.enter_context(PrivateDirectory())
         halls.append(Hall(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", halls[-1].spawn)
         # Whatever limits the tests run under.
