@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
 from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, Proposal, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, RoundSnapshot

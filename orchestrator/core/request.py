@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundRecords
-from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfile
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
-from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfile
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.core.speculation_cache import NgramIndex, SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Branches, Drafted, Outcome
 from outrider.protocol.schema import Origin

@@ -22,9 +22,8 @@ from outrider.orchestrator.core.draft_pool import DraftPool, Workers
 from outrider.orchestrator.core.message_validator import LATE, MessageValidator
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
 from outrider.orchestrator.core.next_round import Dispatch, NextRound, RemotePrefills
-from outrider.orchestrator.core.ngram import PIECE, NgramIndex
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.text_profiles import kind_of
+from outrider.orchestrator.core.policy.acceptance import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import (
@@ -35,7 +34,7 @@ from outrider.orchestrator.core.request import (
     remaining_tokens,
     up_to_end,
 )
-from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
+from outrider.orchestrator.core.speculation_cache import PIECE, CacheBudget, NgramIndex, SpeculationCache
 from outrider.orchestrator.events import (
     Admit,
     Committed,

@@ -6,9 +6,7 @@ which cost little and set the rate to beat; it trusts measurements over forecast
 forecast is good enough, and returns to AR when no arm pays. A tuned arm comes first with one request and stays, with
 its K and B, until another arm is measured to be better. All requests of a policy follow one plan, so plain decoding is
 plain for all. Measurements are kept by load, since the best arm may differ with each. The policy reads no clock and
-draws nothing at random: the same observations give the same plans.
-
-`ArmRecord` holds the measurements of one arm, `ArmTrial` a trial of one arm; both in tokens per millisecond.
+draws nothing at random: the same observations give the same plans. Rates are in tokens per millisecond.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecast, Forecasts, RoundPlan
-from outrider.orchestrator.core.policy.text_profiles import TextAcceptance
 from outrider.orchestrator.core.policy.tuning import TunedArm
 from outrider.protocol.heads import NGRAM
 

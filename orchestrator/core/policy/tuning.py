@@ -36,7 +36,7 @@ class TunedArm:
     """An arm and its tokens per second: `measured` in real rounds, or a forecast.
 
     A K or B of 0 is not tuned and follows the formula. The rate is that of `at_once` requests together. `drafter` is an
-    in-process drafter or n-grams (empty: draft workers), `kind` the kind of text (`text_profiles`).
+    in-process drafter or n-grams (empty: draft workers), `kind` the kind of text (`acceptance`).
     """
 
     mode: str
