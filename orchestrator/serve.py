@@ -38,7 +38,6 @@ from outrider.orchestrator.events import (
     wait_for_end,
 )
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import system
@@ -48,6 +47,7 @@ from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
 from outrider.protocol.keys import CLIENT
 from outrider.protocol.socket_files import PrivateDirectory

@@ -29,13 +29,13 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import SpawnedWorker
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.digest import fits
@@ -43,6 +43,9 @@ from outrider.protocol.keys import DRAFTER, PREFILL, ServerKeys, key_shown
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_of, routing_id
+
+if TYPE_CHECKING:
+    from outrider.orchestrator.core.supervisor import SpawnedWorker
 
 # Two quartz clocks drift apart by less than this share of the time.
 DRIFT = 200e-6

@@ -32,13 +32,13 @@ from outrider.orchestrator.events import (
     ThreadQueues,
     ToFront,
     WorkersChanged,
+    check_holds,
     together,
 )
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
-from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
 from outrider.orchestrator.front.text import TextDelta
-from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pairing.pairing import ChosenPair
+from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, kind_of
 from outrider.protocol.messages import (
