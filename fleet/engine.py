@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -305,7 +305,7 @@ class PlacedEngine(EngineActor):
         reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._keyring.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
-        self._cluster = LocalCluster(**keywords(reached))
+        self._cluster = LocalCluster(**cast("Settings", asdict(reached)))
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
             DrafterKeeper(settings, self._cluster.joining_endpoint, self._keyring).start()
@@ -345,9 +345,3 @@ class AttachedEngine(EngineActor):
         watch.wait_until_gone()
         log.error("the engine at %s is lost; waiting for its return", endpoint)
         os._exit(GONE)
-
-
-def keywords(settings: ServeSettings) -> Settings:
-    """Returns the settings as LocalCluster's keywords."""
-    found: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return cast("Settings", found)

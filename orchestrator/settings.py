@@ -244,6 +244,12 @@ class ServeSettings:
         return self.draft_backend not in ("ngram", "none") and not self.colocate
 
     @property
+    def can_colocate(self) -> bool:
+        """Whether the draft model of this draft worker could draft in the target's process instead."""
+        on_target = self.draft_device == "auto" and self.draft_prefill in ("auto", "mlx")
+        return self.draft_backend == "mlx" and on_target and self.drafters == 1 and self.simulate is None
+
+    @property
     def can_work_ahead(self) -> bool:
         """Whether a drafter, or n-grams in its place, may draft while the target verifies."""
         return not self.colocate and not (self.head and self.draft_backend == "none")

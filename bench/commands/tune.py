@@ -326,10 +326,8 @@ def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Scree
 
     Only where both run on the same CPU: a small target can gain more from a second core than from a drafter on it.
     """
-    settings = pair.settings
-    threads = 2 * settings.threads
-    own_silicon = settings.draft_backend != "mlx" or settings.draft_device != "auto" or sys.platform == "darwin"
-    if own_silicon or settings.simulate is not None or settings.drafters > 1 or len(system.GIVEN) < threads:
+    threads = 2 * pair.settings.threads
+    if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.GIVEN) < threads:
         return []
     given = {**flags.settings_of(options), "memory": False}
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)

@@ -5,8 +5,8 @@ The proposer decides the step; `NextRound` carries it out, one request at a time
 `Dispatch` sends a request's state to the target: OPEN, VERIFY, HALT, PREPARE, CLOSE. It decides nothing and keeps no
 state. The draft pool sends the drafters' messages.
 
-`prepared` yields chains for likely outcomes, so that a hit costs no message between two verifies. The proposer decides
-about them as it would after the outcome.
+Chains are prepared at the target for likely outcomes, so that a hit costs no message between two verifies. The proposer
+decides about them as it would after the outcome.
 
 `wait_for_chain` and `wait_for_branch` bound the wait for a drafter by its expected time and some slack.
 
@@ -17,7 +17,7 @@ itself. Knows requests and messages, no keys or values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,22 +31,6 @@ from outrider.orchestrator.core.proposer import AskDrafters, Proposer, Step, Wai
 from outrider.orchestrator.core.request import DrafterWait, Request, remaining_length, remaining_tokens, up_to_end
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled, Prepare, PromptKv, Verify
-
-
-def may_prepare(request: Request, proposer: Proposer) -> bool:
-    """Whether chains may be prepared: not during a wait, in a tree with in-process drafts, or with a residual q, which
-    would be sent twice."""
-    ahead = request.mode == "ssd" and not proposer.unites(request)
-    return ahead and not request.wait and not request.admit.sampling.is_residual
-
-
-def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
-    """Yields (outcome, proposal) for each outcome that has a complete branch and does not end the request."""
-    for committed, branch in request.cache.complete(request.depth):
-        space = remaining_tokens(request, context, len(committed))
-        if space > 0 and up_to_end(request, context, committed)[1] is None:
-            yield committed, proposer.branch(request, branch, space, committed)
-
 
 # The limit of a wait that may include a drafter's first work, or that full depth requires.
 PATIENCE_MS = 2000.0
@@ -209,10 +193,19 @@ class NextRound:
             self._dispatch.halt(request)
 
     def prepare(self, request: Request) -> None:
-        """Prepares chains at the target, unless the policy may have another plan after this round."""
-        if not may_prepare(request, self._proposer) or self._planner.may_replan(request):
+        """Prepares chains at the target for the outcomes that have a complete branch and do not end the request.
+
+        Not during a wait, in a tree with in-process drafts, with a residual q, which would be sent twice, or if the
+        policy may have another plan after this round.
+        """
+        ahead = request.mode == "ssd" and not self._proposer.unites(request)
+        if not ahead or request.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
+        request.prepared, context = {}, self._workers.target_context
+        for committed, branch in request.cache.complete(request.depth):
+            space = remaining_tokens(request, context, len(committed))
+            if space > 0 and up_to_end(request, context, committed)[1] is None:
+                request.prepared[committed] = self._proposer.branch(request, branch, space, committed)
         if request.prepared:
             self._dispatch.prepare(request)
 

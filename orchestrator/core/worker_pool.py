@@ -21,6 +21,7 @@ from outrider.orchestrator.core.message_validator import INVALID
 from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker_registry import (
     MAX_NAME,
+    MOST_INVALID,
     NOT_ALLOWED,
     SILENT,
     TARGET,
@@ -151,11 +152,12 @@ class WorkerPool:
         worker = self._registry.named(name)
         if worker is None or not worker.entered:
             return
-        worker.trust.record_invalid(kind)
+        worker.invalid[kind] += 1
         self.news = True
         self._router.warn("%s sent %s", worker, INVALID[kind])
-        if worker.trust.is_lost and worker.role == "draft":
-            why = f"{worker} sent invalid messages: {worker.trust.format(INVALID)}; disconnected"
+        if worker.invalid.total() >= MOST_INVALID and worker.role == "draft":
+            counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
+            why = f"{worker} sent invalid messages: {counts}; disconnected"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
 
