@@ -196,7 +196,7 @@ class ServerWatch:
 
     def wait_until_ready(self) -> None:
         """Returns when the server's target is ready."""
-        while not self._serves():
+        while not any(worker.role == "target" and worker.state == "ready" for worker in self._workers()):
             time.sleep(LOOK_SECONDS)
 
     def weights(self) -> str:
@@ -218,9 +218,6 @@ class ServerWatch:
             finally:
                 socket.disable_monitor()
                 monitor.close(linger=0)
-
-    def _serves(self) -> bool:
-        return any(worker.role == "target" and worker.state == "ready" for worker in self._workers())
 
     def _workers(self) -> tuple[WorkerStats, ...]:
         """Returns the workers' statistics; none without an answer."""

@@ -249,9 +249,8 @@ def read_plan(path: Path) -> FleetPlan:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} can't be read ({error}); expected a fleet.yaml (docs/fleet.md)") from None
     except yaml.YAMLError as error:
-        raise InvalidRequest(
-            f"{path} is not YAML: {_in_a_line(error)}; expected a fleet.yaml (docs/fleet.md)"
-        ) from None
+        why = " ".join(str(error).split())
+        raise InvalidRequest(f"{path} is not YAML: {why}; expected a fleet.yaml (docs/fleet.md)") from None
     try:
         return plan_of(found)
     except InvalidRequest as error:
@@ -373,7 +372,3 @@ Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-
-
-def _in_a_line(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).split())

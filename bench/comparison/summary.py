@@ -198,7 +198,8 @@ def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int
     if depth is not None:
         notes.append(_ceiling(alone, depth, branches))
     notes += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
-    streamed = ", ".join(f"{s.name} {_streamed(s.summary, weight_bytes):.1f}" for s in subjects)
+    read = {s.name: weight_bytes * s.summary.rounds / (s.summary.verify_ms / 1000) / GIGA for s in subjects}
+    streamed = ", ".join(f"{name} {rate:.1f}" for name, rate in read.items())
     notes.append(f"- target weights read during verifies, GB/s ({weight_bytes / 1e6:.0f} MB per forward): {streamed}")
     notes += [f"- acceptance by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
     notes += [
@@ -244,10 +245,6 @@ def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
         f" {comparison.verify_alone_ms:.2f} in isolation){between if comparison.between_alone_ms else ''};"
         f" predicted {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
     )
-
-
-def _streamed(summary: Summary, weight_bytes: int) -> float:
-    return weight_bytes * summary.rounds / (summary.verify_ms / 1000) / GIGA
 
 
 def _positions(summary: Summary) -> str:

@@ -110,13 +110,11 @@ class Planner:
 
     def replan(self, request: Request) -> None:
         """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to what the drafter can finish."""
+        is_open = request.admit.branches is None and self._settings.each and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
-        elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and self._is_breadth_open(request.admit):
+        elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and is_open:
             request.plan = replace(request.plan, branches=self._breadth(request))
-
-    def _is_breadth_open(self, admit: Admit) -> bool:
-        return admit.branches is None and self._settings.each and not self._settings.full_depth
 
     def _breadth(self, request: Request) -> int:
         """Returns the B with the best forecast at this K."""

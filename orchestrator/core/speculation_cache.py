@@ -154,13 +154,10 @@ class SpeculationCache:
 
         The branches of full acceptance come with the second push: the first one feeds the chain's last token.
         """
-        if self.lead not in self._awaited or any(len(commit) == accepted + 1 for commit in self._leads()):
+        leads = (commit for commit, branch in self._branches.items() if branch.drafter == self.lead)
+        if self.lead not in self._awaited or any(len(commit) == accepted + 1 for commit in leads):
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
-
-    def _leads(self) -> Iterable[tuple[int, ...]]:
-        """Returns the outcomes that the lead has prepared."""
-        return (committed for committed, branch in self._branches.items() if branch.drafter == self.lead)
 
     def __len__(self) -> int:
         return len(self._branches)
