@@ -157,16 +157,6 @@ class FleetPlan:
         self._check_attached()
         self._check_drafter()
 
-    @property
-    def model(self) -> str | None:
-        """The target's name as given; None: the default."""
-        return self.engine.model
-
-    @property
-    def draft_model(self) -> str | None:
-        """The draft model's name as given."""
-        return self.engine.draft_model
-
     def _check_attached(self) -> None:
         for one in self.attached:
             try:
@@ -181,10 +171,8 @@ class FleetPlan:
         if self.placed is None:
             return
         on = self.placed.drafter.on
-        if on == "none" and self.draft_model is not None:
-            raise InvalidRequest(
-                f"draft_model is {self.draft_model!r}, and placed.drafter is none; expected one or the other"
-            )
+        if on == "none" and (model := self.engine.draft_model) is not None:
+            raise InvalidRequest(f"draft_model is {model!r}, and placed.drafter is none; expected one or the other")
         if on == "other-host" and not self.engine.has_draft_worker:
             raise InvalidRequest(
                 f"placed.drafter is on other-host, and draft_backend {self.engine.draft_backend} has no process of its"

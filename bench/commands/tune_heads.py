@@ -10,7 +10,6 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import TypeAlias
 
 from outrider.bench.timing.loops import Curve, medians, milliseconds
@@ -26,6 +25,7 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import names_of
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import each
 
 DEPTHS = (1, 2, 4, 6)
 
@@ -108,14 +108,9 @@ def _measured_head(arm: Arm, runs: Sequence[_Run]) -> MeasuredHead:
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
     """Returns the acceptance by position: how often a chain token was accepted if all before it were."""
-    held = _sums([t.accepted_by_position for t in timings])
-    tried = _sums([t.drafted_by_position for t in timings])
+    held, tried = each(*(t.accepted_by_position for t in timings)), each(*(t.drafted_by_position for t in timings))
     reached = [*tried[:1], *held[:-1]]
     return tuple(h / r for h, r in zip(held, reached, strict=True) if r)
-
-
-def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 TOKENS = 64
