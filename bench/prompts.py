@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 from pathlib import Path
 
 from outrider.protocol.errors import InvalidRequest
@@ -60,19 +59,6 @@ def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict
         return {kind: _entries(kind, paths[kind]) for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
-
-
-def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
-    """Returns `count` prompts (None: all), taking the classes in turn.
-
-    Raises:
-        InvalidRequest: there are fewer, `count` is not positive, or a class is unknown.
-    """
-    turns = zip_longest(*(load(kind) for kind in kinds))
-    prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
-    if count is not None and not 1 <= count <= len(prompts):
-        raise InvalidRequest(f"{count} prompts were requested; expected 1 to {len(prompts)}")
-    return prompts[:count]
 
 
 def _entries(kind: str, path: Path) -> list[Prompt]:

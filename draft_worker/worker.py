@@ -354,7 +354,7 @@ class DraftWorker:
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
-        span = clock.since(started_ns)
+        span = Span(started_ns, clock.now())
         self._took(Operation.CHAIN, started_ns)
         for running, drafted in zip(owed, drafts, strict=True):
             running.owed = False
@@ -367,7 +367,7 @@ class DraftWorker:
         started_ns = clock.now()
         active = sum(running.newest.verifying is not None for running in self._running.values())
         branches = self._batcher.advance([running.work for running in growing], active)
-        span = clock.since(started_ns)
+        span = Span(started_ns, clock.now())
         self._took(Operation.GROW, started_ns)
         for running, ready in zip(growing, branches, strict=True):
             if isinstance(ready, OutriderError):

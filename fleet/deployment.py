@@ -163,12 +163,12 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
         OutriderError: it can't run, or is not complete after `wait` seconds.
     """
     show("connecting to the head")
-    if plan.model is not None:
-        find_model(plan.model, weights=False)  # the gate tokenizes with it, and starts on this host
+    if plan.engine.model is not None:
+        find_model(plan.engine.model, weights=False)  # the gate tokenizes with it, and starts on this host
     head = FleetHead(address)
     if plan.placed is not None:
         check_fits(plan.placed, [node.resources for node in head.nodes() if node.alive])
-    head.store_models([name for name in (plan.model, plan.draft_model) if name and plan.placed])
+    head.store_models([name for name in (plan.engine.model, plan.engine.draft_model) if name and plan.placed])
     with connected(address):
         if NAME not in serve.status().applications:
             _check_ingress(plan.gate.http)

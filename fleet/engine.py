@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from outrider.protocol.endpoints import connect, keys_to
 from outrider.protocol.errors import EndpointError, ModelError, ServerBusy, WorkerError
 from outrider.protocol.keys import CLIENT, DRAFTER, AllowedKey, Keyring, parse_key
 from outrider.protocol.messages import Stats, WorkerStats
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ActorKeyring:
     """An actor's own key and the keys it accepts, in a directory that is removed with the actor. Thread-safe."""
 
     def __init__(self) -> None:
-        self._directory = private_directory()
+        self._directory = PrivateDirectory()
         self._sweeper = Sweeper(self._directory.path, None)
         self._ring = Keyring(self._directory.path / "keys")
         self._changing = threading.Lock()
@@ -196,7 +196,7 @@ class ServerWatch:
 
     def wait_until_ready(self) -> None:
         """Returns when the server's target is ready."""
-        while not self._serves():
+        while not any(worker.role == "target" and worker.state == "ready" for worker in self._workers()):
             time.sleep(LOOK_SECONDS)
 
     def weights(self) -> str:
@@ -218,9 +218,6 @@ class ServerWatch:
             finally:
                 socket.disable_monitor()
                 monitor.close(linger=0)
-
-    def _serves(self) -> bool:
-        return any(worker.role == "target" and worker.state == "ready" for worker in self._workers())
 
     def _workers(self) -> tuple[WorkerStats, ...]:
         """Returns the workers' statistics; none without an answer."""
@@ -305,7 +302,7 @@ class PlacedEngine(EngineActor):
         reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._keyring.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
-        self._cluster = LocalCluster(**keywords(reached))
+        self._cluster = LocalCluster(**cast("Settings", asdict(reached)))
         threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
         if elsewhere:
             DrafterKeeper(settings, self._cluster.joining_endpoint, self._keyring).start()
@@ -345,9 +342,3 @@ class AttachedEngine(EngineActor):
         watch.wait_until_gone()
         log.error("the engine at %s is lost; waiting for its return", endpoint)
         os._exit(GONE)
-
-
-def keywords(settings: ServeSettings) -> Settings:
-    """Returns the settings as LocalCluster's keywords."""
-    found: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return cast("Settings", found)

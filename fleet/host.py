@@ -67,11 +67,9 @@ class Resources:
         return {RAY[name]: many for name, many in asdict(self).items() if many}
 
     def __str__(self) -> str:
-        amounts = {name: f"{many / 2**30:.1f} GiB" if name == "memory" else f"{many:g}" for name, many in self._some()}
+        some = [(name, many) for name, many in asdict(self).items() if many]
+        amounts = {name: f"{many / 2**30:.1f} GiB" if name == "memory" else f"{many:g}" for name, many in some}
         return ", ".join(f"{name} {many}" for name, many in amounts.items()) or "nothing"
-
-    def _some(self) -> list[tuple[str, float]]:
-        return [(name, many) for name, many in asdict(self).items() if many]
 
 
 def host_resources() -> Resources:
@@ -267,7 +265,7 @@ def require_free(ip: str, port: int) -> None:
             "EADDRINUSE": f"port {port} is in use, perhaps by another head; stop it, or choose another with --port",
             "EADDRNOTAVAIL": "this host does not have this address; expected one of its own",
             "EACCES": "no permission; expected a port from 1024 on",
-        }.get(_code(error), error.strerror or "")
+        }.get(errno.errorcode.get(error.errno or 0, ""), error.strerror or "")
     raise EndpointError(f"can't listen at {ip}:{port}: {why}")
 
 
@@ -288,10 +286,6 @@ def is_loopback(address: str) -> bool:
 def enter(environment: Mapping[str, str]) -> None:
     """Sets Ray's environment variables; call it before importing Ray."""
     os.environ.update({name: value for name, value in environment.items() if name.startswith("RAY_")})
-
-
-def _code(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, "")
 
 
 BYTES = 32

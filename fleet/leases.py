@@ -20,8 +20,8 @@ from ray.serve.handle import DeploymentHandle
 
 from outrider.fleet.engine import ActorKeyring, EngineAddress, ingress_key
 from outrider.fleet.engine_selector import EngineSelector
-from outrider.orchestrator.client.base_client import Grown
-from outrider.orchestrator.client.client import AsyncClient, AsyncMoving
+from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
+from outrider.orchestrator.client.client import MOVES_ON, AsyncClient
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.protocol.errors import EndpointError, ServerStopped
 
@@ -133,11 +133,13 @@ class EngineLeases:
             raise EndpointError(NO_ENGINE) from None
 
 
-class LeasedClient(AsyncMoving):
+class LeasedClient(AsyncBaseClient):
     """Completes texts on leased engines. `sources`: the number of engines tried until a text has begun.
 
     After the first try the engine is chosen randomly, because the session or load would select the failing one again.
     """
+
+    moves_on = MOVES_ON
 
     def __init__(self, engines: EngineLeases, session: str, sources: int) -> None:
         super().__init__()

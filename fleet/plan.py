@@ -157,23 +157,6 @@ class FleetPlan:
         self._check_attached()
         self._check_drafter()
 
-    @property
-    def model(self) -> str | None:
-        """The target's name as given; None: the default."""
-        return self.engine.model
-
-    @property
-    def draft_model(self) -> str | None:
-        """The draft model's name as given."""
-        return self.engine.draft_model
-
-    @property
-    def most_engines(self) -> int:
-        """The maximum number of engines."""
-        if self.placed is None:
-            return len(self.attached)
-        return len(self.attached) + (self.placed.replicas if self.scale is None else self.scale.max)
-
     def _check_attached(self) -> None:
         for one in self.attached:
             try:
@@ -188,10 +171,8 @@ class FleetPlan:
         if self.placed is None:
             return
         on = self.placed.drafter.on
-        if on == "none" and self.draft_model is not None:
-            raise InvalidRequest(
-                f"draft_model is {self.draft_model!r}, and placed.drafter is none; expected one or the other"
-            )
+        if on == "none" and (model := self.engine.draft_model) is not None:
+            raise InvalidRequest(f"draft_model is {model!r}, and placed.drafter is none; expected one or the other")
         if on == "other-host" and not self.engine.has_draft_worker:
             raise InvalidRequest(
                 f"placed.drafter is on other-host, and draft_backend {self.engine.draft_backend} has no process of its"
@@ -256,9 +237,8 @@ def read_plan(path: Path) -> FleetPlan:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{path} can't be read ({error}); expected a fleet.yaml (docs/fleet.md)") from None
     except yaml.YAMLError as error:
-        raise InvalidRequest(
-            f"{path} is not YAML: {_in_a_line(error)}; expected a fleet.yaml (docs/fleet.md)"
-        ) from None
+        why = " ".join(str(error).split())
+        raise InvalidRequest(f"{path} is not YAML: {why}; expected a fleet.yaml (docs/fleet.md)") from None
     try:
         return plan_of(found)
     except InvalidRequest as error:
@@ -268,8 +248,10 @@ def read_plan(path: Path) -> FleetPlan:
 def plan_of(found: object) -> FleetPlan:
     """Converts parsed YAML. Raises InvalidRequest."""
     given = _section("the fleet", found, TOP)
-    placed = _placed(given["placed"]) if "placed" in given else None
-    scale = _scale(given["scale"], given.get("placed")) if "scale" in given else None
+    placed = _read("placed", Placed, given["placed"]) if "placed" in given else None
+    if "scale" in given and isinstance(given.get("placed"), Mapping) and "replicas" in given["placed"]:
+        raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
+    scale = _read("scale", Scale, given["scale"]) if "scale" in given else None
     attached = _attached(given.get("attached"))
     return FleetPlan(_engine(given, placed), placed, attached, _gate(given.get("gate")), scale)
 
@@ -287,33 +269,17 @@ def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
     )
 
 
-def _placed(found: object) -> Placed:
-    given = _section("placed", found, ("replicas", "needs", "drafter"))
-    if "needs" in given:
-        given["needs"] = _needs("placed.needs", given["needs"])
-    if "drafter" in given:
-        given["drafter"] = _drafter(given["drafter"])
-    return _record("placed", Placed, given)
+_INNER: dict[str, type[Any]] = {"needs": Resources, "drafter": DrafterPlan}
+"""The keys of a section that hold a section themselves."""
 
 
-def _drafter(found: object) -> DrafterPlan:
-    """Accepts a place alone, or a mapping with `needs`."""
-    if isinstance(found, str):
+def _read(name: str, kind: type[Record], found: object) -> Record:
+    """Reads a section whose keys are the fields of `kind`; a drafter's may also be its place alone."""
+    if kind is DrafterPlan and isinstance(found, str):
         found = {"on": found}
-    given = _section("placed.drafter", found, ("on", "needs"))
-    if "needs" in given:
-        given["needs"] = _needs("placed.drafter.needs", given["needs"])
-    return _record("placed.drafter", DrafterPlan, given)
-
-
-def _scale(found: object, placed: object) -> Scale:
-    if isinstance(placed, Mapping) and "replicas" in placed:
-        raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
-    return _record("scale", Scale, _section("scale", found, tuple(Scale.__dataclass_fields__)))
-
-
-def _needs(name: str, found: object) -> Resources:
-    return _record(name, Resources, _section(name, found, tuple(Resources.__dataclass_fields__)))
+    given = _section(name, found, tuple(field.name for field in fields(kind)))  # type: ignore[arg-type]
+    inner = {key: _read(f"{name}.{key}", _INNER[key], given[key]) for key in _INNER if key in given}
+    return _record(name, kind, given | inner)
 
 
 def _attached(found: object) -> tuple[str, ...]:
@@ -394,7 +360,3 @@ Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rules if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-
-
-def _in_a_line(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).split())

@@ -3,6 +3,10 @@
 The *core* thread owns the workers' socket and the rounds, in tokens. The *front* thread owns the clients' socket,
 tokenizers, text and the queue of waiting requests.
 
+`KVBudget` is the memory for texts in all workers together. A text is in the target and in every drafter, so the budget
+counts tokens alike for all: each worker's share is what the same tokens take there. Arithmetic only; the front waits
+for room, the workers evict.
+
 `ThreadQueues` holds the queues between the threads. `Mailbox` is a queue between two threads that a ZeroMQ poller can
 wait on. `CoreStats` is a snapshot of the core's counts, which the front may take at any time.
 
@@ -24,12 +28,70 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from outrider.orchestrator.limits import KVBudget
+from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import DRAFT_MODEL, JOINT
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin, joined
-from outrider.protocol.stats import Durations
+from outrider.protocol.stats import Durations, KvCost
+
+_PART = 2  # texts get one half of the memory that the weights leave, everything else the other
+_UNLIMITED = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """`limit` bytes for texts that take `cost` in all workers together."""
+
+    limit: int
+    cost: KvCost
+
+    @property
+    def tokens(self) -> int:
+        """The longest text that fits."""
+        if not self.cost.per_token:
+            return _UNLIMITED
+        return max(self.limit - self.cost.per_text, 0) // self.cost.per_token
+
+    def places(self, tokens: int) -> int:
+        """Returns how many texts of this many tokens fit together, at least one."""
+        return max(self.limit // max(self.cost.of(tokens), 1), 1)
+
+    def share(self, cost: KvCost, tokens: int) -> int:
+        """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
+        return self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1)
+
+
+def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
+    """Returns the budget of the workers that are in use or restarting.
+
+    Args:
+        limit: bytes; None: half of the memory that their weights leave.
+        memory: the machine's memory in bytes.
+    """
+    used = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
+    left = max(memory - sum(worker.weight_bytes for worker in used), 0)
+    return KVBudget(left // _PART if limit is None else limit, sum((worker.kv for worker in used), KvCost()))
+
+
+def check_holds(budget: KVBudget, context: int, name: str) -> None:
+    """Checks that one text as long as the context of model `name` fits.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    needed = budget.cost.of(context)
+    if needed > budget.limit:
+        raise InvalidRequest(
+            f"kv_memory is {in_mb(budget.limit)}, and one text of {context} tokens, the context of {name}, takes"
+            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
+        )
+
+
+def in_mb(count: int) -> str:
+    """Formats bytes as megabytes."""
+    return f"{count / 1e6:.1f} MB"
+
 
 # --- front -> core ------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ from outrider.orchestrator.events import (
     wait_for_end,
 )
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import system
@@ -48,9 +47,10 @@ from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import fingerprint
 from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.errors import EndpointError, OutriderError, WorkerError, as_error, kind_of
 from outrider.protocol.keys import CLIENT
-from outrider.protocol.socket_files import PrivateDirectory, private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 
 STATUS_SECONDS = 1.0
 DRAIN_LOOK_SECONDS = 0.05
@@ -118,7 +118,7 @@ def run(
         if parent is not None:
             threading.Thread(target=_end_with_parent, args=(parent, events), daemon=True, name="parent").start()
         listener = stack.enter_context(closing(HttpListener(http))) if http is not None else None
-        directory = stack.enter_context(private_directory())
+        directory = stack.enter_context(PrivateDirectory())
         server = stack.enter_context(_threads(pair, directory, events, files * 3 // 4, listener))
 
         def tick() -> None:
@@ -131,7 +131,8 @@ def run(
             url = listener.url if listener is not None else ""
             return replace(server.complete(ready), http=url, notes=(*ready.notes, *system.notes()))
 
-        stop = _watch(events, tell, tick, complete)
+        ticks = server.http is not None or status is not None
+        stop = _watch(events, tell, tick if ticks else None, complete)
         if stop.drain:
             _drain(events, server, drain_timeout)
     return _unfinished(events)
@@ -149,14 +150,15 @@ def _unfinished(events: SimpleQueue[Event]) -> Unfinished | None:
 def _watch(
     events: SimpleQueue[Event],
     tell: Callable[[Announcement], None],
-    tick: Callable[[], None],
+    tick: Callable[[], None] | None,
     complete: Callable[[ServerReady], ServerReady],
 ) -> StopSignal:
     while True:
         try:
-            event = events.get(timeout=STATUS_SECONDS)
+            event = events.get(timeout=STATUS_SECONDS if tick is not None else None)
         except Empty:
-            tick()
+            if tick is not None:
+                tick()
             continue
         if isinstance(event, StopSignal):
             return event

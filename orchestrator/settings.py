@@ -58,11 +58,11 @@ def _setting(default: Any, check: Check, group: str, metavar: str, *, help: str,
 
 
 def _word(default: str, words: tuple[str, ...], group: str, metavar: str = "", *, help: str) -> Any:
-    return _setting(default, partial(_one_of, words), group, metavar or "|".join(words), help=help)
+    return _setting(default, partial(values.word, words=words), group, metavar or "|".join(words), help=help)
 
 
 def _count(default: int | None, low: int, high: int, group: str, metavar: str = "N", *, help: str) -> Any:
-    return _setting(default, partial(_within, low, high), group, metavar, help=help, type=int)
+    return _setting(default, partial(values.whole, low=low, high=high), group, metavar, help=help, type=int)
 
 
 def _flag(default: bool, group: str, *, help: str) -> Any:
@@ -72,14 +72,6 @@ def _flag(default: bool, group: str, *, help: str) -> Any:
 
 def _path(group: str, metavar: str = "FILE", *, help: str) -> Any:
     return _setting(None, values.path, group, metavar, help=help, type=Path)
-
-
-def _one_of(words: tuple[str, ...], name: str, value: object) -> str:
-    return values.word(name, value, words)
-
-
-def _within(low: int, high: int, name: str, value: object) -> int:
-    return values.whole(name, value, low, high)
 
 
 SPECULATION, MODELS, DRAFTING, WORKERS = "speculation", "models", "drafting", "workers"
@@ -242,6 +234,12 @@ class ServeSettings:
     def has_draft_worker(self) -> bool:
         """Whether there are draft workers; n-grams need none."""
         return self.draft_backend not in ("ngram", "none") and not self.colocate
+
+    @property
+    def can_colocate(self) -> bool:
+        """Whether the draft model of this draft worker could draft in the target's process instead."""
+        on_target = self.draft_device == "auto" and self.draft_prefill in ("auto", "mlx")
+        return self.draft_backend == "mlx" and on_target and self.drafters == 1 and self.simulate is None
 
     @property
     def can_work_ahead(self) -> bool:

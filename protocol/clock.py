@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import time
 
-from outrider.protocol.messages import Span
-
 MILLISECOND_NS = 1_000_000
 SECOND_NS = 1_000_000_000
 
 now = time.monotonic_ns
-
-
-def since(started_ns: int) -> Span:
-    """Returns the span from `started_ns` until now."""
-    return Span(started_ns, now())
-
 
 ASK_AGAIN_NS = 5000 * MILLISECOND_NS
 """How long the orchestrator waits for a request's OUTCOME before it sends VERIFY again."""

@@ -165,7 +165,9 @@ _UNLOCKED = ".outrider-run-"  # its name until it is locked, so that no other pr
 
 
 class PrivateDirectory:
-    """A directory of mode 0700; `close` removes it with its contents. A context manager.
+    """A directory of mode 0700 in the temporary folder, or in /tmp if that folder's path is long (macOS).
+
+    `close` removes it with its contents. A context manager.
 
     Raises:
         EndpointError: it can't be created.
@@ -199,11 +201,6 @@ class PrivateDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def private_directory() -> PrivateDirectory:
-    """Creates a private directory in the temporary folder, or in /tmp if that folder's path is long (macOS)."""
-    return PrivateDirectory()
 
 
 def _created(root: Path) -> Path:

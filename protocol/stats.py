@@ -8,6 +8,7 @@ worker measures them; the orchestrator adds them up. `Tally` and `Durations` cou
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -67,9 +68,9 @@ def by_name(left: tuple[Tally, ...], right: tuple[Tally, ...]) -> tuple[Tally, .
     return tuple(Tally(name, count) for name, count in sorted(counts.items()))
 
 
-def each(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    """Adds two tuples item by item; missing items count as 0."""
-    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
+def each(*rows: Sequence[int]) -> tuple[int, ...]:
+    """Adds rows item by item; missing items count as 0."""
+    return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
 
 @dataclass(frozen=True, slots=True)

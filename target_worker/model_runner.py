@@ -125,7 +125,7 @@ class ModelRunner:
             try:
                 pairs.append((request, request.next_ask()))
             except OutriderError as error:
-                failed.append(VerifyResult(request, error, clock.since(started_ns), 0))
+                failed.append(VerifyResult(request, error, Span(started_ns, clock.now()), 0))
         # A request may have been closed while a drafter read another's text.
         members = [request for request, _ in pairs if not request.over]
         asks = [ask for request, ask in pairs if not request.over]
@@ -137,13 +137,13 @@ class ModelRunner:
             return flight
         if len(asks) + len(readings) == 1:
             alone = members[0] if members else readings[0][0]
-            failed.append(VerifyResult(alone, flight, clock.since(started_ns), 0))
+            failed.append(VerifyResult(alone, flight, Span(started_ns, clock.now()), 0))
             return None
         for member, ask in zip(members, asks, strict=True):
             failed.append(
-                VerifyResult(member, _alone(ask, member.slot.fed), clock.since(started_ns), len(ask.chain) + 1)
+                VerifyResult(member, _alone(ask, member.slot.fed), Span(started_ns, clock.now()), len(ask.chain) + 1)
             )
-        failed += _read_alone(readings, clock.since(started_ns))
+        failed += _read_alone(readings, Span(started_ns, clock.now()))
         return None
 
     def _readings(self, running: Collection[TargetRequest], rows: int) -> list[tuple[TargetRequest, PrefillChunk]]:

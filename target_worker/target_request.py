@@ -254,11 +254,11 @@ def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
             with named_errors("the target's own drafter"):
                 turns.append((request, request.turn()))
         except OutriderError as error:
-            request.proposed(error, clock.since(started_ns))
+            request.proposed(error, Span(started_ns, clock.now()))
     # A request may have been closed while a drafter read another's text.
     turns = [(request, turn) for request, turn in turns if not request.over]
     drafts = propose([turn for _, turn in turns])
-    span = clock.since(started_ns)
+    span = Span(started_ns, clock.now())
     for (request, _), draft in zip(turns, drafts, strict=True):
         request.proposed(draft, span)
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import chain
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
+from outrider.bench.comparison.requests import Reply
 from outrider.bench.prompts import load
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -28,6 +28,7 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol import values
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import default_codec
+from tests.harness.requests import TimedRequest, send, send_all
 
 EQUAL, PROMPT_TOKENS, TOKENS = 16, 64, 96
 DECODING, DECODED, LONG_PROMPT = 8, 224, 900

@@ -20,14 +20,13 @@ from pathlib import Path
 
 from outrider.bench import picture
 from outrider.bench.comparison.runs import Interval, bootstrap
-from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import default_codec
+from tests.harness.default_model import default_codec, mixed
 
 DRAFT = "draft model"
 _BEGINNING = 600  # characters of a held-out file

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.bench.commands.files import modes_of
-from outrider.bench.comparison.requests import TimedRequest, send
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio, run_interleaved, total_rate
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -31,6 +30,7 @@ from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.default_model import mixed_tokens
+from tests.harness.requests import TimedRequest, send
 from tools.web.reading import EventReader, StreamTimes
 from tools.web.site import Site, site
 

@@ -21,7 +21,6 @@ from typing import Any
 
 from outrider.bench.commands.files import modes_of, numbers
 from outrider.bench.comparison.runs import run_interleaved
-from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -29,6 +28,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_T
 from outrider.protocol import values
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.default_model import mixed
 from tools.web.generator import TimedAnswer, generate, poisson, require_locust
 from tools.web.latency import LatencyRow, draw, row, table, timed
 from tools.web.peer import as_float32, mlx_lm_server

@@ -32,7 +32,7 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -118,9 +118,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     Raises:
         InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
     """
-    depths = numbers("depths", options.depths or "2,3,4", int)
-    for depth in depths:
-        check_draft_tokens(depth)
+    depths = files.depths_of(options.depths or "2,3,4")
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     count = 24 if options.prompts is None else options.prompts
     available = files.of_classes(options, pair, ("code",))

@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 
 from outrider.bench.commands import files
-from outrider.bench.commands.files import numbers
 from outrider.bench.comparison import report
 from outrider.bench.comparison.peers import ChosenPeers, choose, llama_cpp
 from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts
@@ -31,7 +30,7 @@ from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair
-from outrider.orchestrator.settings import ServeSettings, check_draft_tokens
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
@@ -242,9 +241,7 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sam
     for name in SINGLE_CLASS_ONLY:
         if getattr(options, name):
             raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with suite")
-    depths = numbers("depths", options.depths or DEPTHS, int)
-    for depth in depths:
-        check_draft_tokens(depth)
+    depths = files.depths_of(options.depths or DEPTHS)
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     found = files.of_classes(options, pair, ())
     count = USUAL_PROMPTS if options.prompts is None else options.prompts

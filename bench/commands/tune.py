@@ -251,20 +251,17 @@ def _prefill(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> P
 
 def _costs(p: Probe, turnaround_ms: float) -> str:
     rows = "  ".join(f"{rows}: {ms / p.verify_ms(1):.2f}" for rows, ms in p.verify_ms.points)
+    in_turn = [(depth, costs_in_turn(p).chain_ms(depth)) for depth, _ in p.turn_ms.points]
     return "\n".join(
         [
             f"one token of plain decoding  {p.step_ms:.2f} ms",
             f"verify of M tokens, alone    {p.verify_ms(1):.2f} ms times  {rows}",
             f"chain right after a chain    {_points(p.chain_ms.points)} ms by length; link {p.link_ms:.2f} ms",
-            f"chain after a verify         {_points(_in_turn(p))} ms by length, including the link",
+            f"chain after a verify         {_points(in_turn)} ms by length, including the link",
             f"next token of all branches   {_points(p.tree_ms.points)} ms by number of branches",
             f"turnaround of a hit          {turnaround_ms:.2f} ms",
         ]
     )
-
-
-def _in_turn(p: Probe) -> list[tuple[int, float]]:
-    return [(depth, costs_in_turn(p).chain_ms(depth)) for depth, _ in p.turn_ms.points]
 
 
 def _points(points: Sequence[tuple[int, float]]) -> str:
@@ -326,10 +323,8 @@ def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Scree
 
     Only where both run on the same CPU: a small target can gain more from a second core than from a drafter on it.
     """
-    settings = pair.settings
-    threads = 2 * settings.threads
-    own_silicon = settings.draft_backend != "mlx" or settings.draft_device != "auto" or sys.platform == "darwin"
-    if own_silicon or settings.simulate is not None or settings.drafters > 1 or len(system.GIVEN) < threads:
+    threads = 2 * pair.settings.threads
+    if not pair.settings.can_colocate or sys.platform == "darwin" or len(system.GIVEN) < threads:
         return []
     given = {**flags.settings_of(options), "memory": False}
     sampling = SamplingParams(max_tokens=160, temp=options.temp, ignore_eos=True)

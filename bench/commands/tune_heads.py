@@ -10,14 +10,14 @@ import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from typing import TypeAlias
 
 from outrider.bench.timing.loops import Curve, medians, milliseconds
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.client.dialogue import GenerateFields
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
 from outrider.orchestrator.pairing.model_files import in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair
@@ -25,19 +25,12 @@ from outrider.protocol.errors import WorkerError
 from outrider.protocol.heads import names_of
 from outrider.protocol.messages import RoundRecord, Timings
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.stats import each
 
 DEPTHS = (1, 2, 4, 6)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadArm:
-    """A drafter with chains of `depth` tokens; the defaults mean plain decoding."""
-
-    drafter: str = ""
-    depth: int = 0
-
-
-PLAIN = HeadArm()
+PLAIN = Arm("ar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +47,13 @@ class MeasuredHead:
 
 def measure(
     client: Client,
-    arms: Sequence[HeadArm],
+    arms: Sequence[Arm],
     texts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     tell: Callable[[str], None],
-) -> dict[HeadArm, MeasuredHead]:
+) -> dict[Arm, MeasuredHead]:
     """Runs all arms interleaved, one text at a time."""
-    runs = defaultdict[HeadArm, list[_Run]](list)
+    runs = defaultdict[Arm, list[_Run]](list)
     for number, text in enumerate(texts, 1):
         for arm in arms:
             tell(f"{arm.drafter or 'plain decoding'}, K = {arm.depth}, text {number} of {len(texts)}")
@@ -68,7 +61,7 @@ def measure(
     return {arm: _measured_head(arm, of_arm) for arm, of_arm in runs.items()}
 
 
-def best_of_each(found: Mapping[HeadArm, MeasuredHead]) -> list[MeasuredHead]:
+def best_of_each(found: Mapping[Arm, MeasuredHead]) -> list[MeasuredHead]:
     """Returns each drafter at its best K, with the acceptance of its longest chains. Drafters that draft nothing are
     omitted."""
     best = []
@@ -89,44 +82,35 @@ def measured_verify_ms(found: Iterable[MeasuredHead]) -> Curve:
     return medians(samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One text with one arm."""
-
-    timings: Timings
-    rounds: Sequence[RoundRecord]
+_Run: TypeAlias = tuple[Timings, Sequence[RoundRecord]]
+"""One text with one arm."""
 
 
-def _run(client: Client, arm: HeadArm, text: Sequence[int], sampling: SamplingParams) -> _Run:
-    fields: GenerateFields = {"mode": "ar", "chat_template": False}
-    if arm.drafter:
-        fields |= {"mode": "sd", "num_draft_tokens": arm.depth, "drafter": arm.drafter}
-    stream = client.stream(text, sampling, rounds=True, **fields)
+def _run(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingParams) -> _Run:
+    depth = arm.depth or None
+    stream = client.stream(
+        text, sampling, rounds=True, mode=arm.mode, num_draft_tokens=depth, drafter=arm.drafter, chat_template=False
+    )
     rounds = [record for chunk in stream for record in chunk.rounds or ()]
-    return _Run(stream.result.timings, rounds)
+    return stream.result.timings, rounds
 
 
-def _measured_head(arm: HeadArm, runs: Sequence[_Run]) -> MeasuredHead:
-    timings, rounds = [run.timings for run in runs], [record for run in runs for record in run.rounds]
+def _measured_head(arm: Arm, runs: Sequence[_Run]) -> MeasuredHead:
+    timings, rounds = [times for times, _ in runs], [record for _, of_run in runs for record in of_run]
     rate = 1000 * sum(t.predicted_n - 1 for t in timings) / sum(t.predicted_ms for t in timings)
     drafting = [part for record in rounds for part in record.drafting if part.drafter == arm.drafter and part.depth]
     step_ms = sum(milliseconds(part.work) for part in drafting) / max(sum(part.depth for part in drafting), 1)
     # The first forward of a text reads the prompt.
-    forwards = tuple((record.drafted + 1, milliseconds(record.verify)) for run in runs for record in run.rounds[1:])
-    choice = TunedArm("sd" if arm.drafter else "ar", arm.depth, 0, rate, True, drafter=arm.drafter)
+    forwards = tuple((record.drafted + 1, milliseconds(record.verify)) for _, of_run in runs for record in of_run[1:])
+    choice = TunedArm(arm.mode, arm.depth, 0, rate, True, drafter=arm.drafter)
     return MeasuredHead(choice, InProcessKnown(arm.drafter, step_ms, _acceptance(timings)), forwards)
 
 
 def _acceptance(timings: Sequence[Timings]) -> tuple[float, ...]:
     """Returns the acceptance by position: how often a chain token was accepted if all before it were."""
-    held = _sums([t.accepted_by_position for t in timings])
-    tried = _sums([t.drafted_by_position for t in timings])
+    held, tried = each(*(t.accepted_by_position for t in timings)), each(*(t.drafted_by_position for t in timings))
     reached = [*tried[:1], *held[:-1]]
     return tuple(h / r for h, r in zip(held, reached, strict=True) if r)
-
-
-def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 TOKENS = 64
@@ -191,17 +175,17 @@ def with_heads(record: Tuning, found: Sequence[MeasuredHead]) -> Tuning:
     return replace(record, choices=tuple(choices), own=tuple(head.known for head in found))
 
 
-def _arms(pair: ChosenPair) -> list[HeadArm]:
+def _arms(pair: ChosenPair) -> list[Arm]:
     return [
-        HeadArm(name, depth)
+        Arm("sd", depth, drafter=name)
         for name in names_of(kind for kind, _ in in_process_drafters(pair.settings))
         for depth in DEPTHS
     ]
 
 
 def _measured(
-    options: argparse.Namespace, arms: Sequence[HeadArm], texts: Texts, screen: Screen
-) -> dict[HeadArm, MeasuredHead]:
+    options: argparse.Namespace, arms: Sequence[Arm], texts: Texts, screen: Screen
+) -> dict[Arm, MeasuredHead]:
     sampling = SamplingParams(max_tokens=TOKENS, temp=options.temp, seed=7, ignore_eos=True)
     chosen = {**flags.settings_of(options), "ngrams": False, "memory": False}
     with LocalCluster(progress=screen.show, **chosen) as cluster:

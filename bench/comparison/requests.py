@@ -1,4 +1,4 @@
-"""Sends single or concurrent requests, as clients do, and records when each chunk arrives.
+"""Sends concurrent requests, as clients do, and records when each chunk arrives.
 
 A gap is the time between two chunks; a token's time is the gap before its chunk divided by the chunk's tokens.
 """
@@ -6,7 +6,7 @@ A gap is the time between two chunks; a token's time is the gap before its chunk
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from outrider.bench.comparison.peers import MLX_LM, PeerProcess
 from outrider.bench.comparison.runs import Runner, Timed, run_interleaved, total_rate
-from outrider.orchestrator.client.base_client import BaseClient
 from outrider.orchestrator.client.client import Client
 from outrider.protocol.sampling import SamplingParams
 
@@ -29,15 +28,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A finished request with at least one arrival. `token_ids`, `text` and `reason` are optional. `cancelled`: the
-    client cancelled it."""
+    """A finished request with at least one arrival."""
 
     sent: float
     arrivals: tuple[Arrival, ...]
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    reason: str = ""
-    cancelled: bool = False
 
     @property
     def first_ms(self) -> float:
@@ -66,55 +60,6 @@ def timed(replies: Sequence[Reply]) -> Timed:
     return Timed(tokens, max(reply.ended for reply in replies) - min(reply.sent for reply in replies))
 
 
-@dataclass(frozen=True, slots=True)
-class TimedRequest:
-    """A request that is sent `after` seconds, and cancelled after `until` tokens (None: not). K and B None: the
-    server's."""
-
-    tokens: tuple[int, ...]
-    sampling: SamplingParams
-    mode: str
-    after: float = 0.0
-    until: int | None = None
-    num_draft_tokens: int | None = None
-    branches: int | None = None
-
-
-def send(client: BaseClient, request: TimedRequest, on_arrival: Callable[[Arrival], None] = lambda _: None) -> Reply:
-    """Sends one request; calls `on_arrival` with each arrival."""
-    time.sleep(request.after)
-    sent = time.perf_counter()
-    stream = client.stream(
-        request.tokens,
-        request.sampling,
-        mode=request.mode,
-        num_draft_tokens=request.num_draft_tokens,
-        branches=request.branches,
-    )
-    arrivals: list[Arrival] = []
-    token_ids: list[int] = []
-    texts: list[str] = []
-    for chunk in stream:
-        if chunk.token_ids:
-            arrivals.append(Arrival(time.perf_counter(), len(chunk.token_ids)))
-            on_arrival(arrivals[-1])
-        token_ids += chunk.token_ids
-        texts.append(chunk.text)
-        if request.until is not None and len(token_ids) >= request.until:
-            return Reply(sent, tuple(arrivals), tuple(token_ids), "".join(texts), "cancelled", True)
-    result = stream.result
-    return Reply(sent, tuple(arrivals), result.token_ids, result.text, result.finish_reason)
-
-
-def send_all(client: BaseClient, requests: Sequence[TimedRequest], slots: int | None = None) -> Iterator[Reply]:
-    """Sends all requests, each `after` its time, with at most `slots` at once (None: all).
-
-    Yields replies in the requests' order. Starts when the first reply is requested.
-    """
-    with ThreadPoolExecutor(slots or len(requests)) as threads:
-        yield from threads.map(lambda request: send(client, request), requests)
-
-
 # Prompts per forward to try with mlx-lm; its default is 8.
 PEER_READS = (1, 4, 8)
 # Seeds between two rounds: more than the requests of a round, which have a seed each.
@@ -137,8 +82,14 @@ class ModeBatch:
 
     def run(self, texts: Texts, sampling: SamplingParams) -> list[Reply]:
         first = sampling.seed or 0
-        requests = [TimedRequest(text, replace(sampling, seed=first + n), self.name) for n, text in enumerate(texts)]
-        return list(send_all(self.client, requests, self.slots))
+        samplings = [replace(sampling, seed=first + n) for n in range(len(texts))]
+        with ThreadPoolExecutor(self.slots) as threads:
+            return list(threads.map(self._send, texts, samplings))
+
+    def _send(self, text: tuple[int, ...], sampling: SamplingParams) -> Reply:
+        sent = time.perf_counter()
+        chunks = self.client.stream(text, sampling, mode=self.name)
+        return Reply(sent, tuple(Arrival(time.perf_counter(), len(c.token_ids)) for c in chunks if c.token_ids))
 
 
 @dataclass(frozen=True, slots=True)

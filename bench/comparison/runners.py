@@ -144,21 +144,16 @@ class _Starter:
             families.append([ModeRunner("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
 
-    @property
-    def _can_colocate(self) -> bool:
-        """Whether the draft model can run in the target's process."""
-        return self.settings.draft_backend == "mlx" and self.settings.simulate is None
-
     def one_process(self, threads: int) -> Families:
         """Returns `auto` with both models in one process, or nothing if that is impossible."""
-        if not self._can_colocate:
+        if not self.settings.can_colocate:
             return []
         client = self._cluster({**self.given, "colocate": True, "threads": threads}).client()
         return [[ModeRunner(ONE_PROCESS, client, "auto")]]
 
     def _colocated(self, given: dict[str, Any]) -> Families:
         """Returns SD with the draft model in the target's process, or nothing if that is impossible."""
-        if not self._can_colocate:
+        if not self.settings.can_colocate:
             return []
         client = self._cluster({**given, "colocate": True}).client()
         pin_process(_target(client).pid, system.core_of("target", self.settings))

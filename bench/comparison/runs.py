@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, TypeVar
 
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.dialogue import GenerationResult
@@ -135,25 +135,17 @@ PromptRunner: TypeAlias = Runner[Sequence[int], Run]
 
 @dataclass(frozen=True, slots=True)
 class ModeRunner:
-    """One of our modes on a running cluster. `depth` None: the cluster's K. `sampling` overrides single parameters.
-    `drafter`: the only drafter to use; empty: all."""
+    """One of our modes on a running cluster. `depth` None: the cluster's K."""
 
     name: str
     client: Client
     mode: str
     depth: int | None = None
     branches: int | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    drafter: str = ""
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
         result = self.client.generate(
-            prompt,
-            replace(sampling, **self.sampling),
-            mode=self.mode,
-            num_draft_tokens=self.depth,
-            branches=self.branches,
-            drafter=self.drafter,
+            prompt, sampling, mode=self.mode, num_draft_tokens=self.depth, branches=self.branches
         )
         require_pace(result)
         times = result.timings

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run
 from outrider.bench.timing.loops import IsolatedTimes
-from outrider.orchestrator.core.policy.forecasts import Costs, RoundKind, ar_rate, mixed_rate
+from outrider.orchestrator.core.policy.forecasts import RoundKind, ar_rate, mixed_rate
 from outrider.protocol.messages import Timings
+from outrider.protocol.stats import each
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class FormulaComparison:
 
 
 def summary(timings: Sequence[Timings]) -> Summary:
-    drafted = _sum([t.drafted_by_position for t in timings])
+    drafted = each(*(t.drafted_by_position for t in timings))
     rounds = sum(max(t.rounds - 1, 0) for t in timings)
     longest = [*drafted, 0]
     chains = [longest[i] - longest[i + 1] for i in range(len(drafted))]
@@ -87,10 +88,10 @@ def summary(timings: Sequence[Timings]) -> Summary:
         idle_ms=sum(t.idle_ms for t in timings),
         rows=(0, max(rounds - sum(chains), 0), *chains),
         drafted=drafted,
-        accepted=_sum([t.accepted_by_position for t in timings]),
+        accepted=each(*(t.accepted_by_position for t in timings)),
         asked=sum(t.draft_waits for t in timings),
-        looked_up=_sum([t.looked_up_by_accepted for t in timings]),
-        hits=_sum([t.hits_by_accepted for t in timings]),
+        looked_up=each(*(t.looked_up_by_accepted for t in timings)),
+        hits=each(*(t.hits_by_accepted for t in timings)),
         turnaround_ms=statistics.median(turnarounds) if turnarounds else None,
     )
 
@@ -133,23 +134,12 @@ def kinds_of(found: Summary, depth: int, works_ahead: bool) -> list[RoundKind]:
     return [kind for kind in kinds if kind.share > 0]
 
 
-def times_of_drafting(costs: Costs, depth: int) -> tuple[float, float]:
-    """Returns T_p and T_SD: the work ahead and a chain on request, in units of the verify."""
-    verify_ms = costs.verify_ms(depth + 1)
-    return costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
-
-
 def _tokens(found: Summary) -> float:
     return found.tokens / found.rounds
 
 
 def _rate(found: Summary) -> float:
     return 1000 * found.tokens / found.decode_ms
-
-
-def _sum(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    longest = max((len(c) for c in counts), default=0)
-    return tuple(sum(c[i] for c in counts if i < len(c)) for i in range(longest))
 
 
 GIGA = 1e9
@@ -198,7 +188,8 @@ def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int
     if depth is not None:
         notes.append(_ceiling(alone, depth, branches))
     notes += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
-    streamed = ", ".join(f"{s.name} {_streamed(s.summary, weight_bytes):.1f}" for s in subjects)
+    read = {s.name: weight_bytes * s.summary.rounds / (s.summary.verify_ms / 1000) / GIGA for s in subjects}
+    streamed = ", ".join(f"{name} {rate:.1f}" for name, rate in read.items())
     notes.append(f"- target weights read during verifies, GB/s ({weight_bytes / 1e6:.0f} MB per forward): {streamed}")
     notes += [f"- acceptance by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
     notes += [
@@ -228,7 +219,8 @@ def _costs(alone: IsolatedTimes) -> str:
 
 
 def _ceiling(alone: IsolatedTimes, depth: int, branches: int) -> str:
-    ahead, chain = times_of_drafting(alone.costs(), depth)
+    costs, verify_ms = alone.costs(), alone.verify_ms(depth + 1)
+    ahead, chain = costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
     return (
         f"- in isolation, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
         f" a chain {alone.chain_ms(depth):.2f} ms, T_SD = {chain:.2f}; upper bound of SSD over SD: {1 + chain:.2f}x"
@@ -244,10 +236,6 @@ def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
         f" {comparison.verify_alone_ms:.2f} in isolation){between if comparison.between_alone_ms else ''};"
         f" predicted {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
     )
-
-
-def _streamed(summary: Summary, weight_bytes: int) -> float:
-    return weight_bytes * summary.rounds / (summary.verify_ms / 1000) / GIGA
 
 
 def _positions(summary: Summary) -> str:

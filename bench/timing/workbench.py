@@ -32,7 +32,7 @@ from outrider.protocol.messages import (
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 
 REQUEST = "bench"
 PATIENCE_MS = 120_000
@@ -58,7 +58,7 @@ class ParallelRound:
 def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[Workbench]:
     """Starts the workers of these settings, which must name folders (see `pairing`)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with private_directory() as directory, Workbench(WorkerPool(context, settings, directory.path), tell) as bench:
+    with PrivateDirectory() as directory, Workbench(WorkerPool(context, settings, directory.path), tell) as bench:
         yield bench
 
 

@@ -50,7 +50,7 @@ def describe(plan: FleetPlan) -> str:
     if plan.placed is not None:
         many = f"{plan.placed.replicas}" if plan.scale is None else f"{plan.scale.min} to {plan.scale.max}"
         drafter = plan.placed.drafter
-        lines.append(f"placed:   {many} of {plan.model or 'the default model'}, each needs {plan.placed.needs}")
+        lines.append(f"placed:   {many} of {plan.engine.model or 'the default model'}, each needs {plan.placed.needs}")
         lines.append(f"drafters: {drafter.on}, each needs {drafter.needs}")
     lines += [f"attached: {endpoint}" for endpoint in plan.attached]
     http = plan.gate.http

@@ -111,8 +111,9 @@ def run(options: argparse.Namespace) -> int:
     if not isinstance(where, Tcp):
         raise InvalidRequest(f"{options.endpoint} is reachable only from this host; expected tcp://HOST:PORT")
     chosen = settings.ServeSettings(**{**flags.settings_of(options), "endpoint": str(where)})
+    chosen = replace(chosen, model=_absolute(chosen.model), draft_model=_absolute(chosen.draft_model))
     unit = Unit(
-        (sys.executable, "-m", "outrider", "serve", "--no-http", *settings.flags(_absolute(chosen))),
+        (sys.executable, "-m", "outrider", "serve", "--no-http", *settings.flags(chosen)),
         options.user,
         str(options.home),
     )
@@ -129,11 +130,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _absolute(chosen: settings.ServeSettings) -> settings.ServeSettings:
-    """Makes model paths absolute."""
-    return replace(chosen, model=_found(chosen.model), draft_model=_found(chosen.draft_model))
-
-
-def _found(name: str | None) -> str | None:
+def _absolute(name: str | None) -> str | None:
+    """Makes a model's path absolute; other names stay."""
     folder = Path(name or "").expanduser()
     return str(folder.absolute()) if name and folder.exists() else name

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import (
@@ -53,35 +53,23 @@ class UserInput:
     is_command: bool
 
 
-class InputReader(Protocol):
-    def read(self) -> UserInput | None:
-        """Returns the next message, or None at the end of the input.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C.
-            UnicodeDecodeError: the message is not UTF-8.
-        """
+Reader = Callable[[], UserInput | None]
+"""Returns the next message, or None at the end of the input. Raises KeyboardInterrupt for Ctrl-C, and
+UnicodeDecodeError if the message is not UTF-8."""
 
 
-def reader(commands: Sequence[str]) -> InputReader:
+def reader(commands: Sequence[str]) -> Reader:
     """Returns an editor that completes `commands` if stdin and stderr are terminals, else a reader of plain lines."""
-    if sys.stdin.isatty() and sys.stderr.isatty():
-        return Editor(commands)
-    return LineReader(PROMPT if sys.stdin.isatty() else "")
+    return Editor(commands).read if sys.stdin.isatty() and sys.stderr.isatty() else read_line
 
 
-class LineReader:
-    """Reads each line as one message."""
-
-    def __init__(self, prompt: str) -> None:
-        self._prompt = prompt
-
-    def read(self) -> UserInput | None:
-        try:
-            line = input(self._prompt)
-        except EOFError:
-            return None
-        return UserInput(line, line.startswith("/"))
+def read_line() -> UserInput | None:
+    """Reads a line as one message."""
+    try:
+        line = input(PROMPT if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+    return UserInput(line, line.startswith("/"))
 
 
 class Editor:
@@ -310,7 +298,7 @@ class Chat:
         self._screen = screen
         self._own_server = own_server
         self._interactive = sys.stdin.isatty()
-        self._reader: InputReader | None = None
+        self._reader: Reader | None = None
         self._unanswered = False
         self._context: int | None = None
 
@@ -363,10 +351,10 @@ class Chat:
                 raise
             say("[stopped]")
 
-    def _read_input(self, source: InputReader) -> UserInput | None:
+    def _read_input(self, read: Reader) -> UserInput | None:
         """Returns the user's next message, or None at the end of the input."""
         try:
-            entry = source.read()
+            entry = read()
         except KeyboardInterrupt:
             if not self._interactive:
                 raise

@@ -21,7 +21,6 @@ from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import default_model, find_model, is_here
 from outrider.orchestrator.pairing.tokenizer import Message, ModelText, load_text
 from outrider.protocol.errors import EndpointError, InvalidRequest
-from outrider.protocol.messages import Timings
 
 # A conversation: in a file a JSON list of messages with `role` and `content`. Knows nothing of models.
 
@@ -325,13 +324,9 @@ def as_json(
         "prompt": prompt,
         "chat_template": templated,
         "sampling": sampling,
-        "timings": _timings(result.timings),
+        "timings": {name: getattr(result.timings, name) for name in TIMINGS},
         **({} if result.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in result.logprobs]}),
     }
-
-
-def _timings(timings: Timings) -> dict[str, float]:
-    return {name: getattr(timings, name) for name in TIMINGS}
 
 
 def _served(options: argparse.Namespace) -> str:

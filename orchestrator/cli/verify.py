@@ -82,16 +82,13 @@ def _written(file: IO[str], claim: dict[str, Any]) -> IO[str]:
 
 
 def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:
-    return next((report for line in lines if (report := _read_line(json.loads(line), progress)) is not None), None)
-
-
-def _read_line(fields: dict[str, Any], progress: Callable[[str], None]) -> Report | None:
-    if "error" in fields:
-        raise as_error(fields["kind"], fields["error"])
-    if "positions" in fields:
-        ties, mismatches = (tuple(Difference(**each) for each in fields[name]) for name in ("ties", "mismatches"))
-        return Report(fields["positions"], fields["identical"], ties, mismatches, fields["context_length"])
-    progress(fields.get("stage") or f"replaying: {fields['position']} of {fields['of']} tokens")
+    for fields in map(json.loads, lines):
+        if "error" in fields:
+            raise as_error(fields["kind"], fields["error"])
+        if "positions" in fields:
+            differences = {name: tuple(Difference(**each) for each in fields[name]) for name in ("ties", "mismatches")}
+            return Report(**fields | differences)
+        progress(fields.get("stage") or f"replaying: {fields['position']} of {fields['of']} tokens")
     return None
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from types import AsyncGeneratorType, TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack, cast
 
 from outrider.orchestrator.client.dialogue import (
     Chunk,
@@ -22,7 +23,7 @@ from outrider.orchestrator.client.dialogue import (
     GenerationResult,
     Prompt,
 )
-from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.errors import EndpointError, InvalidRequest, OutriderError, ServerStopped
 from outrider.protocol.sampling import SamplingParams
 
 S = TypeVar("S")
@@ -31,10 +32,12 @@ S = TypeVar("S")
 class StreamClient(ABC, Generic[S]):
     """What blocking and awaited clients share: they create streams, and close them when they are closed.
 
-    `sources`: the number of servers that may continue a text; see `Dialogue`. Thread-safe.
+    `sources`: the number of servers that may continue a text; see `Dialogue`. `moves_on`: the errors after which the
+    next one is tried. Thread-safe.
     """
 
     sources: int
+    moves_on: ClassVar[tuple[type[OutriderError], ...]] = (EndpointError, ServerStopped)
 
     def __init__(self) -> None:
         self._streams: weakref.WeakSet[S] = weakref.WeakSet()
@@ -146,9 +149,18 @@ class BaseClient(StreamClient["Stream"]):
     def _stream_of(self, dialogue: Dialogue) -> Stream:
         return Stream(self, dialogue)
 
-    @abstractmethod
     def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
         """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
+        while not dialogue.is_closed:
+            try:
+                yield from self.once(dialogue)
+                return
+            except self.moves_on as error:
+                time.sleep(dialogue.retry(error))
+
+    @abstractmethod
+    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
 
 class Stream(BaseStream):
@@ -232,9 +244,18 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
             following.cancel()
             await asyncio.wait((following,))
 
-    @abstractmethod
     async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
         """Runs one dialogue to its end; calls `grown` with each chunk in the event loop's turn that receives it."""
+        while True:
+            try:
+                await self.once(dialogue, grown)
+                return
+            except self.moves_on as error:
+                await asyncio.sleep(dialogue.retry(error))
+
+    @abstractmethod
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
 
     @abstractmethod
     async def end(self, dialogue: Dialogue) -> None:

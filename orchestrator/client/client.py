@@ -9,7 +9,8 @@ timeout.
 `Patience`: how long a client waits for a silent server; uses no socket.
 
 `Resumed`: several servers; when one goes away, the next continues the text at the next token. The text stays the same,
-because its noise is a function of seed and position; a server with another model or number format refuses to continue.
+because its noise is a function of seed and position, and the next server gets the first one's seed; a server with
+another model or number format refuses to continue.
 """
 
 from __future__ import annotations
@@ -18,12 +19,8 @@ import asyncio
 import itertools
 import math
 import os
-import secrets
-import time
-from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Generic, Never, TypeVar
 
@@ -41,7 +38,6 @@ from outrider.protocol.errors import (
     OtherModel,
     OutriderError,
     ServerBusy,
-    ServerStopped,
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
@@ -265,16 +261,7 @@ class Client(Connecting, BaseClient):
                 if isinstance(answer, Stats):
                     return answer
 
-    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
-        while not dialogue.is_closed:
-            try:
-                yield from self.once(dialogue)
-                return
-            except (EndpointError, ServerStopped) as error:
-                time.sleep(dialogue.retry(error))
-
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
         patience = self.patience()
         farewell = encode(dialogue.cancel_message)  # encoded now: a program that exits may have unloaded the codec
         socket = self.connected()
@@ -328,17 +315,7 @@ class AsyncClient(Connecting, AsyncBaseClient):
             socket.close()
         return answers[0]
 
-    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
-        while True:
-            try:
-                await self.once(dialogue, grown)
-                return
-            except (EndpointError, ServerStopped) as error:
-                await asyncio.sleep(dialogue.retry(error))
-
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
-
         def handle(message: Message) -> bool:
             chunk = dialogue.take(message)
             if chunk is not None:
@@ -365,9 +342,8 @@ class AsyncClient(Connecting, AsyncBaseClient):
             socket.send(dialogue.cancel_message)
 
 
-SEEDS = 2**32
 MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
-"""Errors after which the next server is tried."""
+"""Errors after which the next of several servers is tried."""
 
 C = TypeVar("C", Client, AsyncClient)
 
@@ -381,18 +357,15 @@ class _Sources(Generic[C]):
         self.all: list[C] = list(clients)
         self._at = 0
 
-    def __len__(self) -> int:
-        return len(self.all)
-
-    @property
-    def current(self) -> C:
-        client: C = self.all[self._at % len(self)]
-        return client
-
-    def on_lost(self, client: C) -> None:
-        """Moves on to the next server, unless another request has already done so."""
-        if client is self.current:
-            self._at += 1
+    @contextmanager
+    def one(self) -> Iterator[C]:
+        """Yields a server; if it is lost, the next one is first, unless another request has already moved on."""
+        at = self._at
+        try:
+            yield self.all[at % len(self.all)]
+        except MOVES_ON:
+            self._at += self._at == at
+            raise
 
 
 class Resumed(BaseClient):
@@ -402,69 +375,38 @@ class Resumed(BaseClient):
     continue, the last server's error is raised.
     """
 
+    moves_on = MOVES_ON
+
     def __init__(self, clients: Sequence[Client]) -> None:
         super().__init__()
         self._sources: _Sources[Client] = _Sources(clients)
-        self.sources = len(self._sources)
+        self.sources = len(clients)
 
     def __repr__(self) -> str:
         return f"Resumed({self._sources.all!r})"
 
-    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
-        _draw_seed(dialogue)
-        while not dialogue.is_closed:
-            client = self._sources.current
-            try:
-                yield from client.once(dialogue)
-                return
-            except MOVES_ON as error:
-                self._sources.on_lost(client)
-                time.sleep(dialogue.retry(error))
+    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        with self._sources.one() as client:
+            yield from client.once(dialogue)
 
 
-class AsyncMoving(AsyncBaseClient):
-    """Sends a request to one server after another until the text is complete; subclasses choose the server."""
-
-    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
-        _draw_seed(dialogue)
-        while True:
-            try:
-                await self.once(dialogue, grown)
-                return
-            except MOVES_ON as error:
-                await asyncio.sleep(dialogue.retry(error))
-
-    @abstractmethod
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        """Runs the dialogue with the next server, without retries."""
-
-
-class AsyncResumed(AsyncMoving):
+class AsyncResumed(AsyncBaseClient):
     """`Resumed` for asyncio."""
+
+    moves_on = MOVES_ON
 
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         super().__init__()
         self._sources: _Sources[AsyncClient] = _Sources(clients)
-        self.sources = len(self._sources)
+        self.sources = len(clients)
 
     def __repr__(self) -> str:
         return f"AsyncResumed({self._sources.all!r})"
 
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        client = self._sources.current
-        try:
+        with self._sources.one() as client:
             await client.once(dialogue, grown)
-        except MOVES_ON:
-            self._sources.on_lost(client)
-            raise
 
     async def end(self, dialogue: Dialogue) -> None:
         for client in self._sources.all:
             await client.end(dialogue)
-
-
-def _draw_seed(dialogue: Dialogue) -> None:
-    """Draws a missing seed here: each server would draw one of its own."""
-    sampling = dialogue.opening.sampling
-    if sampling.seed is None:
-        dialogue.opening = replace(dialogue.opening, sampling=replace(sampling, seed=secrets.randbelow(SEEDS)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -82,11 +82,10 @@ class GenerateRequest:
             self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
         if self.branches is not None:
             self._keep("branches", check_branches(self.branches))
-        self._keep("chat_template", values.flag("chat_template", self.chat_template))
-        self._keep("origins", values.flag("origins", self.origins))
-        self._keep("rounds", values.flag("rounds", self.rounds))
-        self._keep("drafter", values.text("drafter", self.drafter))
-        self._keep("client", values.text("client", self.client))
+        for name in ("chat_template", "origins", "rounds"):
+            self._keep(name, values.flag(name, getattr(self, name)))
+        for name in ("drafter", "client"):
+            self._keep(name, values.text(name, getattr(self, name)))
         if len(self.client) > MAX_CLIENT:
             raise InvalidRequest(f"client has {len(self.client)} characters; expected at most {MAX_CLIENT}")
 
@@ -100,12 +99,12 @@ class GenerateRequest:
             TypeError: an option is unknown; the message names `function`.
         """
         chosen = {name: value for name, value in options.items() if name in GenerateOptions.__annotations__}
-        fields = {name: value for name, value in options.items() if name not in chosen}
-        if not fields.keys() <= SamplingFields.__annotations__.keys():
-            raise values.unknown_keyword(function, fields, (*GenerateFields.__annotations__, "sampling"))
+        others = {name: value for name, value in options.items() if name not in chosen}
+        if not others.keys() <= SamplingFields.__annotations__.keys():
+            raise values.unknown_keyword(function, others, (*GenerateFields.__annotations__, "sampling"))
         sampling = SamplingParams() if sampling is None else sampling
-        if fields and isinstance(sampling, SamplingParams):
-            sampling = sampling.changed(**fields)
+        if others and isinstance(sampling, SamplingParams):
+            sampling = sampling.changed(**others)
         return cls(prompt, sampling, rounds=rounds, **chosen)
 
     def _keep(self, name: str, value: object) -> None:
@@ -113,20 +112,11 @@ class GenerateRequest:
 
     def message(self, request: str) -> Generate:
         """Returns the message that starts this request on a server."""
-        return Generate(
-            request=request,
-            prompt=self.prompt if isinstance(self.prompt, str) else None,
-            tokens=None if isinstance(self.prompt, str) else np.asarray(self.prompt, np.int32),
-            sampling=self.sampling,
-            mode=self.mode,
-            num_draft_tokens=self.num_draft_tokens,
-            branches=self.branches,
-            chat_template=self.chat_template,
-            origins=self.origins,
-            rounds=self.rounds,
-            drafter=self.drafter,
-            client=self.client,
-        )
+        options: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        prompt = options.pop("prompt")
+        if isinstance(prompt, str):
+            return Generate(request, prompt=prompt, tokens=None, **options)
+        return Generate(request, prompt=None, tokens=np.asarray(prompt, np.int32), **options)
 
 
 def _as_text(prompt: str) -> str:

@@ -18,7 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from outrider.orchestrator.core.message_validator import SentTasks
-from outrider.orchestrator.core.policy.estimates import Average, Estimates
+from outrider.orchestrator.core.policy.acceptance import Average
+from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import min_alternative
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS

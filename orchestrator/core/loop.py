@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -16,7 +15,7 @@ import zmq
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy import tuning
-from outrider.orchestrator.core.policy.tuning import PolicyStore, Tuning
+from outrider.orchestrator.core.policy.tuning import PolicyStore
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_pool import WorkerPool
@@ -41,7 +40,7 @@ from outrider.protocol.messages import Outcome
 log = logging.getLogger(__name__)
 
 TICK_MS = 250
-PREFILL_FROM = 512
+PREFILL_FROM = 512  # unless `outrider tune` measured it
 
 
 class Core:
@@ -76,7 +75,8 @@ class Core:
                 each=settings.branches is None,
                 drafters=settings.drafters,
                 trees=settings.trees,
-                prefill_from=settings.prefill_from or _prefill_from(tunings),
+                prefill_from=settings.prefill_from
+                or next((record.prefill_from for record in tunings if record.prefill_from), PREFILL_FROM),
             ),
             outbox.put,
             self._trace,
@@ -192,8 +192,3 @@ class Core:
         pool.news = False
         notes = tuple(pool.notes())
         self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_budget))
-
-
-def _prefill_from(tunings: Sequence[Tuning]) -> int:
-    """Returns the threshold that `outrider tune` measured, or the default."""
-    return next((record.prefill_from for record in tunings if record.prefill_from), PREFILL_FROM)

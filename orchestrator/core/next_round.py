@@ -5,15 +5,10 @@ The proposer decides the step; `NextRound` carries it out, one request at a time
 `Dispatch` sends a request's state to the target: OPEN, VERIFY, HALT, PREPARE, CLOSE. It decides nothing and keeps no
 state. The draft pool sends the drafters' messages.
 
-`prepared` yields chains for likely outcomes, so that a hit costs no message between two verifies. The proposer decides
-about them as it would after the outcome.
+Chains are prepared at the target for likely outcomes, so that a hit costs no message between two verifies. The proposer
+decides about them as it would after the outcome.
 
 `wait_for_chain` and `wait_for_branch` bound the wait for a drafter by its expected time and some slack.
-
-`Alternation` (MineDraft, arXiv 2603.18016): the target verifies one half of the requests while the drafter drafts for
-the other half. Without it, requests with simultaneous outcomes are drafted for together and verified together: the
-target waits for the drafter, then the drafter for the target. Alternation pays if two forwards over half the rows, or
-a draft and one of them, take less than a draft and one forward over all.
 
 `RemotePrefills` lets prefill workers read prompts in the target's place. The target reports how much of a prompt it
 has; the rest goes to a worker if it is long enough. A loss only costs time: the target, asked again, reads on by
@@ -22,7 +17,7 @@ itself. Knows requests and messages, no keys or values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,22 +31,6 @@ from outrider.orchestrator.core.proposer import AskDrafters, Proposer, Step, Wai
 from outrider.orchestrator.core.request import DrafterWait, Request, remaining_length, remaining_tokens, up_to_end
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled, Prepare, PromptKv, Verify
-
-
-def may_prepare(request: Request, proposer: Proposer) -> bool:
-    """Whether chains may be prepared: not during a wait, in a tree with in-process drafts, or with a residual q, which
-    would be sent twice."""
-    ahead = request.mode == "ssd" and not proposer.unites(request)
-    return ahead and not request.wait and not request.admit.sampling.is_residual
-
-
-def prepared(request: Request, proposer: Proposer, context: int) -> Iterator[tuple[tuple[int, ...], Proposal]]:
-    """Yields (outcome, proposal) for each outcome that has a complete branch and does not end the request."""
-    for committed, branch in request.cache.complete(request.depth):
-        space = remaining_tokens(request, context, len(committed))
-        if space > 0 and up_to_end(request, context, committed)[1] is None:
-            yield committed, proposer.branch(request, branch, space, committed)
-
 
 # The limit of a wait that may include a drafter's first work, or that full depth requires.
 PATIENCE_MS = 2000.0
@@ -85,12 +64,6 @@ def wait_for_branch(
 def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
     """Limits the wait after a miss to the other requests' next forward, if there are others: it joins the one after."""
     return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
-
-
-def wait_for_others(estimates: Estimates, waiting: DrafterWait, depth: int, now_ns: int) -> DrafterWait:
-    """Returns the wait of a drafted chain until the other half was verified."""
-    limit_ms = longest_wait_ms(estimates.verify_ms(depth + 1))
-    return DrafterWait(waiting.asked_ns, now_ns + int(limit_ms * MILLISECOND_NS), missed=waiting.missed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +193,19 @@ class NextRound:
             self._dispatch.halt(request)
 
     def prepare(self, request: Request) -> None:
-        """Prepares chains at the target, unless the policy may have another plan after this round."""
-        if not may_prepare(request, self._proposer) or self._planner.may_replan(request):
+        """Prepares chains at the target for the outcomes that have a complete branch and do not end the request.
+
+        Not during a wait, in a tree with in-process drafts, with a residual q, which would be sent twice, or if the
+        policy may have another plan after this round.
+        """
+        ahead = request.mode == "ssd" and not self._proposer.unites(request)
+        if not ahead or request.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        request.prepared = dict(prepared(request, self._proposer, self._workers.target_context))
+        request.prepared, context = {}, self._workers.target_context
+        for committed, branch in request.cache.complete(request.depth):
+            space = remaining_tokens(request, context, len(committed))
+            if space > 0 and up_to_end(request, context, committed)[1] is None:
+                request.prepared[committed] = self._proposer.branch(request, branch, space, committed)
         if request.prepared:
             self._dispatch.prepare(request)
 
@@ -244,51 +226,10 @@ class NextRound:
     def end_wait(self, request: Request, now_ns: int) -> None:
         """Ends the wait if all drafters are done."""
         if request.wait and not request.awaits_drafters:
-            held, request.held = request.held, None
-            self.verify(request, held or self._proposer.after_wait(request, self._remaining_tokens(request)), now_ns)
+            self.verify(request, self._proposer.after_wait(request, self._remaining_tokens(request)), now_ns)
 
     def _remaining_tokens(self, request: Request) -> int:
         return remaining_tokens(request, self._workers.target_context)
-
-
-# Alternation must take less than this share of the time by the estimates, which ignore the hop between the halves.
-CLEARLY = 0.9
-
-
-class Alternation:
-    """Decides which requests in SD alternate, and when; each request is on one of two sides."""
-
-    def __init__(self, estimates: Estimates) -> None:
-        self._estimates = estimates
-
-    def side(self, requests: Collection[Request]) -> int:
-        """Returns the side of a new request: the one with fewer."""
-        return int(2 * sum(request.side for request in requests) < len(requests))
-
-    def holds(self, request: Request, requests: Collection[Request]) -> bool:
-        """Whether a drafted chain waits until the other side's verify has ended."""
-        alternating = [other for other in requests if _alternates(other)]
-        under_way = any(other.side != request.side and _is_verified(other) for other in alternating)
-        return under_way and _alternates(request) and self.pays(len(alternating), request.depth)
-
-    def pays(self, requests: int, depth: int) -> bool:
-        """Whether `requests` with chains of `depth` take less time in two halves than together."""
-        estimates, rows = self._estimates, depth + 1
-        if requests < 2 or not estimates.has_drafted:
-            return False
-        draft, larger = estimates.draft_ms(depth), (requests + 1) // 2
-        first, second = estimates.forward_ms(larger * rows), estimates.forward_ms((requests - larger) * rows)
-        together = draft + estimates.forward_ms(requests * rows)
-        return max(first + second, draft + first) < CLEARLY * together
-
-
-def _alternates(request: Request) -> bool:
-    return request.mode == "sd" and bool(request.drafters)
-
-
-def _is_verified(request: Request) -> bool:
-    """Whether the target verifies a round of it, other than its prompt."""
-    return not (request.wait or request.reads or request.over)
 
 
 @dataclass(slots=True)

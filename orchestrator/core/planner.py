@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
 from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, Proposal, longest_copy
 from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, RoundSnapshot
@@ -110,13 +110,11 @@ class Planner:
 
     def replan(self, request: Request) -> None:
         """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to what the drafter can finish."""
+        is_open = request.admit.branches is None and self._settings.each and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
-        elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and self._is_breadth_open(request.admit):
+        elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and is_open:
             request.plan = replace(request.plan, branches=self._breadth(request))
-
-    def _is_breadth_open(self, admit: Admit) -> bool:
-        return admit.branches is None and self._settings.each and not self._settings.full_depth
 
     def _breadth(self, request: Request) -> int:
         """Returns the B with the best forecast at this K."""
@@ -280,8 +278,6 @@ class Planner:
                 if record is not None and (records is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
                     choices = [choice for choice in record.choices if _is_allowed(admit, choice)]
                     policy.start_from(_of_kind(choices, kind))
-            if kind and (like := self._policies.get((*key[:-1], FREE))) is not None and not policy.has_records:
-                policy.start_like(like)
             self._policies[key] = policy
             self._forget_requested()
         self._policies[key].odds = odds or self.profiles.odds(kind, admit.sampling.temp == 0)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice, takewhile
 
-from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.policy.estimates import Acceptance, Estimates
+from outrider.orchestrator.core.policy.acceptance import Acceptance
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.speculation_cache import NgramIndex
 from outrider.protocol.messages import Alternatives, Outcome
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundRecords
-from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfile
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
-from outrider.orchestrator.core.policy.text_profiles import FREE, Drift, TextAcceptance, TextProfile
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
-from outrider.orchestrator.core.speculation_cache import SpeculationCache
+from outrider.orchestrator.core.speculation_cache import NgramIndex, SpeculationCache
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Branches, Drafted, Outcome
 from outrider.protocol.schema import Origin
@@ -125,7 +124,6 @@ class Request:
       tokens. `heard_ns`: when the target last made progress on it, or was asked again.
     - `deaths` of the target in a row without a token for this request; `losses`: the same of each drafter, by name.
     - `drifts`: the use of in-process drafters; `left_out`: those that are of no use any more.
-    - `side`: its half in `Alternation`; `held`: a chain that waits until the other half was verified.
     - `records`: those of its rounds, if requested. `takes_trees`: whether the target can verify trees of drafts.
     """
 
@@ -155,8 +153,6 @@ class Request:
     drifts: dict[str, Drift] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     heard_ns: int = 0
-    side: int = 0
-    held: Proposal | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     records: RoundRecords | None = None
     takes_trees: bool = False
@@ -202,7 +198,6 @@ class Request:
         """
         self.epoch += 1
         self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
-        self.held = None
         self.cache.start()
         self.metrics.on_rounds_lost()
         if self.records is not None:

@@ -14,17 +14,16 @@ others continue.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from outrider.orchestrator.core.draft_pool import DraftPool, Workers
 from outrider.orchestrator.core.message_validator import LATE, MessageValidator
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
-from outrider.orchestrator.core.next_round import Alternation, Dispatch, NextRound, RemotePrefills, wait_for_others
-from outrider.orchestrator.core.ngram import PIECE, NgramIndex
+from outrider.orchestrator.core.next_round import Dispatch, NextRound, RemotePrefills
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.text_profiles import kind_of
+from outrider.orchestrator.core.policy.acceptance import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import (
@@ -35,7 +34,7 @@ from outrider.orchestrator.core.request import (
     remaining_tokens,
     up_to_end,
 )
-from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
+from outrider.orchestrator.core.speculation_cache import PIECE, CacheBudget, NgramIndex, SpeculationCache
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -184,7 +183,6 @@ class Scheduler:
             workers, self._dispatch, self._draft_pool, self._planner, self._proposer, self._metrics, settings.full_depth
         )
         self._recovery = TargetRecovery(self._open)
-        self._alternation = Alternation(self._planner.estimates)
 
     @property
     def active(self) -> int:
@@ -210,7 +208,6 @@ class Scheduler:
         self._planner.set_load(len(self._requests) + 1, reading=True)
         request = set_up_request(admit, self._workers, self._planner, self._cache_budget, now_ns)
         admit = request.admit
-        request.side = self._alternation.side(self._requests.values())
         self._requests[request.id] = request
         self._recovery.admit(request)
         self._workers.flush_and_yield()
@@ -274,7 +271,6 @@ class Scheduler:
         settled: list[SettledRound] = []
         for sender, message in arrived:
             self._handle_one(sender, message, now_ns, settled)
-        self._release_side({round_.request.side for round_ in settled}, now_ns)
         if settled:
             self._workers.flush_and_yield()
         for round_ in settled:
@@ -423,11 +419,7 @@ class Scheduler:
         self._metrics.on_drafted(request, sender, message, now_ns)
         self._planner.on_drafted(message, waiting, now_ns)
         proposal = self._proposer.drafted(request, sender, message, self._remaining_tokens(request))
-        if self._alternation.holds(request, self._requests.values()):
-            request.held = proposal
-            request.wait = wait_for_others(self._planner.estimates, waiting, request.depth, now_ns)
-        else:
-            self._next.verify(request, proposal, now_ns)
+        self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
         """Sends all committed tokens again to a worker that missed some; for the target a new epoch begins."""
@@ -453,16 +445,6 @@ class Scheduler:
     def _update_planner(self) -> None:
         """Updates the planner's load: how many requests run, and whether prompts are still read."""
         self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
-
-    def _release_side(self, verified: Collection[int], now_ns: int) -> None:
-        """Sends the held chains of a half together, when a forward of the other half has ended.
-
-        With several requests in a half, one of them is always under way.
-        """
-        requests = self._requests.values()
-        held = [request for request in requests if request.held is not None]
-        for request in [r for r in held if 1 - r.side in verified or not self._alternation.holds(r, requests)]:
-            self._next.end_wait(request, now_ns)
 
     def _remaining_tokens(self, request: Request) -> int:
         return remaining_tokens(request, self._workers.target_context)

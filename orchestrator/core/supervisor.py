@@ -5,6 +5,9 @@ worker that had been ready is restarted; its successor keeps its name, its memor
 joined by itself is not restarted; a target that did is waited for. Knows workers and processes; nothing of sockets or
 requests.
 
+`SpawnedWorker`: a worker process in a session of its own. It holds the read end of a pipe and ends when the pipe
+closes, and so with the orchestrator, however that ends. Its stderr is a log in the run directory.
+
 `Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
 worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
 after some deaths in a row, so that the operator notices; any worker is if its loads fail with the same error as often.
@@ -20,16 +23,118 @@ import logging
 import os
 import secrets
 import select
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.orchestrator.core.worker_registry import TARGET, Worker, WorkerLoss, WorkerRegistry
-from outrider.orchestrator.machine.spawn import spawn_worker
+from outrider.orchestrator.machine import system
+from outrider.orchestrator.machine.spawn import (
+    STDERR,
+    STEADY_MEMORY,
+    child_environment,
+    log_file,
+    log_tail,
+    worker_command,
+)
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.worker_link import INCARNATION_BITS
+
+
+class SpawnedWorker:
+    """A worker process that this process started and may end."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: int, log: Path) -> None:
+        self.name = name
+        self._process = process
+        self._lifeline: int | None = lifeline
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code, negative for the signal that ended the process; None while it runs."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """Returns the last lines of its log as one line, for an error message."""
+        return log_tail(self._log)
+
+    def terminate(self) -> None:
+        """Asks the process to end in order, by a signal and by closing the pipe."""
+        self._signal(signal.SIGTERM)
+        self._close_lifeline()
+
+    def kill(self) -> None:
+        """Ends the process and all processes of its session at once."""
+        self._signal(signal.SIGKILL)
+        self._close_lifeline()
+
+    def wait(self, grace: float) -> int:
+        """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
+        try:
+            return self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
+            os.killpg(self._process.pid, number)
+
+    def _close_lifeline(self) -> None:
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+
+
+def spawn_worker(
+    role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path, incarnation: int
+) -> SpawnedWorker:
+    """Starts the `role` worker (target, draft or prefill) of this cluster; it connects to `endpoint` as `incarnation`.
+
+    Raises:
+        WorkerError: the process can't be started.
+        InvalidRequest: MLX's library is not installed.
+    """
+    system.require_mlx()
+    log = run_dir / f"{name}.log"
+    theirs, lifeline = os.pipe()
+    inherited = [theirs]
+    command = worker_command(role, name, endpoint, settings, theirs)
+    command += ["--incarnation", str(incarnation)]
+    if settings.log_format == "json":
+        inherited.append(os.dup(STDERR))
+        command += ["--log-fd", str(inherited[-1])]
+    try:
+        with log_file(log, "wb") as stderr:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env={
+                    **STEADY_MEMORY,
+                    **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
+                },
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+    except OSError as error:
+        os.close(lifeline)
+        raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
+    finally:
+        for number in inherited:
+            os.close(number)
+    system.place(process.pid, role, settings)
+    return SpawnedWorker(name, process, lifeline, log)
+
 
 FIRST_NS, LONGEST_NS = 250_000_000, 60_000_000_000
 MOST_DEATHS = 5

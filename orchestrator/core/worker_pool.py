@@ -3,7 +3,7 @@
 Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerAdmission`
 decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
 
-`WorkerRouter` is the socket itself; it sends and receives frames without waiting. A message that does not fit is
+`WorkerRouter` is the socket itself; it sends without waiting. A message that does not fit is
 dropped, since messages that matter are sent again. Knows routing ids and keys, but no workers.
 """
 
@@ -21,6 +21,7 @@ from outrider.orchestrator.core.message_validator import INVALID
 from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker_registry import (
     MAX_NAME,
+    MOST_INVALID,
     NOT_ALLOWED,
     SILENT,
     TARGET,
@@ -32,9 +33,10 @@ from outrider.orchestrator.core.worker_registry import (
     misfit,
     reads_alike,
 )
-from outrider.orchestrator.limits import ConnectionLimiter, KVBudget, Rate, RateLimiter, kv_budget
+from outrider.orchestrator.events import KVBudget, kv_budget
 from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.sockets import Rate, RateLimiter, RouterSocket
 from outrider.protocol import clock, endpoints
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode_all, encode_all
@@ -70,25 +72,12 @@ MOST_WAITING = 1024
 WARNINGS = Rate(0.1, 10)
 
 
-class WorkerRouter:
-    """A ROUTER with a connection limiter; `socket` and `limiter.monitor` are what to poll."""
+class WorkerRouter(RouterSocket):
+    """The workers' socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
-        self.socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
-        self.limiter = ConnectionLimiter(self.socket, endpoint, MAX_CONNECTIONS)
+        super().__init__(context, endpoint, MAX_CONNECTIONS, MOST_WAITING, MOST_WAITING)
         self._warnings = RateLimiter(WARNINGS)
-
-    def receive(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """Yields the sender's routing id, which also holds its key (`key_shown`), and frames; never blocks."""
-        while True:
-            try:
-                first = self.socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            yield first, self.socket.recv_multipart()
 
     def send(self, identity: bytes, *messages: Message) -> None:
         """Sends messages; they are dropped if the worker is gone or does not read."""
@@ -163,11 +152,12 @@ class WorkerPool:
         worker = self._registry.named(name)
         if worker is None or not worker.entered:
             return
-        worker.trust.record_invalid(kind)
+        worker.invalid[kind] += 1
         self.news = True
         self._router.warn("%s sent %s", worker, INVALID[kind])
-        if worker.trust.is_lost and worker.role == "draft":
-            why = f"{worker} sent invalid messages: {worker.trust.format(INVALID)}; disconnected"
+        if worker.invalid.total() >= MOST_INVALID and worker.role == "draft":
+            counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
+            why = f"{worker} sent invalid messages: {counts}; disconnected"
             self._supervisor.dismiss(worker, why)
             self.refuse_key(name, why)
 
@@ -267,7 +257,7 @@ class WorkerPool:
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
-        for first, frames in self._router.receive():
+        for first, frames in self._router.arrived():
             identity = first.bytes
             if self.admission.is_unauthorized(identity, first):
                 self.rejected += 1

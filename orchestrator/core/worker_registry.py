@@ -11,9 +11,6 @@ accepted at once, and work that it reports as not yet ended has ended when the r
 the server or its machine no worker counts as silent. A worker that answers may take ten times as long for an operation
 as it expects; one that loads does not answer yet, and may take ten times as long as its predecessor.
 
-`Trust` counts a worker's invalid messages by kind. An honest worker sends none, however late its messages come, so a
-few are enough to disconnect it.
-
 `WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
 joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
@@ -27,15 +24,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary
 from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.spawn import SpawnedWorker
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS, SECOND_NS
 from outrider.protocol.digest import fits
@@ -43,6 +39,9 @@ from outrider.protocol.keys import DRAFTER, PREFILL, ServerKeys, key_shown
 from outrider.protocol.messages import Branches, Drafted, Hello, Message, Span, WorkerStats
 from outrider.protocol.stats import CacheUse, Tally
 from outrider.protocol.worker_link import heartbeat_of, routing_id
+
+if TYPE_CHECKING:
+    from outrider.orchestrator.core.supervisor import SpawnedWorker
 
 # Two quartz clocks drift apart by less than this share of the time.
 DRIFT = 200e-6
@@ -138,31 +137,8 @@ class Heartbeat:
         return None
 
 
+# An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
 MOST_INVALID = 8
-
-
-class Trust:
-    """The invalid messages of one worker."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    @property
-    def is_lost(self) -> bool:
-        return self._counts.total() >= MOST_INVALID
-
-    def record_invalid(self, kind: str) -> None:
-        self._counts[kind] += 1
-
-    def tallies(self) -> tuple[Tally, ...]:
-        """Returns the counts by kind."""
-        return tuple(Tally(kind, count) for kind, count in sorted(self._counts.items()))
-
-    def format(self, words: Mapping[str, str]) -> str:
-        """Returns the counts as a text for users; `words` describes each kind."""
-        return ", ".join(f"{words.get(kind, kind)} ({count})" for kind, count in sorted(self._counts.items()))
-
-
 _UNKNOWN = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
 """Replaces the HELLO of a worker that has not sent one."""
 
@@ -174,7 +150,8 @@ class Worker:
 
     `spawned` is None if it joined by itself. While it restarts, `hello` is its predecessor's. It loaded from `begun_ns`
     to `entered_ns`, and has `worked` for a request since then. `kv_limit` is its budget for texts in bytes, `key` the
-    key that it joined with, if it needed one, `unwelcome` the reason why it may not stay.
+    key that it joined with, if it needed one, `unwelcome` the reason why it may not stay. `invalid` counts its invalid
+    messages by kind.
     """
 
     name: str
@@ -191,7 +168,7 @@ class Worker:
     worked: bool = False
     begun_ns: int = 0
     entered_ns: int = 0
-    trust: Trust = field(default_factory=Trust)
+    invalid: Counter[str] = field(default_factory=Counter)
     key: str = ""
     unwelcome: str = ""
     clock: FarClock = field(default_factory=FarClock)
@@ -252,7 +229,7 @@ class Worker:
             kv=hello.kv,
             cache=self.cache,
             restarts=self.restarts,
-            lies=self.trust.tallies(),
+            lies=tuple(Tally(kind, count) for kind, count in sorted(self.invalid.items())),
             round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
             clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
             fingerprint="-".join(filter(None, (hello.files, hello.number_format))),

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from outrider.grammar.compiler import check, vocabulary_of
-from outrider.orchestrator.events import Admit
+from outrider.orchestrator.events import Admit, KVBudget, in_mb
 from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.limits import KVBudget, in_mb
 from outrider.orchestrator.pairing.model_files import drafters
 from outrider.orchestrator.pairing.pairing import PairText
 from outrider.orchestrator.pairing.tokenizer import ModelText, fingerprint

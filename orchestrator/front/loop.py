@@ -32,13 +32,13 @@ from outrider.orchestrator.events import (
     ThreadQueues,
     ToFront,
     WorkersChanged,
+    check_holds,
     together,
 )
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
-from outrider.orchestrator.front.client_socket import ClientMessage, ClientSocket
 from outrider.orchestrator.front.text import TextDelta
-from outrider.orchestrator.limits import check_holds
 from outrider.orchestrator.pairing.pairing import ChosenPair
+from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, kind_of
 from outrider.protocol.messages import (
@@ -369,9 +369,9 @@ class Front:
     def _admit(self) -> None:
         """Admits requests to the core while there is room, clients in turn; the first one waits for memory, and all
         wait for a target."""
-        while self._ready and self._has_target and len(self._active) < self._admission.places:
+        while self._ready and self._has_target and len(self._active) < len(self._named):
             first = self._waiting.first()
-            if first is None or not self._fits(first):
+            if first is None or len(self._active) >= self._admission.places or not self._fits(first):
                 return
             self._waiting.take()
             self._active[first.key] = first

@@ -52,10 +52,11 @@ class Beacon:
         version.require("discovery", "finding servers")
         from zeroconf import NonUniqueNameException, ServiceInfo
 
-        own = _own_addresses() if where.host in ANYWHERE else [_address_of(where.host)]
+        anywhere = where.host in ANYWHERE
+        own = _own_addresses() if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
         name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
         about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
-        self._zeroconf = _opened(None if where.host in ANYWHERE else own)
+        self._zeroconf = _opened(None if anywhere else own)
         try:
             self._zeroconf.register_service(
                 ServiceInfo(
@@ -138,10 +139,6 @@ def _own_addresses() -> list[str]:
     interfaces = psutil.net_if_addrs().values()
     ipv4 = [entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET]
     return [address for address in ipv4 if not address.startswith("127.")]
-
-
-def _address_of(host: str) -> str:
-    return str(socket.getaddrinfo(host, None)[0][4][0])
 
 
 def _listed(servers: Sequence[DiscoveredServer]) -> str:

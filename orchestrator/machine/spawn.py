@@ -1,8 +1,6 @@
-"""The processes that the orchestrator starts, their logs, and the removal of their files.
+"""What the processes that the orchestrator starts have in common: command lines, logs, the removal of their files.
 
-`SpawnedWorker`: a worker process in a session of its own. It holds the read end of a pipe and ends when the pipe
-closes, and so with the orchestrator, however that ends. Its stderr is a log in the run directory. Knows command lines
-and process ids; knows nothing of messages.
+Knows command lines and process ids; knows nothing of messages.
 
 `Sweeper`: a shell that removes the run directory and the socket file of a server that was killed. It waits for the end
 of a pipe that only the server holds. A server that ends in order removes its files itself, and dismisses the sweeper
@@ -17,17 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import BinaryIO
 
-from outrider.orchestrator.machine import system
-from outrider.orchestrator.machine.system import require_mlx
 from outrider.orchestrator.pairing.model_files import PACKAGE, in_process_drafters
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import WorkerError
 from outrider.protocol.socket_files import SocketLock
 
 log = logging.getLogger(__name__)
@@ -64,97 +58,6 @@ MODULES = {"target": "outrider.target_worker", "draft": "outrider.draft_worker",
 # a worker then keeps free memory between longer-lived blocks. What a forward frees at the heap's end is kept for the
 # next forward: to request it again costs a quarter of a drafter's forward. Other systems ignore these variables.
 STEADY_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
-
-
-class SpawnedWorker:
-    """A worker process that this process started and may end."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], lifeline: int, log: Path) -> None:
-        self.name = name
-        self._process = process
-        self._lifeline: int | None = lifeline
-        self._log = log
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def exit_code(self) -> int | None:
-        """Returns the exit code, negative for the signal that ended the process; None while it runs."""
-        return self._process.poll()
-
-    def log_tail(self) -> str:
-        """Returns the last lines of its log as one line, for an error message."""
-        return log_tail(self._log)
-
-    def terminate(self) -> None:
-        """Asks the process to end in order, by a signal and by closing the pipe."""
-        self._signal(signal.SIGTERM)
-        self._close_lifeline()
-
-    def kill(self) -> None:
-        """Ends the process and all processes of its session at once."""
-        self._signal(signal.SIGKILL)
-        self._close_lifeline()
-
-    def wait(self, grace: float) -> int:
-        """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
-        try:
-            return self._process.wait(grace)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            return self._process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
-            os.killpg(self._process.pid, number)
-
-    def _close_lifeline(self) -> None:
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)
-
-
-def spawn_worker(
-    role: str, name: str, endpoint: str, settings: ServeSettings, run_dir: Path, incarnation: int
-) -> SpawnedWorker:
-    """Starts the `role` worker (target, draft or prefill) of this cluster; it connects to `endpoint` as `incarnation`.
-
-    Raises:
-        WorkerError: the process can't be started.
-        InvalidRequest: MLX's library is not installed.
-    """
-    require_mlx()
-    log = run_dir / f"{name}.log"
-    theirs, lifeline = os.pipe()
-    inherited = [theirs]
-    command = worker_command(role, name, endpoint, settings, theirs)
-    command += ["--incarnation", str(incarnation)]
-    if settings.log_format == "json":
-        inherited.append(os.dup(STDERR))
-        command += ["--log-fd", str(inherited[-1])]
-    try:
-        with log_file(log, "wb") as stderr:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stderr,
-                stderr=stderr,
-                env={
-                    **STEADY_MEMORY,
-                    **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
-                },
-                pass_fds=inherited,
-                start_new_session=True,
-            )
-    except OSError as error:
-        os.close(lifeline)
-        raise WorkerError(f"the {role} worker can't be started ({error}); expected {sys.executable} to run") from None
-    finally:
-        for number in inherited:
-            os.close(number)
-    system.place(process.pid, role, settings)
-    return SpawnedWorker(name, process, lifeline, log)
 
 
 def worker_command(

@@ -61,7 +61,7 @@ WITHIN = {
         "commands": {"timing", "comparison"},
     },
 }
-FROM_BESIDE = {"orchestrator/core/policy": {"ngram"}}
+FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
         "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host", "kv_rows",

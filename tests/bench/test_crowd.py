@@ -9,11 +9,12 @@ import pytest
 
 from outrider.bench.comparison import report
 from outrider.bench.comparison.report import concurrent_section, concurrent_table
-from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send_all, timed
+from outrider.bench.comparison.requests import Arrival, Reply, timed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.dialogue import Chunk
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.requests import TimedRequest, send_all
 
 SAMPLING = SamplingParams(max_tokens=6)
 

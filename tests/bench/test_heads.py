@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from outrider.bench.commands import tune_heads
-from outrider.bench.commands.tune_heads import PLAIN, HeadArm, MeasuredHead, best_of_each, measure
+from outrider.bench.commands.tune_heads import PLAIN, MeasuredHead, best_of_each, measure
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
@@ -49,16 +50,16 @@ class Played:
         return Stream()
 
 
-WAYS = [PLAIN, *(HeadArm(name, depth) for name in ("eagle3", "mtp", "silent") for depth in (1, 2, 4))]
+WAYS = [PLAIN, *(Arm("sd", depth, drafter=name) for name in ("eagle3", "mtp", "silent") for depth in (1, 2, 4))]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[HeadArm, MeasuredHead]:
+def found() -> dict[Arm, MeasuredHead]:
     client: Any = Played({"eagle3": 2, "mtp": 0})
     return measure(client, WAYS, [(1,), (2,)], SamplingParams(), lambda said: None)
 
 
-def test_each_drafters_best_depth_and_costs_are_found(found: dict[HeadArm, MeasuredHead]) -> None:
+def test_each_drafters_best_depth_and_costs_are_found(found: dict[Arm, MeasuredHead]) -> None:
     best = best_of_each(found)
     assert [(one.choice.drafter, one.choice.depth, one.choice.measured) for one in best] == [
         ("eagle3", 2, True), ("mtp", 1, True),
@@ -69,14 +70,14 @@ def test_each_drafters_best_depth_and_costs_are_found(found: dict[HeadArm, Measu
 
 
 def test_a_head_alone_is_compared_with_plain_decoding(
-    found: dict[HeadArm, MeasuredHead],
+    found: dict[Arm, MeasuredHead],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     """`auto` of the next server begins with the result, for the drafter that was measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked: list[HeadArm] = []
+    asked: list[Arm] = []
     monkeypatch.setattr(tune_heads, "_measured", lambda options, ways, *others: asked.extend(ways) or found)
     assert main(["tune", "--draft-backend", "mtp", "--temp", "0.8"]) == 0
     assert asked[0] == PLAIN and {way.drafter for way in asked[1:]} == {"mtp"}

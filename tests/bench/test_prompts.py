@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.prompts import CLASSES, SUITE_CLASSES, load, load_suite, mixed
+from outrider.bench.prompts import CLASSES, SUITE_CLASSES, load, load_suite
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.errors import InvalidRequest
+from tests.harness.default_model import mixed
 
 
 @pytest.mark.parametrize("kind", CLASSES)

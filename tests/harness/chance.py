@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.bench.comparison.requests import TimedRequest
 from outrider.protocol.sampling import MAX_SEED, SamplingParams
+from tests.harness.requests import TimedRequest
 
 MODES = ("ar", "sd", "ssd", "auto")
 # Strings that are frequent in code and prose.

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send, send_all
+from outrider.bench.comparison.requests import Arrival
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client
@@ -34,6 +34,7 @@ from outrider.protocol.errors import OutriderError, WorkerError
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, words
 from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
+from tests.harness.requests import FullReply, TimedRequest, send, send_all
 
 VICTIMS = (("draft",), ("target",), ("draft", "target"))
 AT_ONCE = 4
@@ -167,7 +168,7 @@ class Course:
             self.found.append(self._judged(number, self._questions[at], reply, self._alone[at]))
             number += AT_ONCE
 
-    def _judged(self, number: int, asked: TimedRequest, reply: Reply, alone: Reply) -> Judged:
+    def _judged(self, number: int, asked: TimedRequest, reply: FullReply, alone: FullReply) -> Judged:
         return judged(number, AT_ONCE, asked, reply, alone, self._codec)
 
 

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from outrider.orchestrator.core.ngram import Copy
 from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.policy.acceptance import CODE, FREE, HELD, REPEATING, TextProfile
+from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import DEPTHS, RoundPlan
-from outrider.orchestrator.core.policy.text_profiles import CODE, FREE, HELD, REPEATING, TextProfile
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM

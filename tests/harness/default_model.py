@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import chain, zip_longest
 from pathlib import Path
 
-from outrider.bench.prompts import mixed
+from outrider.bench.prompts import CLASSES, Prompt, load
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
+from outrider.protocol.errors import InvalidRequest
 
 
 @cache
@@ -19,6 +22,19 @@ def default_codec() -> TextCodec:
 def model_folder() -> Path:
     """Returns the folder of its checkpoint."""
     return find_model(default_model()[0]).folder
+
+
+def mixed(count: int | None, kinds: Sequence[str] = CLASSES) -> list[Prompt]:
+    """Returns `count` prompts (None: all), taking the classes in turn.
+
+    Raises:
+        InvalidRequest: there are fewer, `count` is not positive, or a class is unknown.
+    """
+    turns = zip_longest(*(load(kind) for kind in kinds))
+    prompts = [prompt for prompt in chain.from_iterable(turns) if prompt is not None]
+    if count is not None and not 1 <= count <= len(prompts):
+        raise InvalidRequest(f"{count} prompts were requested; expected 1 to {len(prompts)}")
+    return prompts[:count]
 
 
 def mixed_tokens(count: int) -> list[tuple[int, ...]]:

@@ -25,8 +25,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from outrider.bench.comparison.peers import mlx_lm
-from outrider.bench.comparison.requests import TimedRequest, send_all
-from outrider.bench.prompts import Prompt, mixed
+from outrider.bench.prompts import Prompt
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import certify
@@ -37,7 +36,8 @@ from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.default_model import default_codec
+from tests.harness.default_model import default_codec, mixed
+from tests.harness.requests import TimedRequest, send_all
 
 Tell = Callable[[str], None]
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 
 import psutil
 
-from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -33,6 +32,7 @@ from tests.harness.chaos import AT_ONCE, PATIENCE_S, SIZES, WORKER_TIMEOUT
 from tests.harness.default_model import default_codec, words
 from tests.harness.faults import Faults
 from tests.harness.random_identity import DIFFERENT, SAME, Judged, judged
+from tests.harness.requests import FullReply, TimedRequest, send, send_all
 from tests.harness.soak import GROWTH, resident, settled
 
 EVERY_S = 5.0
@@ -73,7 +73,7 @@ class Load:
                 self.failed.append(f"request {number}: {type(error).__name__}: {error}")
             number += AT_ONCE
 
-    def _judged(self, number: int, asked: TimedRequest, alone: Reply) -> Judged:
+    def _judged(self, number: int, asked: TimedRequest, alone: FullReply) -> Judged:
         return judged(number, AT_ONCE, asked, send(self._client, asked), alone, self._codec)
 
 

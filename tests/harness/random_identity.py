@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.bench.commands.files import numbers
-from outrider.bench.comparison.requests import Reply, TimedRequest, send, send_all
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.cli.verify import Output, certify, faults
@@ -29,6 +28,7 @@ from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.protocol import values
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, model_folder, words
+from tests.harness.requests import FullReply, TimedRequest, send, send_all
 
 # Requests per block, after which a line is printed.
 BLOCK = 240
@@ -53,7 +53,7 @@ class Judged:
         return f"{self.verdict}: request {self.number}, {how}: {self.why}"
 
 
-def compared(question: TimedRequest, reply: Reply, alone: Reply) -> str:
+def compared(question: TimedRequest, reply: FullReply, alone: FullReply) -> str:
     """Returns how a reply differs from the one alone, or an empty string."""
     count = len(reply.token_ids)
     if reply.token_ids != (alone.token_ids[:count] if reply.cancelled else alone.token_ids):
@@ -65,7 +65,9 @@ def compared(question: TimedRequest, reply: Reply, alone: Reply) -> str:
     return "" if reply.cancelled or reply.reason == alone.reason else f"ended by {reply.reason}, not {alone.reason}"
 
 
-def judged(number: int, at_once: int, question: TimedRequest, reply: Reply, alone: Reply, codec: TextCodec) -> Judged:
+def judged(
+    number: int, at_once: int, question: TimedRequest, reply: FullReply, alone: FullReply, codec: TextCodec
+) -> Judged:
     """Compares a reply, and replays a differing one through the target."""
     why = compared(question, reply, alone)
     if not why:

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import zmq
 
-from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest, send, send_all
+from outrider.bench.comparison.requests import Arrival
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.client.client import Client, Patience, Resumed
@@ -38,6 +38,7 @@ from outrider.protocol.sampling import SamplingParams
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.default_model import default_codec, words
 from tests.harness.random_identity import DIFFERENT, SAME, TIE, Judged, judged
+from tests.harness.requests import FullReply, TimedRequest, send, send_all
 
 SIZES = Sizes(prompt=200, text=48)
 AT_ONCE, MOST_CUTS = 4, 2
@@ -127,7 +128,7 @@ class Assassin:
             os.kill(self._pid, signal.SIGKILL)
             self.struck = time.perf_counter()
 
-    def wait(self, reply: Reply) -> float:
+    def wait(self, reply: FullReply) -> float:
         """Returns the reader's longest wait after the kill in seconds; tokens sent before arrive at once."""
         times = [self.struck, *(arrival.at for arrival in reply.arrivals if arrival.at > self.struck)]
         return max(after - before for before, after in pairwise(times))

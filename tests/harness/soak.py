@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from outrider.bench.comparison.requests import TimedRequest, send
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
@@ -26,6 +25,7 @@ from outrider.protocol.messages import Stats
 from outrider.protocol.values import size
 from tests.harness.chance import Sizes, question, subject
 from tests.harness.default_model import words
+from tests.harness.requests import TimedRequest, send
 
 GROWTH = 1.05
 SIZES = Sizes(prompt=700, text=60)

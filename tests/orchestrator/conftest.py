@@ -11,7 +11,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_mode
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from tests.orchestrator.stand import Stand
 
 
@@ -22,7 +22,7 @@ def codec() -> TextCodec:
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    with private_directory() as directory:
+    with PrivateDirectory() as directory:
         yield directory.endpoint("clients")
 
 

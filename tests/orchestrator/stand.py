@@ -27,10 +27,10 @@ from outrider.orchestrator.events import (
     WorkersChanged,
 )
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.pairing.pairing import PairText
 from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.messages import Timings, WorkerStats
 from outrider.protocol.stats import Durations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.orchestrator.limits import BYTES, MOST_PEERS, Rate, RateLimiter
+from outrider.orchestrator.sockets import BYTES, MOST_PEERS, Rate, RateLimiter
 from outrider.protocol.clock import SECOND_NS
 
 A, B = b"a", b"b"

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 
-from outrider.orchestrator.limits import ConnectionLimiter
+from outrider.orchestrator.sockets import ConnectionLimiter
 
 MOST = 8
 

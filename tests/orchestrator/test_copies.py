@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.ngram import Copy, NgramIndex
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.proposal import (
     LONGEST_COPY,
     Lookup,
@@ -16,6 +15,7 @@ from outrider.orchestrator.core.proposal import (
     filled,
     longest_copy,
 )
+from outrider.orchestrator.core.speculation_cache import NgramIndex
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider.bench import prompts
-from outrider.orchestrator.core.ngram import Copy, NgramIndex
 from outrider.orchestrator.core.planner import MOST_REQUESTED, Planner
-from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
-from outrider.orchestrator.core.policy.policy import Policy
-from outrider.orchestrator.core.policy.text_profiles import (
+from outrider.orchestrator.core.policy.acceptance import (
     CODE,
     FREE,
     HELD,
@@ -23,8 +19,12 @@ from outrider.orchestrator.core.policy.text_profiles import (
     Drift,
     kind_of,
 )
+from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
 from outrider.orchestrator.core.request import Request, RoundSettings
+from outrider.orchestrator.core.speculation_cache import NgramIndex
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.messages import InProcessDrafter
@@ -191,10 +191,3 @@ def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
         assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
     again.set_load(2, 0)
     assert again.first_plan(asked(), 1, REPEATING)[0] == again.first_plan(asked(), 1, FREE)[0]
-
-
-def test_a_new_kind_of_text_begins_with_what_is_known_of_others() -> None:
-    found = planner(GOOD)
-    policy = found._policy(asked(), found._sources(asked(), 1))
-    rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 3})
-    assert found.first_plan(asked(), 1, REPEATING)[0].drafter == "ngram"

@@ -26,9 +26,8 @@ from outrider.orchestrator.events import (
     Stop,
     WorkersChanged,
 )
-from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import queue_path
-from outrider.orchestrator.limits import Rate
+from outrider.orchestrator.sockets import ClientSocket, Rate
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.codec import decode, encode
@@ -561,7 +560,7 @@ def test_a_drafter_that_cannot_draw_is_noted_for_residual_sampling(make_stand, c
 
 
 def test_a_client_that_floods_is_told_so_and_others_are_not(make_stand, monkeypatch, caplog):
-    monkeypatch.setattr("outrider.orchestrator.front.client_socket.CLIENTS", Rate(0, 50))
+    monkeypatch.setattr("outrider.orchestrator.sockets.CLIENTS", Rate(0, 50))
     stand = make_stand().start()
     with RawClient(stand.endpoint) as flooding, RawClient(stand.endpoint) as modest:
         for number in range(200):

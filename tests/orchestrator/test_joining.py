@@ -22,7 +22,7 @@ from outrider.protocol.endpoints import connect, probe
 from outrider.protocol.errors import KeyFault, WorkerError
 from outrider.protocol.keys import DRAFTER, AllowedKey, ClientKeys, KeyPair, Keyring, make_pair
 from outrider.protocol.messages import Hello, Message, Resync, Shutdown, Welcome
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import WorkerLink, routing_id
 
 WAIT_MS = 200_000
@@ -83,7 +83,7 @@ class Door:
 
 @pytest.fixture
 def door(tmp_path: Path) -> Iterator[Door]:
-    with private_directory() as run_dir:
+    with PrivateDirectory() as run_dir:
         made = Door(tmp_path / "keys", run_dir.path)
         yield made
         made.close()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.events import Admit, Failure, Stop, WorkersChanged
+from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, check_holds, kv_budget
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.limits import KVBudget, check_holds, kv_budget
 from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.limits import MOST_PEERS
+from outrider.orchestrator.sockets import MOST_PEERS
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster
 from tests.orchestrator.stand import Stand, says

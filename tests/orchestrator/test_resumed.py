@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
+from outrider import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
-from outrider.orchestrator.client.client import AsyncMoving
+from outrider.orchestrator.client.client import MOVES_ON
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerationResult
 from outrider.orchestrator.events import (
     Admit,
@@ -204,8 +204,10 @@ LOST_ENDS = int(os.environ.get("OUTRIDER_LOST_ENDS", "60"))
 LETTERS = ("ile with ", "def ", "é", "你", "好", "🙂", "x", "\n", "return ", "wi")
 
 
-class Moved(AsyncMoving):
+class Moved(AsyncBaseClient):
     """As a fleet asks: one engine, then the next."""
+
+    moves_on = MOVES_ON
 
     def __init__(self, clients: list[AsyncClient]) -> None:
         super().__init__()

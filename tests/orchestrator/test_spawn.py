@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
@@ -28,8 +29,8 @@ def spawned(monkeypatch, tmp_path):
     workers = []
 
     def start(code, wait_for="up"):
-        monkeypatch.setattr(spawn, "worker_command", lambda *a: [sys.executable, "-c", code, str(a[-1])])
-        worker = spawn.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path, 1)
+        monkeypatch.setattr(supervisor, "worker_command", lambda *a: [sys.executable, "-c", code, str(a[-1])])
+        worker = supervisor.spawn_worker("target", "target-0", "ipc:///none", SETTINGS, tmp_path, 1)
         workers.append(worker)
         while wait_for and wait_for not in worker.log_tail():
             assert worker.exit_code() is None, worker.log_tail()
@@ -119,7 +120,7 @@ def test_a_process_that_cannot_start_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/no/python")
     before = len(os.listdir("/dev/fd"))
     with pytest.raises(WorkerError, match="can't be started"):
-        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
+        supervisor.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert len(os.listdir("/dev/fd")) == before, "a pipe was left open"
 
 
@@ -147,7 +148,7 @@ def test_a_drafter_on_the_cpu_is_told_so_and_nobody_else():
 def test_mlx_without_its_library_is_told_before_anything_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(system, "LIBRARY", Path("lib", "libnone.so"))
     with pytest.raises(InvalidRequest, match=r"pip install '\.\[cpu\]' in a checkout"):
-        spawn.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
+        supervisor.spawn_worker("target", "t", "ipc:///e", SETTINGS, tmp_path, 1)
     assert not list(tmp_path.iterdir())
 
 

@@ -7,7 +7,6 @@ from itertools import combinations
 
 import pytest
 
-from outrider.orchestrator.core.ngram import NgramIndex
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import (
     DraftTrie,
@@ -18,6 +17,7 @@ from outrider.orchestrator.core.proposal import (
     merged,
     min_alternative,
 )
+from outrider.orchestrator.core.speculation_cache import NgramIndex
 from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import fault, lines

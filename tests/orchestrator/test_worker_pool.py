@@ -25,9 +25,9 @@ from outrider.orchestrator.core.worker_registry import (
     WorkerLoss,
     reads_alike,
 )
-from outrider.orchestrator.limits import Rate, RateLimiter
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.sockets import Rate, RateLimiter
 from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
 from outrider.protocol.codec import decode, encode
@@ -49,7 +49,7 @@ from outrider.protocol.messages import (
     Span,
     Welcome,
 )
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.stats import KvCost
 from outrider.protocol.worker_link import heartbeat_of, routing_id
 
@@ -154,8 +154,8 @@ class Hall:
     def __init__(self, directory: Path, settings: ServeSettings) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.pool = WorkerPool(self.context, settings, directory)
-        self.read, self._received = 0, self.pool._router.receive
-        self.pool._router.receive = self._receive  # type: ignore[method-assign]
+        self.read, self._received = 0, self.pool._router.arrived
+        self.pool._router.arrived = self._receive  # type: ignore[method-assign]
         self.dealers: list[Counted] = []
         self.said: list[tuple[str, Message]] = []
         self.spawned: dict[str, tuple[int, Spawned]] = {}
@@ -227,7 +227,7 @@ def make_hall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hall]]:
     halls: list[Hall] = []
 
     def make(**settings: Any) -> Hall:
-        directory = stack.enter_context(private_directory())
+        directory = stack.enter_context(PrivateDirectory())
         halls.append(Hall(directory.path, ServeSettings(**settings)))
         monkeypatch.setattr(supervisor, "spawn_worker", halls[-1].spawn)
         # Whatever limits the tests run under.

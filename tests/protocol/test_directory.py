@@ -11,13 +11,13 @@ import pytest
 from outrider.protocol import socket_files
 from outrider.protocol.endpoints import parse
 from outrider.protocol.errors import EndpointError
-from outrider.protocol.socket_files import MAX_PATH, private_directory
+from outrider.protocol.socket_files import MAX_PATH, PrivateDirectory
 
 KILLED = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from outrider.protocol.socket_files import private_directory
-open(private_directory().path / "s.lock", "w")
+from outrider.protocol.socket_files import PrivateDirectory
+open(PrivateDirectory().path / "s.lock", "w")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -30,7 +30,7 @@ def temporary(short, monkeypatch):
 
 
 def test_only_its_owner_may_enter_and_closing_removes_it(temporary):
-    with private_directory() as private:
+    with PrivateDirectory() as private:
         assert stat.S_IMODE(private.path.stat().st_mode) == 0o700
         assert private.path.parent == temporary
         (private.path / "log").write_text("x")
@@ -41,7 +41,7 @@ def test_only_its_owner_may_enter_and_closing_removes_it(temporary):
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 33, "é"])
 def test_a_name_that_is_no_socket_name_is_refused(temporary, name):
-    with private_directory() as private, pytest.raises(ValueError, match="socket name"):
+    with PrivateDirectory() as private, pytest.raises(ValueError, match="socket name"):
         private.endpoint(name)
 
 
@@ -49,7 +49,7 @@ def test_a_long_temporary_folder_is_left_for_tmp(tmp_path, monkeypatch):
     long = tmp_path / ("x" * MAX_PATH)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with private_directory() as private:
+    with PrivateDirectory() as private:
         assert private.path.parent == Path("/tmp")
         assert parse(private.endpoint("x" * socket_files.MAX_NAME))
 
@@ -58,7 +58,7 @@ def test_what_a_killed_maker_left_is_swept_and_what_a_living_one_holds_is_not(te
     run_and_be_killed(KILLED, str(temporary))
     (left,) = temporary.iterdir()
     (left / "target-0.log").write_text("what a worker wrote there")
-    with private_directory() as first, private_directory() as second:
+    with PrivateDirectory() as first, PrivateDirectory() as second:
         assert set(temporary.iterdir()) == {first.path, second.path}
     assert not list(temporary.iterdir())
 
@@ -67,7 +67,7 @@ def test_files_of_a_person_are_never_swept(temporary):
     mine = temporary / "outrider-run-notes"
     mine.mkdir()
     (mine / "thesis.tex").write_text("x")
-    with private_directory():
+    with PrivateDirectory():
         assert (mine / "thesis.tex").exists()
 
 
@@ -81,4 +81,4 @@ def test_without_room_for_it_a_sentence_says_where_and_what_to_do(temporary, mon
         match=r"create a directory for sockets in .*: No space left on device; free"
         r" some space, .* TMPDIR",
     ):
-        private_directory()
+        PrivateDirectory()

@@ -14,7 +14,7 @@ from outrider.protocol import worker_link
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Close, Hello, Message, Ping, Pong, Shutdown, Welcome
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import OrchestratorGone, WorkerLink, heartbeat_of, routing_id
 
 WAIT_MS = 200_000
@@ -57,7 +57,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where all is quicker by ten times; signals are the test's own again afterwards."""
     monkeypatch.setattr(worker_link, "IDLE_POLL_MS", 20)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with private_directory() as directory:
+    with PrivateDirectory() as directory:
         yield directory.endpoint("workers")
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -34,7 +34,7 @@ class Nobody(AsyncBaseClient):
     async def stats(self) -> Stats:
         raise EndpointError("nobody is here; expected somebody")
 
-    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
         self.whom.append(dialogue.opening.client)
         raise EndpointError("nobody is here; expected somebody")
 

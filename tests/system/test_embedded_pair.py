@@ -15,9 +15,9 @@ import pytest
 import zmq
 from mlx_lm.generate import generate_step
 
-from outrider.bench.prompts import Prompt, mixed
+from outrider import Client, Grammar, LocalCluster, SamplingParams
+from outrider.bench.prompts import Prompt
 from outrider.engine.loading import LoadedModel, load
-from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.core.proposal import LONGEST_COPY
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
@@ -25,6 +25,7 @@ from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.target_worker.certificate import Claim, certify
 from tests.halts import pid_of, still
+from tests.harness.default_model import mixed
 
 LIMIT_SECONDS = 200.0
 PROMPTS = mixed(4)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.comparison.requests import Arrival, Reply, TimedRequest
-from outrider.orchestrator import LocalCluster
+from outrider import LocalCluster
+from outrider.bench.comparison.requests import Arrival
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.protocol.sampling import SamplingParams
@@ -15,10 +15,11 @@ from outrider.protocol.stats import Difference, Report
 from tests.harness import random_identity
 from tests.harness.chance import MODES, Sizes, question, subject
 from tests.harness.random_identity import Course, compared, judged
+from tests.harness.requests import FullReply, TimedRequest
 
 SOURCE = range(2, 2000)
 ASKED = TimedRequest((1, 2), SamplingParams(max_tokens=3), "ssd")
-ALONE = Reply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
+ALONE = FullReply(0.0, (Arrival(1.0, 3),), (4, 5, 6), "abc", "length")
 
 
 def test_twenty_requests_come_and_go_and_say_what_they_say_alone() -> None:
@@ -56,7 +57,7 @@ def test_a_request_is_the_same_whatever_else_is_drawn() -> None:
         (replace(ALONE, token_ids=(4, 5, 6, 7), text="abc", cancelled=True), "another token at 3 of 3"),
     ],
 )
-def test_a_reply_is_held_to_tokens_text_and_reason(reply: Reply, why: str) -> None:
+def test_a_reply_is_held_to_tokens_text_and_reason(reply: FullReply, why: str) -> None:
     assert compared(ASKED, reply, ALONE) == why
 
 

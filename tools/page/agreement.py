@@ -13,8 +13,8 @@ import argparse
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from outrider.bench.prompts import mixed
 from outrider.orchestrator.cli import run_as_program
+from tests.harness.default_model import mixed
 from tools.page import visit
 from tools.page.browser import browser
 

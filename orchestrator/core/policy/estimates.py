@@ -4,9 +4,8 @@
 time of a forward depends on its rows, whatever requests they belong to; the worth of a millisecond is the tokens that
 all requests gain in it.
 
-`Average` and `Slope` follow their samples and forget slowly. `Acceptance` estimates how often the tokens of a chain are
-accepted, `InProcessDrafts` acceptance and cost of one in-process drafter (by its trial at load until it has drafted),
-`RowCosts` the time of a forward by its rows: more rows never take less.
+`Slope` follows its samples and forgets slowly. `RowCosts` estimates the time of a forward by its rows: more rows never
+take less.
 """
 
 from __future__ import annotations
@@ -14,30 +13,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
-from outrider.orchestrator.core.ngram import Copy
+from outrider.orchestrator.core.policy.acceptance import FADE, SMOOTHING, Acceptance, Average, InProcessDrafts
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
 from outrider.protocol.messages import InProcessDrafter
 
-SMOOTHING = 0.1
-FADE = 0.99
 # A prior slope weighs as much as points with this sum of squares.
 PRIOR_SPREAD = 32.0
-
-
-class Average:
-    """An exponential moving average that starts with its first value."""
-
-    def __init__(self, smoothing: float = SMOOTHING) -> None:
-        self.value: float | None = None
-        self._smoothing = smoothing
-
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + self._smoothing * (value - self.value)
-
-    def value_or(self, prior: float) -> float:
-        return prior if self.value is None else self.value
 
 
 class Slope:
@@ -56,135 +40,6 @@ class Slope:
         spread = self._xx - self._x**2 / count
         covariance = self._xy - self._x * self._y / count
         return (covariance + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)
-
-
-PRIOR_WEIGHT = 8.0
-PRIOR_ACCEPTANCE = 0.7
-# In one text the acceptance of its kind weighs as much as this many rejected chains.
-PRIOR_BREAKS = 3.0
-# A text begins with this share of its kind's rejections: only drafting shows how it differs, and texts differ more than
-# the cost of a few rounds.
-OPTIMISM = 0.75
-MAX_POSITIONS = 64
-# The least probability of acceptance, and of rejection, in a likelihood.
-SELDOM = 0.02
-
-
-class Acceptance:
-    """The probability that chain token i is accepted, given that those before it are.
-
-    The first `positions` have counts of their own; the last of them is used for all that follow.
-    """
-
-    def __init__(
-        self,
-        prior: float | Acceptance = PRIOR_ACCEPTANCE,
-        weight: float = PRIOR_WEIGHT,
-        positions: int = MAX_POSITIONS,
-        fade: float = FADE,
-    ) -> None:
-        self.prior, self._weight, self._fade = prior, weight, fade
-        self._tried = [0.0] * positions
-        self._held = [0.0] * positions
-
-    def add(self, chain_length: int, accepted: int) -> None:
-        for index in range(min(accepted + 1, chain_length)):
-            position = min(index, len(self._tried) - 1)
-            self._tried[position] = self._fade * self._tried[position] + 1.0
-            self._held[position] = self._fade * self._held[position] + float(index < accepted)
-
-    def start_from(self, rates: Sequence[float]) -> None:
-        """Begins from `rates` by position, weighed as `PRIOR_WEIGHT` rounds."""
-        for position, rate in enumerate(rates[: len(self._tried)]):
-            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
-
-    def known(self) -> tuple[float, ...]:
-        """Returns the rates of the positions that have samples."""
-        count = next((i for i, tried in enumerate(self._tried) if not tried), len(self._tried))
-        return tuple(self.rate(position) for position in range(count))
-
-    def rate(self, position: int, without: Acceptance | None = None) -> float:
-        """Returns the probability at a position; the chains counted in `without`, a part of these, are left out."""
-        index = min(position, len(self._tried) - 1)
-        tried, held = self._tried[index], self._held[index]
-        if without is not None:
-            tried = max(tried - without._tried[index], 0.0)
-            held = min(max(held - without._held[index], 0.0), tried)
-        return (held + self._weight * self._prior_rate(position)) / (tried + self._weight)
-
-    def _prior_rate(self, position: int) -> float:
-        """Returns the prior at a position, without this object's own chains: they must not count at two levels."""
-        return self.prior.rate(position, without=self) if isinstance(self.prior, Acceptance) else self.prior
-
-    def likelihood(self, chain_length: int, accepted: int) -> float:
-        """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
-        rates = [min(max(self.rate(i), SELDOM), 1.0 - SELDOM) for i in range(min(accepted + 1, chain_length))]
-        rejected = math.log(1.0 - rates[accepted]) if accepted < chain_length else 0.0
-        return rejected + sum(map(math.log, rates[:accepted]))
-
-    def reach(self, position: int) -> float:
-        """Returns the probability that chain token `position` and all before it are accepted."""
-        return math.prod(self.rate(i) for i in range(position + 1))
-
-    def expected_tokens(self, chain_length: int) -> float:
-        """Returns E[tokens] of a round with a chain of this length, the bonus token included."""
-        reach = total = 1.0
-        for position in range(chain_length):
-            reach *= self.rate(position)
-            total += reach
-        return total
-
-
-class Shifted(Acceptance):
-    """The acceptance in one text: that of `prior`, with the failure rate of all positions scaled by one factor.
-
-    A text is hard or easy as a whole, so a few chains show it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rejected, self._expected = OPTIMISM * PRIOR_BREAKS, PRIOR_BREAKS
-
-    def add(self, chain_length: int, accepted: int) -> None:
-        super().add(chain_length, accepted)
-        self._expected += sum(1.0 - self._prior_rate(i) for i in range(min(accepted + 1, chain_length)))
-        self._rejected += float(accepted < chain_length)
-
-    def rate(self, position: int, without: Acceptance | None = None) -> float:
-        return max(1.0 - (1.0 - self._prior_rate(position)) * self._rejected / self._expected, 0.0)
-
-
-# A drafter's token takes at least this share of a target step, however small the drafter is.
-LEAST_WEIGHT = 0.05
-
-
-class InProcessDrafts:
-    """One in-process drafter: `drafted` is its acceptance, `is_head` whether it reads the target's hidden states."""
-
-    def __init__(self, drafter: InProcessDrafter) -> None:
-        self.name, self.is_head = drafter.name, drafter.is_head
-        self.drafted = Acceptance(drafter.agreement if drafter.agreement >= 0 else PRIOR_ACCEPTANCE)
-        self._weight = max(drafter.weight, LEAST_WEIGHT)
-        self._step_ms = Average()
-
-    def observe(self, tokens: int, accepted: int, milliseconds: float) -> None:
-        """Records a chain of `tokens`, drafted in one batch with those of other requests."""
-        self.drafted.add(tokens, accepted)
-        self._step_ms.add(milliseconds / max(tokens, 1))
-
-    def start_from(self, step_ms: float, acceptance: tuple[float, ...]) -> None:
-        """Begins from earlier measurements."""
-        self._step_ms.add(step_ms)
-        self.drafted.start_from(acceptance)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the drafter has drafted."""
-        return self._step_ms.value is not None
-
-    def step_ms(self, forward_ms: float) -> float:
-        """Returns the time for a token; before the first chain, by its trial and the target's `forward_ms`."""
-        return self._step_ms.value_or(self._weight * forward_ms)
 
 
 # Until measured: each further row costs a tenth of the first.
@@ -274,6 +129,14 @@ def _monotone(weighed: Sequence[tuple[int, float, float]]) -> list[tuple[int, fl
             pool = ((last_ms * last_weight + pool[0] * pool[1]) / total, total, last_rows + pool[2])
         pools.append(pool)
     return [(rows, ms) for ms, _, pooled in pools for rows in pooled]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tokens that followed the text's last `matched` tokens before; the longer the match, the likelier they recur."""
+
+    chain: tuple[int, ...] = ()
+    matched: int = 0
 
 
 # Acceptance of tokens copied from the text, by the length of the match before them.

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
 
+from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.text_profiles import TextAcceptance
 from outrider.protocol.heads import NGRAM
 
 

@@ -6,20 +6,18 @@ which cost little and set the rate to beat; it trusts measurements over forecast
 forecast is good enough, and returns to AR when no arm pays. A tuned arm comes first with one request and stays, with
 its K and B, until another arm is measured to be better. All requests of a policy follow one plan, so plain decoding is
 plain for all. Measurements are kept by load, since the best arm may differ with each. The policy reads no clock and
-draws nothing at random: the same observations give the same plans.
-
-`ArmRecord` holds the measurements of one arm, `ArmTrial` a trial of one arm; both in tokens per millisecond.
+draws nothing at random: the same observations give the same plans. Rates are in tokens per millisecond.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecast, Forecasts, RoundPlan
-from outrider.orchestrator.core.policy.text_profiles import TextAcceptance
 from outrider.orchestrator.core.policy.tuning import TunedArm
 from outrider.protocol.heads import NGRAM
 
@@ -78,12 +76,6 @@ class ArmRecord:
         tokens, mixed, milliseconds = self._squares
         rate = self.tokens / self.milliseconds
         return math.sqrt(max(tokens - 2 * rate * mixed + rate**2 * milliseconds, 0.0)) / self.milliseconds
-
-    def elsewhere(self) -> ArmRecord:
-        """Returns the record to begin with for another kind of text: the same, weighing `BELIEF_MS` at most."""
-        share = min(BELIEF_MS / self.milliseconds, 1.0) if self.milliseconds > 0 else 0.0
-        scaled = ArmRecord(self.tokens * share, self.milliseconds * share, self.promised * share)
-        return replace(scaled, prior_rate=self.prior_rate, source=self.source)
 
     def counted(self, milliseconds: float) -> float:
         """Returns the time that counts for a round of `milliseconds` (`HELD_UP`)."""
@@ -215,15 +207,6 @@ class Policy:
             records[arm] = ArmRecord(prior_rate=rate, source=source)
             if choice.at_once == 1 and self._home is None:
                 self._home = arm
-
-    def start_like(self, other: Policy) -> None:
-        """Begins from the errors of the forecasts in another kind of text, soon outweighed by this one's rounds."""
-        self._by_load[0] = {arm: record.elsewhere() for arm, record in other._by_load.get(0, {}).items()}
-
-    @property
-    def has_records(self) -> bool:
-        """Whether there is any record, measured or prior."""
-        return any(self._by_load.values())
 
     def learned(self) -> Iterator[TunedArm]:
         """Yields the measured arms in the form that `start_from` takes."""

@@ -36,7 +36,7 @@ class TunedArm:
     """An arm and its tokens per second: `measured` in real rounds, or a forecast.
 
     A K or B of 0 is not tuned and follows the formula. The rate is that of `at_once` requests together. `drafter` is an
-    in-process drafter or n-grams (empty: draft workers), `kind` the kind of text (`text_profiles`).
+    in-process drafter or n-grams (empty: draft workers), `kind` the kind of text (`acceptance`).
     """
 
     mode: str
@@ -185,7 +185,10 @@ def digest(path: Path) -> str:
 
 def _tuning(fields: dict[str, Any]) -> Tuning:
     fields["choices"] = tuple(_choice(**choice) for choice in fields["choices"])
-    fields["own"] = tuple(_own(**own) for own in fields.get("own", ()))
+    fields["own"] = tuple(
+        InProcessKnown(str(own["name"]), _number(own["step_ms"]), _shares(own["acceptance"]))
+        for own in fields.get("own", ())
+    )
     for name in ("verify_ms", "plain_ms", "trees_ms"):
         fields[name] = tuple((max(int(rows), 1), _number(ms, LEAST_MS)) for rows, ms in fields.get(name, ()))
     fields["acceptance"] = _shares(fields["acceptance"])
@@ -209,10 +212,6 @@ def _choice(
 ) -> TunedArm:
     rate, at_once = _number(tokens_per_second), max(int(at_once), 1)
     return TunedArm(str(mode), int(depth), int(branches), rate, bool(measured), at_once, str(drafter), str(kind))
-
-
-def _own(name: str, step_ms: float, acceptance: Sequence[float]) -> InProcessKnown:
-    return InProcessKnown(str(name), _number(step_ms), _shares(acceptance))
 
 
 def _shares(values: Sequence[Any]) -> tuple[float, ...]:

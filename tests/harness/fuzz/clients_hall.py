@@ -34,14 +34,14 @@ from outrider.orchestrator.events import (
     WorkersChanged,
 )
 from outrider.orchestrator.front.admission import Admission
-from outrider.orchestrator.front.client_socket import ClientSocket
 from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.messages import Cancel, Generate, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.stats import Durations
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator
@@ -92,9 +92,9 @@ class ClientsHall:
         self._rng = rng
         self._mutator = Mutator(rng, [*MESSAGES, *(["Generate"] * 20), *(["Cancel", "StatsQuery"] * 3)])
         self._stack = ExitStack()
-        directory = self._stack.enter_context(private_directory())
+        directory = self._stack.enter_context(PrivateDirectory())
         self._context: zmq.Context[Any] = zmq.Context()
-        with patch("outrider.orchestrator.front.client_socket.CLIENTS", ENDLESS):
+        with patch("outrider.orchestrator.sockets.CLIENTS", ENDLESS):
             self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
         self._lines = ThreadQueues(
             Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[Drain | EndServer](self._context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from outrider.orchestrator.limits import Rate
+from outrider.orchestrator.sockets import Rate
 from tests.harness.fuzz.mutation import Frames
 
 ENDLESS = Rate(1e12, 1e12)

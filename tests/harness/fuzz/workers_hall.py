@@ -23,7 +23,7 @@ from outrider.protocol.clock import now
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.messages import Shutdown
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.socket_files import private_directory
+from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import INCARNATION_BITS
 from tests.harness.fuzz.company import Peer, drafter, target, token
 from tests.harness.fuzz.hall import ENDLESS, Broken
@@ -62,7 +62,7 @@ class WorkersHall:
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._mutator = rng, Mutator(rng, list(MESSAGES))
         self._stack = ExitStack()
-        directory = self._stack.enter_context(private_directory())
+        directory = self._stack.enter_context(PrivateDirectory())
         self._context: zmq.Context[Any] = zmq.Context()
         with patch(f"{POOL}.DRAFTERS", ENDLESS), patch(f"{POOL}.STRANGERS", ENDLESS):
             self._pool = WorkerPool(self._context, ServeSettings(), directory.path)

@@ -1,4 +1,4 @@
-"""Limits on the messages of a peer, the connections of an endpoint, and the memory of texts.
+"""The orchestrator's ROUTER sockets, with limits on the messages of a peer and the connections of an endpoint.
 
 `RateLimiter` limits the messages of each peer of a socket per second, with a reserve for bursts. Messages over it are
 dropped before they are decoded, so a flood takes no time from other peers. Knows peers and sizes; knows nothing of
@@ -8,26 +8,31 @@ messages.
 left, and then end the process. A full unix socket stops listening, and new connections wait in the system's queue. A
 port can't stop listening, so excess connections to it are closed, and may try again.
 
-`KVBudget` is the memory for texts in all workers together. A text is in the target and in every drafter, so the budget
-counts tokens alike for all: each worker's share is what the same tokens take there. Arithmetic only; the front waits
-for room, the workers evict.
+`ClientSocket` is the clients' socket. Invalid frames are counted and, if their request can be read, answered. Knows
+routing ids; knows nothing of requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from outrider.orchestrator.auth import client_of
+from outrider.protocol import clock
 from outrider.protocol.clock import SECOND_NS
+from outrider.protocol.codec import decode, encode, request_of
 from outrider.protocol.endpoints import Bound, bind
-from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.keys import ServerKeys
-from outrider.protocol.messages import WorkerStats
-from outrider.protocol.stats import KvCost
+from outrider.protocol.errors import EndpointError, OutriderError, ProtocolError, ServerBusy, kind_of
+from outrider.protocol.keys import ServerKeys, key_shown
+from outrider.protocol.messages import Failed, Message
+
+log = logging.getLogger(__name__)
 
 BYTES = 16 * 1024
 """A message counts as one more for each of these bytes."""
@@ -187,59 +192,109 @@ class ConnectionLimiter:
         self.monitor.close(linger=0)
 
 
-_PART = 2  # texts get one half of the memory that the weights leave, everything else the other
-_UNLIMITED = 2**31 - 1
+class RouterSocket:
+    """A ROUTER with a limit of connections; `socket` and `limiter.monitor` are what to poll. Used by one thread.
+
+    `most`: connections. `unsent`, `unread`: the most messages queued for a peer, and for this process.
+
+    Raises:
+        EndpointError: the endpoint can't be served.
+    """
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int, unsent: int, unread: int) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.SNDHWM, unsent)
+        self.socket.setsockopt(zmq.RCVHWM, unread)
+        try:
+            self.limiter = ConnectionLimiter(self.socket, endpoint, most)
+        except EndpointError:
+            self.socket.close(linger=0)
+            raise
+
+    def arrived(self) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
+        """Yields the sender's routing id, which also holds its key (`key_shown`), and frames; never blocks."""
+        while True:
+            try:
+                first = self.socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            yield first, self.socket.recv_multipart()
+
+
+SEND_QUEUE, RECEIVE_QUEUE = 20_000, 256  # messages of each connection
+CLIENTS = Rate(2_000, 5_000)
+TOO_MUCH = f"this client sends more than {CLIENTS.a_second:,.0f} messages a second; retry more slowly"
+MOST = 1024
+FLUSH_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class KVBudget:
-    """`limit` bytes for texts that take `cost` in all workers together."""
+class ClientMessage:
+    """A message, its sender's routing id, and its sender's key (empty: none was required)."""
 
-    limit: int
-    cost: KvCost
-
-    @property
-    def tokens(self) -> int:
-        """The longest text that fits."""
-        if not self.cost.per_token:
-            return _UNLIMITED
-        return max(self.limit - self.cost.per_text, 0) // self.cost.per_token
-
-    def places(self, tokens: int) -> int:
-        """Returns how many texts of this many tokens fit together, at least one."""
-        return max(self.limit // max(self.cost.of(tokens), 1), 1)
-
-    def share(self, cost: KvCost, tokens: int) -> int:
-        """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
-        return self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1)
+    sender: bytes
+    message: Message
+    key: str = ""
 
 
-def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
-    """Returns the budget of the workers that are in use or restarting.
-
-    Args:
-        limit: bytes; None: half of the memory that their weights leave.
-        memory: the machine's memory in bytes.
-    """
-    used = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
-    left = max(memory - sum(worker.weight_bytes for worker in used), 0)
-    return KVBudget(left // _PART if limit is None else limit, sum((worker.kv for worker in used), KvCost()))
-
-
-def check_holds(budget: KVBudget, context: int, name: str) -> None:
-    """Checks that one text as long as the context of model `name` fits.
+class ClientSocket(RouterSocket):
+    """The clients' socket, bound on creation. `endpoint` is for clients, `own` for this server's other processes.
 
     Raises:
-        InvalidRequest: it does not.
+        EndpointError: the endpoint can't be served.
     """
-    needed = budget.cost.of(context)
-    if needed > budget.limit:
-        raise InvalidRequest(
-            f"kv_memory is {in_mb(budget.limit)}, and one text of {context} tokens, the context of {name}, takes"
-            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
-        )
 
+    def __init__(self, context: zmq.Context[Any], endpoint: str, most: int = MOST) -> None:
+        super().__init__(context, endpoint, most, SEND_QUEUE, RECEIVE_QUEUE)
+        self.rejected = 0
+        self._rate_limiter = RateLimiter(CLIENTS)
+        self.bound = self.limiter.bound
+        self.own = self.limiter.bound.endpoint
 
-def in_mb(count: int) -> str:
-    """Formats bytes as megabytes."""
-    return f"{count / 1e6:.1f} MB"
+    @property
+    def endpoint(self) -> str:
+        return self.bound.endpoint
+
+    def serve(self, endpoint: str, most: int, keys: ServerKeys) -> None:
+        """Binds one more endpoint, for clients with keys, which is `endpoint` from now on.
+
+        Raises:
+            EndpointError: it can't be served.
+        """
+        self.bound = self.limiter.open(endpoint, most, keys)
+
+    def receive(self, most: int) -> Iterator[ClientMessage]:
+        """Yields up to `most` waiting messages."""
+        for first, frames in islice(self.arrived(), most):
+            sender = first.bytes
+            client = client_of(sender)
+            if not self._rate_limiter.allow(client, frames, clock.now()):
+                if self._rate_limiter.is_first(client):
+                    log.warning("a client sends too many messages: refusing more than %.0f a second", CLIENTS.a_second)
+                self._reject(sender, frames, ServerBusy(TOO_MUCH))
+                continue
+            try:
+                yield ClientMessage(sender, decode(frames), key_shown(first))
+            except ProtocolError as error:
+                self._reject(sender, frames, error)
+
+    def send(self, to: bytes, message: Message) -> bool:
+        """Sends a message; returns False if the client is gone or has left too many messages unread."""
+        try:
+            self.socket.send_multipart([to, *encode(message)], flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.info("can't send to a client: %s", error.strerror)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes the socket and frees the endpoint; pending messages get a moment to leave."""
+        self.limiter.close(linger_ms=FLUSH_MS)
+
+    def _reject(self, sender: bytes, frames: list[bytes], error: OutriderError) -> None:
+        self.rejected += 1
+        request = request_of(frames)
+        log.info("rejected a message: %s", error)
+        if request is not None:
+            self.send(sender, Failed(request, kind_of(error), str(error)))

@@ -1,4 +1,7 @@
-"""The kind of a text, the acceptance of drafts in it, and whether its in-process drafter is still of use.
+"""How often drafts are accepted: in all texts, in a kind of text, and in one text.
+
+`Average` follows its samples and forgets slowly. `Acceptance` estimates how often the tokens of a chain are accepted,
+`InProcessDrafts` acceptance and cost of one in-process drafter (by its trial at load until it has drafted).
 
 `TextProfiles` decides which kind a text is: its prompt gives a first guess, its rounds decide. A drafter that does
 badly in texts of one kind and well in those of another soon shows the kind; then the acceptance of that kind is
@@ -16,15 +19,167 @@ nothing that is accepted. `auto` leaves it long before that, since it measures r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from outrider.orchestrator.core.policy.estimates import Acceptance, Average, Estimates, Shifted
 from outrider.protocol.heads import NGRAM
+from outrider.protocol.messages import InProcessDrafter
+
+if TYPE_CHECKING:
+    from outrider.orchestrator.core.policy.estimates import Estimates
+
+SMOOTHING = 0.1
+FADE = 0.99
+
+
+class Average:
+    """An exponential moving average that starts with its first value."""
+
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
+        self.value: float | None = None
+        self._smoothing = smoothing
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else self.value + self._smoothing * (value - self.value)
+
+    def value_or(self, prior: float) -> float:
+        return prior if self.value is None else self.value
+
+
+PRIOR_WEIGHT = 8.0
+PRIOR_ACCEPTANCE = 0.7
+# In one text the acceptance of its kind weighs as much as this many rejected chains.
+PRIOR_BREAKS = 3.0
+# A text begins with this share of its kind's rejections: only drafting shows how it differs, and texts differ more than
+# the cost of a few rounds.
+OPTIMISM = 0.75
+MAX_POSITIONS = 64
+# The least probability of acceptance, and of rejection, in a likelihood.
+SELDOM = 0.02
+
+
+class Acceptance:
+    """The probability that chain token i is accepted, given that those before it are.
+
+    The first `positions` have counts of their own; the last of them is used for all that follow.
+    """
+
+    def __init__(
+        self,
+        prior: float | Acceptance = PRIOR_ACCEPTANCE,
+        weight: float = PRIOR_WEIGHT,
+        positions: int = MAX_POSITIONS,
+        fade: float = FADE,
+    ) -> None:
+        self.prior, self._weight, self._fade = prior, weight, fade
+        self._tried = [0.0] * positions
+        self._held = [0.0] * positions
+
+    def add(self, chain_length: int, accepted: int) -> None:
+        for index in range(min(accepted + 1, chain_length)):
+            position = min(index, len(self._tried) - 1)
+            self._tried[position] = self._fade * self._tried[position] + 1.0
+            self._held[position] = self._fade * self._held[position] + float(index < accepted)
+
+    def start_from(self, rates: Sequence[float]) -> None:
+        """Begins from `rates` by position, weighed as `PRIOR_WEIGHT` rounds."""
+        for position, rate in enumerate(rates[: len(self._tried)]):
+            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
+
+    def known(self) -> tuple[float, ...]:
+        """Returns the rates of the positions that have samples."""
+        count = next((i for i, tried in enumerate(self._tried) if not tried), len(self._tried))
+        return tuple(self.rate(position) for position in range(count))
+
+    def rate(self, position: int, without: Acceptance | None = None) -> float:
+        """Returns the probability at a position; the chains counted in `without`, a part of these, are left out."""
+        index = min(position, len(self._tried) - 1)
+        tried, held = self._tried[index], self._held[index]
+        if without is not None:
+            tried = max(tried - without._tried[index], 0.0)
+            held = min(max(held - without._held[index], 0.0), tried)
+        return (held + self._weight * self._prior_rate(position)) / (tried + self._weight)
+
+    def _prior_rate(self, position: int) -> float:
+        """Returns the prior at a position, without this object's own chains: they must not count at two levels."""
+        return self.prior.rate(position, without=self) if isinstance(self.prior, Acceptance) else self.prior
+
+    def likelihood(self, chain_length: int, accepted: int) -> float:
+        """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
+        rates = [min(max(self.rate(i), SELDOM), 1.0 - SELDOM) for i in range(min(accepted + 1, chain_length))]
+        rejected = math.log(1.0 - rates[accepted]) if accepted < chain_length else 0.0
+        return rejected + sum(map(math.log, rates[:accepted]))
+
+    def reach(self, position: int) -> float:
+        """Returns the probability that chain token `position` and all before it are accepted."""
+        return math.prod(self.rate(i) for i in range(position + 1))
+
+    def expected_tokens(self, chain_length: int) -> float:
+        """Returns E[tokens] of a round with a chain of this length, the bonus token included."""
+        reach = total = 1.0
+        for position in range(chain_length):
+            reach *= self.rate(position)
+            total += reach
+        return total
+
+
+class Shifted(Acceptance):
+    """The acceptance in one text: that of `prior`, with the failure rate of all positions scaled by one factor.
+
+    A text is hard or easy as a whole, so a few chains show it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rejected, self._expected = OPTIMISM * PRIOR_BREAKS, PRIOR_BREAKS
+
+    def add(self, chain_length: int, accepted: int) -> None:
+        super().add(chain_length, accepted)
+        self._expected += sum(1.0 - self._prior_rate(i) for i in range(min(accepted + 1, chain_length)))
+        self._rejected += float(accepted < chain_length)
+
+    def rate(self, position: int, without: Acceptance | None = None) -> float:
+        return max(1.0 - (1.0 - self._prior_rate(position)) * self._rejected / self._expected, 0.0)
+
+
+# A drafter's token takes at least this share of a target step, however small the drafter is.
+LEAST_WEIGHT = 0.05
+
+
+class InProcessDrafts:
+    """One in-process drafter: `drafted` is its acceptance, `is_head` whether it reads the target's hidden states."""
+
+    def __init__(self, drafter: InProcessDrafter) -> None:
+        self.name, self.is_head = drafter.name, drafter.is_head
+        self.drafted = Acceptance(drafter.agreement if drafter.agreement >= 0 else PRIOR_ACCEPTANCE)
+        self._weight = max(drafter.weight, LEAST_WEIGHT)
+        self._step_ms = Average()
+
+    def observe(self, tokens: int, accepted: int, milliseconds: float) -> None:
+        """Records a chain of `tokens`, drafted in one batch with those of other requests."""
+        self.drafted.add(tokens, accepted)
+        self._step_ms.add(milliseconds / max(tokens, 1))
+
+    def start_from(self, step_ms: float, acceptance: tuple[float, ...]) -> None:
+        """Begins from earlier measurements."""
+        self._step_ms.add(step_ms)
+        self.drafted.start_from(acceptance)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the drafter has drafted."""
+        return self._step_ms.value is not None
+
+    def step_ms(self, forward_ms: float) -> float:
+        """Returns the time for a token; before the first chain, by its trial and the target's `forward_ms`."""
+        return self._step_ms.value_or(self._weight * forward_ms)
+
 
 # For copies: a text is some forty rounds long.
-SMOOTHING = 0.08
+COPY_SMOOTHING = 0.08
 
 
 class TextAcceptance:
@@ -35,7 +190,7 @@ class TextAcceptance:
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
-        self._tokens, self._rows = Average(SMOOTHING), Average(SMOOTHING)
+        self._tokens, self._rows = Average(COPY_SMOOTHING), Average(COPY_SMOOTHING)
 
     def set_above(self, above: TextAcceptance) -> None:
         """Moves the text to another kind; its own rounds still count."""
