@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider import Client, LocalCluster, SamplingParams
+from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.client.dialogue import GenerationResult
 
 NAMES = ("name", "size", "path", "mode")

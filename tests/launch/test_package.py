@@ -96,3 +96,11 @@ def test_a_program_beside_a_clone_finds_the_package(tmp_path):
     command = [sys.executable, "program.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_checkout_answers_by_its_folders_names_too():
+    """From its root, with nothing installed; and they are the same classes."""
+    script = "import outrider; from orchestrator import Client; raise SystemExit(Client is not outrider.Client)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outrider import AsyncClient, AsyncResumed, Client, Resumed
+from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
 from outrider.orchestrator.client.client import MOVES_ON

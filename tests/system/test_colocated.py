@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider import LocalCluster
 from outrider.engine.loading import LoadedModel
+from outrider.orchestrator import LocalCluster
 from outrider.protocol.messages import Message, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix

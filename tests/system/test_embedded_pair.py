@@ -15,9 +15,9 @@ import pytest
 import zmq
 from mlx_lm.generate import generate_step
 
-from outrider import Client, Grammar, LocalCluster, SamplingParams
 from outrider.bench.prompts import Prompt
 from outrider.engine.loading import LoadedModel, load
+from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.core.proposal import LONGEST_COPY
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec

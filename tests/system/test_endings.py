@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider import InvalidRequest
+from outrider.orchestrator import InvalidRequest
 from outrider.orchestrator.machine.spawn import child_environment, python
 from tests.tiny import Pair
 
