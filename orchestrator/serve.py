@@ -131,8 +131,7 @@ def run(
             url = listener.url if listener is not None else ""
             return replace(server.complete(ready), http=url, notes=(*ready.notes, *system.notes()))
 
-        ticks = server.http is not None or status is not None
-        stop = _watch(events, tell, tick if ticks else None, complete)
+        stop = _watch(events, tell, tick, complete)
         if stop.drain:
             _drain(events, server, drain_timeout)
     return _unfinished(events)
@@ -150,15 +149,14 @@ def _unfinished(events: SimpleQueue[Event]) -> Unfinished | None:
 def _watch(
     events: SimpleQueue[Event],
     tell: Callable[[Announcement], None],
-    tick: Callable[[], None] | None,
+    tick: Callable[[], None],
     complete: Callable[[ServerReady], ServerReady],
 ) -> StopSignal:
     while True:
         try:
-            event = events.get(timeout=STATUS_SECONDS if tick is not None else None)
+            event = events.get(timeout=STATUS_SECONDS)
         except Empty:
-            if tick is not None:
-                tick()
+            tick()
             continue
         if isinstance(event, StopSignal):
             return event
