@@ -26,7 +26,7 @@ from tests.tiny import Pair
 
 LIMIT = 200.0
 PROMPT = "def fibonacci(n):"
-LONG = SamplingParams(max_tokens=600, ignore_eos=True, temp=1.0, seed=1)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, temp=1.0, seed=1)
 ENDLESS = replace(LONG, max_tokens=3000)
 
 
@@ -119,8 +119,8 @@ def serve(served: Pair) -> Iterator[Callable[..., Serving]]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster() as running:
+def cluster(served: Pair) -> Iterator[LocalCluster]:
+    with LocalCluster(model=served.target, draft_model=served.draft) as running:
         yield running
 
 
@@ -130,7 +130,7 @@ def cluster() -> Iterator[LocalCluster]:
 def test_three_processes_complete_a_prompt_alike_in_every_mode(cluster: LocalCluster) -> None:
     client = cluster.client()
     assert {worker.role for worker in client.stats().workers} == {"target", "draft"}
-    sampling = SamplingParams(max_tokens=160, temp=0.8, top_p=0.95, seed=7)
+    sampling = SamplingParams(max_tokens=160, temp=0.8, top_p=0.95, seed=7, ignore_eos=True)
     results = {mode: client.generate(PROMPT, sampling, mode=mode) for mode in ("ar", "sd", "ssd")}
     assert len({result.token_ids for result in results.values()}) == 1
     assert len({result.text for result in results.values()}) == 1
@@ -159,9 +159,9 @@ def test_leaving_a_stream_frees_the_server_for_the_next(cluster: LocalCluster) -
     assert client.stats().active == 0
 
 
-def test_two_clusters_run_side_by_side(cluster: LocalCluster) -> None:
+def test_two_clusters_run_side_by_side(cluster: LocalCluster, served: Pair) -> None:
     sampling = SamplingParams(max_tokens=8)
-    with LocalCluster(draft_backend="ngram") as other:
+    with LocalCluster(model=served.target, draft_backend="ngram") as other:
         assert other.endpoint != cluster.endpoint
         texts = {running.client().generate(PROMPT, sampling).text for running in (other, cluster)}
         directory = run_dir(other.endpoint)
@@ -180,16 +180,17 @@ def test_generate_leaves_text_on_stdout_and_nothing_else_behind() -> None:
     assert not processes_of(f"--parent-fd {process.pid}")
 
 
-def test_generate_json_can_be_verified(tmp_path: Path) -> None:
-    flags = ("--prompt", PROMPT, "--max-tokens", "24", "--temp", "0.9", "--top-p", "0.9", "--draft-backend", "ngram")
-    out, err = outrider("generate", *flags, "--json").communicate(timeout=LIMIT)
+def test_generate_json_can_be_verified(served: Pair, tmp_path: Path) -> None:
+    model = ("--model", str(served.target), "--draft-backend", "ngram")
+    sampling = ("--max-tokens", "24", "--temp", "0.9", "--top-p", "0.9", "--ignore-eos")
+    out, err = outrider("generate", "--prompt", PROMPT, *model, *sampling, "--json").communicate(timeout=LIMIT)
     file = tmp_path / "output.json"
     file.write_text(out)
     report, err = outrider("verify", "--json-file", str(file), "--json").communicate(timeout=LIMIT)
     found = json.loads(report)
     assert found["certified"] and found["positions"] == 24 == found["identical"] + len(found["ties"]), err
     changed = json.loads(out)
-    changed["token_ids"][5] = (changed["token_ids"][5] + 1) % 4096
+    changed["token_ids"][5] = (changed["token_ids"][5] + 1) % 256
     file.write_text(json.dumps(changed))
     process = outrider("verify", "--json-file", str(file))
     out, err = process.communicate(timeout=LIMIT)
@@ -271,7 +272,7 @@ def test_a_text_whose_server_is_gone_goes_on_with_the_next_one(
     result = stream.result
     whole = Client(server.endpoint).generate(PROMPT, replace(sampling, seed=result.seed))
     assert (result.token_ids, result.text, result.finish_reason) == (whole.token_ids, whole.text, "length")
-    assert 0 < result.timings.predicted_n < len(result.token_ids) == 600
+    assert 0 < result.timings.predicted_n < len(result.token_ids) == LONG.max_tokens
 
 
 def test_a_killed_server_leaves_nothing(serve: Callable[..., Serving], tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_a_killed_parent_takes_its_cluster_along(served: Pair) -> None:
 def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
     """Longer than a drafter is waited for, and the server longer than any worker may be silent."""
     with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=4) as running:
-        client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=300)
+        client, sampling = running.client(timeout=LIMIT), replace(LONG, max_tokens=100)
         whole = client.generate(PROMPT, sampling, mode="ar").token_ids
         for role, seconds in (("target", 2), ("draft", 2), ("server", 6)):
             pid = running.pid if role == "server" else pid_of(client, role)
@@ -326,10 +327,13 @@ def test_what_was_stopped_for_a_while_goes_on(served: Pair) -> None:
 
 
 @pytest.mark.parametrize(("role", "words"), [("target", "accepts no other"), ("draft", "the name target-0 is taken")])
-def test_a_worker_by_the_targets_name_is_turned_away(cluster: LocalCluster, role: str, words: str) -> None:
+def test_a_worker_by_the_targets_name_is_turned_away(
+    cluster: LocalCluster, served: Pair, role: str, words: str
+) -> None:
     client, workers = cluster.client(), f"ipc://{run_dir(cluster.endpoint)}/workers"
     known, text = _workers(client), client.generate(PROMPT, SamplingParams(max_tokens=8)).text
-    stranger = outrider("worker", role, "--connect", workers, "--name", "target-0")
+    models = {"target": ("--model", str(served.target)), "draft": ("--draft-model", str(served.draft))}
+    stranger = outrider("worker", role, "--connect", workers, "--name", "target-0", *models[role])
     _, err = stranger.communicate(timeout=LIMIT)
     assert stranger.returncode == WorkerError.exit_code and words in err and "Traceback" not in err
     assert _workers(client) == known
@@ -366,8 +370,9 @@ def test_more_idle_connections_than_a_terminal_allows_files(serve: Callable[...,
 
 
 @pytest.mark.parametrize("command", [("serve", "--no-http"), ("generate", "--prompt", PROMPT)])
-def test_too_few_files_are_a_sentence(command: tuple[str, ...]) -> None:
-    process = outrider(*command, "--draft-backend", "ngram", preexec_fn=limited((64, 64)))
+def test_too_few_files_are_a_sentence(served: Pair, command: tuple[str, ...]) -> None:
+    model = ("--model", str(served.target), "--draft-backend", "ngram")
+    process = outrider(*command, *model, preexec_fn=limited((64, 64)))
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == EndpointError.exit_code and "Traceback" not in err
     assert "may open 64 files" in err and "ulimit -Hn" in err
