@@ -167,7 +167,7 @@ def test_filters_and_temperature_shape_p() -> None:
 
 # --- through trees, and through what two drafters propose at once ----------------------------------------------------
 
-LONG = 2 * TOKENS  # the length at which the last of these faults is caught
+LONG = 20_000
 COUPLED = SamplingParams(temp=1.0, seed=11)
 
 
@@ -252,7 +252,7 @@ def test_residual_texts_of_united_drafters_have_the_targets_distribution() -> No
 
 
 def test_a_union_whose_branch_is_chosen_by_what_was_drawn_is_caught() -> None:
-    assert min(p_values(spoken(partial(of_a_union, peek=True), count=LONG))) < CAUGHT
+    assert min(p_values(spoken(partial(of_a_union, peek=True), count=2 * TOKENS))) < CAUGHT
 
 
 # --- each known way to lose it is caught ----------------------------------------------------------------------------
