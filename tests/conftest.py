@@ -23,8 +23,7 @@ TOGETHER = ("server", "coreml")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collection makes a million objects that live to the end. Garbage collections skip them, which took a quarter of
-    the tests' time."""
+    """Collection makes a million objects that live to the end: later garbage collections skip them."""
     gc.disable()
     try:
         return (yield)
