@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,6 @@ FIRST = ("system", "server", "coreml", "models", "orchestrator")
 """The rooms with files that take longest, which begin first: none of them is then left for one core at the end."""
 TOGETHER = ("server", "coreml")
 """Rooms whose files share servers and packages: one process runs all of each."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Collection makes a million objects that live to the end: later garbage collections skip them."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.collect()
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
