@@ -359,7 +359,7 @@ class _Store:
         columns = had[2] if columns <= had[2] else -(-(columns + columns // 2) // _STEP) * _STEP
         old, self.layers = self.layers, []
         for number, shape in enumerate(self.forward.shapes):
-            grown = [np.zeros((rows, shape.kv_heads, columns, shape.width), np.float32) for _ in "kv"]
+            grown = [np.zeros((rows, shape.kv_heads, columns, shape.width), self.forward.kv_dtype) for _ in "kv"]
             for new, buffer in zip(grown, old[number] if old else (), strict=False):
                 new[: had[0], :, : had[2]] = buffer
             self.layers.append((grown[0], grown[1]))

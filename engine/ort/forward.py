@@ -44,7 +44,7 @@ from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
 
-_MASKED = np.float32(-1e30)
+_MASKED = -65504.0  # of float16 the lowest: the weight of such a column is 0
 _PADDED = 2  # rows at least: for one row ONNX Runtime computes attention by another path, with other bits
 _ANGLES = 512  # positions whose angles are tabulated at a time
 _BOUND = 16  # bindings that are kept
@@ -96,6 +96,7 @@ class OrtForward:
         self.masked = masked
         self.shapes, self._ropes, self._masks = graph.shapes, graph.ropes, graph.masks
         self.quantised, self.width, self._outputs = graph.quantised, graph.width, graph.outputs
+        self.kv_dtype = graph.kv_dtype
         head = output_of(model)
         self._head_tokens = np.array(head.tokens) if isinstance(head, ReducedLMHead) else None
         self.vocab_size = self._outputs if self._head_tokens is None else head.vocab_size
@@ -125,7 +126,7 @@ class OrtForward:
         asked[: len(wanted)] = wanted
         inputs = {"x": x, "wanted": asked, **place.inputs}
         for number, window in enumerate(self._masks):
-            inputs[f"mask{number}"] = _mask(parts, place, window)
+            inputs[f"mask{number}"] = _mask(parts, place, window, self.kv_dtype)
         outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
         outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
         binding = self._binding(layers, place.first, place.first + place.rows, tuple(tapped))
@@ -157,11 +158,11 @@ class OrtForward:
             binding = self._bound[key] = self._session.io_binding()
             for number, buffer in enumerate(buffers):
                 name, own = f"{'kv'[number % 2]}{number // 2}", buffer[first:stop]
-                binding.bind_input(name, "cpu", 0, np.float32, own.shape, own.ctypes.data)
-                binding.bind_output(f"new_{name}", "cpu", 0, np.float32, own.shape, own.ctypes.data)
+                binding.bind_input(name, "cpu", 0, own.dtype, own.shape, own.ctypes.data)
+                binding.bind_output(f"new_{name}", "cpu", 0, own.dtype, own.shape, own.ctypes.data)
             for number, (cos, sin) in enumerate(self._angles):
-                binding.bind_input(f"cos{number}", "cpu", 0, np.float32, cos.shape, cos.ctypes.data)
-                binding.bind_input(f"sin{number}", "cpu", 0, np.float32, sin.shape, sin.ctypes.data)
+                binding.bind_input(f"cos{number}", "cpu", 0, cos.dtype, cos.shape, cos.ctypes.data)
+                binding.bind_input(f"sin{number}", "cpu", 0, sin.dtype, sin.shape, sin.ctypes.data)
         return binding
 
     def _place(self, buffer: Array) -> tuple[tuple[int, ...], int]:
@@ -180,7 +181,7 @@ class OrtForward:
         positions = np.arange(-(-2 * count // _ANGLES) * _ANGLES)
         tables = [rope.on_host(positions) for rope in self._ropes]
         halves = [table[..., table.shape[-1] // 2 :] for table in tables]  # in the first halves sines are negated
-        self._angles = [(np.ascontiguousarray(half[0]), np.ascontiguousarray(half[1])) for half in halves]
+        self._angles = [(half[0].astype(self.kv_dtype), half[1].astype(self.kv_dtype)) for half in halves]
         self._bound.clear()
 
 
@@ -232,9 +233,9 @@ class _Arrangement:
         return cls(first, rows, size, flat, total, int(positions.max()) + 1, inputs)
 
 
-def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None) -> Array:
+def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dtype: np.dtype[Any]) -> Array:
     """Returns the mask to add to scores, [rows, 1, size, total]: 0 where a token sees a column."""
-    mask = np.zeros((place.rows, 1, place.size, place.total), np.float32)
+    mask = np.zeros((place.rows, 1, place.size, place.total), dtype)
     for part in parts:
         own = mask[part.row - place.first, 0, : part.count, : part.end]
         if part.is_apart:
@@ -251,6 +252,7 @@ def _session(graph: Graph) -> Any:
     options.intra_op_num_threads = threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    options.enable_cpu_mem_arena = False  # it is not faster, and keeps what the longest forward used
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if threads() > 1 else "0")
     options.add_session_config_entry("session.force_spinning_stop", "1")
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
@@ -309,7 +311,7 @@ class OrtFlat:
             here = np.flatnonzero((places >= first) & (places < end))
             reach = room(own)
             layers = [
-                cache.on_host(*reach, _like(shape.kv_heads, shape.width))
+                cache.on_host(*reach, _like(shape.kv_heads, shape.width, self._forward.kv_dtype))
                 for cache, shape in zip(caches, self._forward.shapes, strict=True)
             ]
             results = self._forward(tokens[first:end], own, layers, places[here] - first, tapped)
@@ -351,9 +353,9 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
 
 
 @cache
-def _like(kv_heads: int, width: int) -> mx.array:
+def _like(kv_heads: int, width: int, dtype: np.dtype[Any]) -> mx.array:
     """Returns keys of one column."""
-    return mx.zeros((1, kv_heads, 1, width))
+    return mx.array(np.zeros((1, kv_heads, 1, width), dtype))
 
 
 log = logging.getLogger(__name__)
@@ -458,4 +460,4 @@ def _with_others(forward: OrtForward, tokens: Array) -> Array:
 def _buffers(forward: OrtForward, rows: int) -> Layers:
     _, columns = room([Segment(0, 2 * _WIDE, _WIDE)])
     like = [(rows, shape.kv_heads, columns, shape.width) for shape in forward.shapes]
-    return [(np.zeros(shape, np.float32), np.zeros(shape, np.float32)) for shape in like]
+    return [(np.zeros(shape, forward.kv_dtype), np.zeros(shape, forward.kv_dtype)) for shape in like]

@@ -55,6 +55,9 @@ class Graph:
     S], each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of `masks`;
     `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`,
     `new_v{i}`. Outputs: `logits` [R, `outputs`], `normed` [R, H], and each layer's output, `layer{i}` [T, H].
+
+    Keys, values, angles and masks are of `kv_dtype`: float16 for a quantised model, whose activations are rounded more
+    than that, else float32.
     """
 
     proto: bytes
@@ -63,6 +66,7 @@ class Graph:
     ropes: list[RopeTable]
     masks: list[int | None]
     quantised: bool
+    kv_dtype: np.dtype[Any]
     width: int
     outputs: int
 
@@ -119,6 +123,7 @@ class _Builder:
     weights: dict[str, Array] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
     quantised: bool = False
+    kv_type: int = TensorProto.FLOAT
     sums: dict[str, str] = field(default_factory=dict)
     made: int = 0
 
@@ -242,6 +247,8 @@ def build(model: nn.Module, model_type: str, masked: bool) -> Graph:
 
 def _build(model: nn.Module, masked: bool) -> Graph:
     b = _Builder()
+    if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
+        b.kv_type = TensorProto.FLOAT16
     backbone, layers = backbone_of(model)
     windows = [window_of(cache) for cache in make_prompt_cache(model)]
     shapes: list[LayerShape] = []
@@ -284,7 +291,8 @@ def _build(model: nn.Module, masked: bool) -> Graph:
     b.op("Identity", b.linear("normed", [head]), outputs=["logits"])
     hidden = norm_of(final_norm(backbone))[0].size
     outputs = int(head.weight.shape[0])
-    return Graph(_proto(b, shapes, len(ropes), masks), b.weights, shapes, ropes, masks, b.quantised, hidden, outputs)
+    proto, kv_dtype = _proto(b, shapes, len(ropes), masks), helper.tensor_dtype_to_np_dtype(b.kv_type)
+    return Graph(proto, b.weights, shapes, ropes, masks, b.quantised, kv_dtype, hidden, outputs)
 
 
 def _attention(
@@ -300,7 +308,7 @@ def _attention(
         q = b.normed_heads(q, attention.q_norm, heads, width)
         k = b.normed_heads(k, attention.k_norm, kv_heads, width)
         qkv = b.op("Concat", q, k, v, axis=-1)
-    laid = b.op("Reshape", b.op("Gather", qkv, "take", axis=0), "laid")
+    laid = b.op("Cast", b.op("Reshape", b.op("Gather", qkv, "take", axis=0), "laid"), to=b.kv_type)
     inputs = [laid, "", "", f"k{number}", f"v{number}", "lengths", "total", *angles, "places", mask]
     b.op(
         "GroupQueryAttention",
@@ -315,7 +323,7 @@ def _attention(
         scale=float(attention.scale),
     )
     flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, heads * width)), "back", axis=0)
-    return b.linear(flat, [attention.o_proj])
+    return b.linear(b.op("Cast", flat, to=TensorProto.FLOAT), [attention.o_proj])
 
 
 def _mlp(b: _Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
@@ -344,15 +352,15 @@ def _proto(b: _Builder, shapes: Sequence[LayerShape], ropes: int, masks: Sequenc
         info("counts", i32, "B"),
         info("places", i64, "B", "S"),
         info("wanted", i64, "R"),
-        *(info(f"{c}{r}", f32, "L", f"half{r}") for r in range(ropes) for c in ("cos", "sin")),
-        *(info(f"mask{m}", f32, "B", 1, "S", "E") for m in range(len(masks))),
+        *(info(f"{c}{r}", b.kv_type, "L", f"half{r}") for r in range(ropes) for c in ("cos", "sin")),
+        *(info(f"mask{m}", b.kv_type, "B", 1, "S", "E") for m in range(len(masks))),
     ]
     outputs = [info("logits", f32, "R", "V"), info("normed", f32, "R", "H")]
     outputs += [info(f"layer{i}", f32, "T", "H") for i in range(len(shapes))]
     for i, shape in enumerate(shapes):
         for c in "kv":
-            inputs.append(info(f"{c}{i}", f32, "B", shape.kv_heads, "C", shape.width))
-            outputs.append(info(f"new_{c}{i}", f32, "B", shape.kv_heads, "C", shape.width))
+            inputs.append(info(f"{c}{i}", b.kv_type, "B", shape.kv_heads, "C", shape.width))
+            outputs.append(info(f"new_{c}{i}", b.kv_type, "B", shape.kv_heads, "C", shape.width))
     initial = list(b.small.values())
     for name, array in b.weights.items():
         tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype), dims=array.shape)

@@ -228,6 +228,15 @@ def test_an_idle_text_is_not_written_to(quantised: Quantised) -> None:
     assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+def test_keys_and_values_of_a_quantised_model_take_half_the_memory(quantised: Quantised, loaded: Loaded) -> None:
+    """Its saved prefix, which the prompt cache holds, is in the same format; a float32 model is not rounded."""
+    for model, dtype in ((quantised(), mx.float16), (loaded("llama"), mx.float32)):
+        kv_cache = open_kv_cache(model)
+        sequence = kv_cache.open()
+        fed(kv_cache, sequence, told(1, 20))
+        assert {part.dtype for part in kv_cache.save(sequence, 20).layers[0]} == {dtype}
+
+
 @pytest.mark.parametrize(
     "points", [HiddenStatePoints((1,)), HiddenStatePoints(before_norm=True), HiddenStatePoints((0, 2), after_norm=True)]
 )
