@@ -63,7 +63,8 @@ class Feed:
     """The next tokens of a text, [N]; the last `wanted` of them get logits. `prompt`: a piece of a prompt.
 
     `hidden` takes their hidden states, if `tap_hidden_states` was called. With `parents` the last tokens are a tree of
-    drafts (`protocol.trees`), which the KV cache must support (`trees`).
+    drafts (`protocol.trees`), which the KV cache must support (`trees`). `all_cores`: no drafter works for the text, so
+    a forward of such texts may use the drafters' core.
     """
 
     sequence: Any
@@ -72,6 +73,7 @@ class Feed:
     prompt: bool = False
     hidden: Takes | None = None
     parents: tuple[int, ...] = ()
+    all_cores: bool = False
 
     @property
     def count(self) -> int:
@@ -151,16 +153,22 @@ class FlatKVCache(FlatRows):
         if self._cpu is None:
             logits = _tapped(partial(self._by_mlx, tokens, segments, wanted), fed, self._hidden_states)
         else:
-            logits = _tapped(partial(self._by_ort, self._cpu, tokens, segments, wanted), fed, self._hidden_states)
+            wide = all(feed.all_cores or feed.prompt for feed in fed)
+            logits = _tapped(partial(self._by_ort, self._cpu, tokens, segments, wanted, wide), fed, self._hidden_states)
         for feed in feeds:
             feed.sequence.length += feed.count
         return logits
 
     def _by_ort(
-        self, cpu: OrtFlat, tokens: Sequence[Tokens], segments: Sequence[Segment], wanted: Sequence[int] | None
+        self,
+        cpu: OrtFlat,
+        tokens: Sequence[Tokens],
+        segments: Sequence[Segment],
+        wanted: Sequence[int] | None,
+        all_cores: bool,
     ) -> mx.array:
         flat = np.concatenate([np.array(part, np.int32) for part in tokens])
-        return cpu.forward(flat, segments, self._caches, wanted, self._hidden_states)
+        return cpu.forward(flat, segments, self._caches, wanted, self._hidden_states, all_cores)
 
     def _by_mlx(self, tokens: Sequence[Tokens], segments: Sequence[Segment], wanted: Sequence[int] | None) -> mx.array:
         self._frame.begin(segments)
@@ -265,6 +273,7 @@ class CacheSlot:
 
     `listener` is called with the hidden states of committed tokens that `engine.verify` feeds. `begins_at(length)`
     returns how many of `length` cached tokens to use, because the listener gets hidden states only of the others.
+    `all_cores`: see `Feed`.
     """
 
     def __init__(
@@ -290,6 +299,7 @@ class CacheSlot:
         self.sequence: Any = kv_cache.open()
         self.listener: Listener | None = None
         self.begins_at: Callable[[int], int] | None = None
+        self.all_cores = False
 
     @property
     def fed(self) -> int:

@@ -32,6 +32,7 @@ from outrider.engine.cache import is_attention, leaves_of
 from outrider.engine.hidden_states import ReducedLMHead
 from outrider.engine.ort import forward as ort
 from outrider.engine.ort.forward import OrtForward
+from outrider.engine.ort.sessions import kernels
 from outrider.protocol.errors import ModelError, first_line, named_errors
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class LoadedModel:
         If activations are rounded, the name of the CPU's kernels, because the bits depend on them.
         """
         if self.cpu is not None and self.cpu.quantised:
-            return ort.kernels()
+            return kernels()
         weights = (value.dtype for _, value in tree_flatten(self.model.parameters()))
         found = next((dtype for dtype in weights if mx.issubdtype(dtype, mx.floating)), mx.float32)
         return str(found).removeprefix("mlx.core.")
@@ -280,7 +281,7 @@ def _by_ort(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtFo
     """Returns the forwards by ONNX Runtime, or None. MLX's weights then stay in their files until they are used."""
     model.set_dtype(mx.float32)
     quantised = any(hasattr(module, "scales") for module in model.modules())
-    forward = ort.serve(model, model_type, trees or not quantised)
+    forward = ort.serve(model, model_type, trees or not quantised, path)
     if forward is not None:
         again, _ = _read(path)
         again.set_dtype(mx.float32)

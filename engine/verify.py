@@ -267,7 +267,7 @@ def begin(
         behind = after.token_of(slot) if after is not None else None
         tokens = slot.unfed + known if behind is None else behind
         takes = _taken(hidden, len(feeds), slot)
-        feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents))
+        feeds.append(Feed(slot.sequence, tokens, len(ask.chain) + 1, False, takes, ask.parents, slot.all_cores))
         positions.append(slot.fed + feeds[-1].count - len(ask.chain))
     for reading in readings:
         slot, start = reading.slot, reading.slot.fed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,3 +54,14 @@ def _add(weights: hashlib._Hash, file: BinaryIO) -> None:
             begin, end = tensor["data_offsets"]
             file.seek(8 + size + begin)
             weights.update(file.read(min(end - begin, _EACH)))
+
+
+CACHE = "OUTRIDER_CACHE"
+
+
+def cache_folder() -> Path:
+    """Returns `$OUTRIDER_CACHE`, or `outrider` in the user's cache folder; it need not exist."""
+    named = os.environ.get(CACHE)
+    if named:
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

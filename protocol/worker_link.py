@@ -297,6 +297,8 @@ def _wait_for_end(fd: int) -> None:
 CPU_KERNELS = "OUTRIDER_CPU_KERNELS"
 """The environment variable that sets what computes a worker's forwards on a CPU, one of `KERNELS`."""
 KERNELS = ("auto", "mlx")
+DRAFTER_CORE = "OUTRIDER_DRAFTER_CORE"
+"""The environment variable with the number of the drafters' core, for a target that may use it while they rest."""
 
 
 class WorkerLoop(Protocol):

@@ -136,6 +136,7 @@ class TargetRequest:
         self.autonomous, self.draft, self.max_tokens = message.autonomous, message.draft, message.max_tokens
         self.drafter = message.drafter or next(iter(self.drafters), "")
         self.min_prob = message.min_prob
+        self.slot.all_cores = message.all_cores
 
     def halt(self) -> None:
         """Ends autonomous rounds after the one under way, which the last outcome has announced."""

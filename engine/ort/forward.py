@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -26,7 +24,6 @@ from weakref import ref
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import onnxruntime as ort
 
 from outrider.engine.flat import FlatCache, Segment
 from outrider.engine.hidden_states import (
@@ -39,7 +36,8 @@ from outrider.engine.hidden_states import (
     unwrapped,
 )
 from outrider.engine.memory import give_back
-from outrider.engine.ort.graph import FAMILIES, Array, Graph, build, host, levels, norm_of, output_of
+from outrider.engine.ort.graph import FAMILIES, Array, Layout, build, host, levels, norm_of, output_of
+from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
@@ -87,16 +85,16 @@ class Embedding:
 
 
 class OrtForward:
-    """A model's session. `quantised`: activations are rounded to 8 bits. `least`: rows that forwards are padded to."""
+    """A model's sessions. `quantised`: activations are rounded to 8 bits. `least`: rows that forwards are padded to."""
 
-    def __init__(self, model: nn.Module, model_type: str, masked: bool) -> None:
-        """Builds the session. Raises ModelError if ONNX Runtime can't compute the model."""
-        graph = build(model, model_type, masked)
-        self._session = _session(graph)
+    def __init__(self, model: nn.Module, model_type: str, masked: bool, cached: CachedGraph | None = None) -> None:
+        """Opens the sessions. Raises ModelError if ONNX Runtime can't compute the model."""
+        layout = Layout.of(model, masked)
+        self._sessions = Sessions.open(partial(build, model, layout), cached)
         self.masked = masked
-        self.shapes, self._ropes, self._masks = graph.shapes, graph.ropes, graph.masks
-        self.quantised, self.width, self._outputs = graph.quantised, graph.width, graph.outputs
-        self.kv_dtype = graph.kv_dtype
+        self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
+        self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
+        self.kv_dtype = layout.kv_dtype
         head = output_of(model)
         self._head_tokens = np.array(head.tokens) if isinstance(head, ReducedLMHead) else None
         self.vocab_size = self._outputs if self._head_tokens is None else head.vocab_size
@@ -109,13 +107,20 @@ class OrtForward:
         self._look_up(_ANGLES)
 
     def __call__(
-        self, tokens: Ints, parts: Sequence[Segment], layers: Layers, wanted: Ints, tapped: Sequence[int] = ()
+        self,
+        tokens: Ints,
+        parts: Sequence[Segment],
+        layers: Layers,
+        wanted: Ints,
+        tapped: Sequence[int] = (),
+        all_cores: bool = False,
     ) -> dict[str, Array]:
         """Feeds tokens [T], segment after segment. Returns `logits` [R, V] at the `wanted` places of the flat row.
 
         Args:
             layers: buffers, see `room`; written in place.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
+            all_cores: also computes on the drafters' core, if they have one.
         """
         place = _Arrangement.of(parts, max(len(tokens), self.least))
         self._look_up(max(place.total, place.positions_end))
@@ -129,12 +134,14 @@ class OrtForward:
             inputs[f"mask{number}"] = _mask(parts, place, window, self.kv_dtype)
         outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
         outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
-        binding = self._binding(layers, place.first, place.first + place.rows, tuple(tapped))
+        own, wide = self._sessions.own, self._sessions.all_cores
+        session = wide if all_cores and wide is not None else own
+        binding = self._binding(session, layers, place.first, place.first + place.rows, tuple(tapped))
         for name, array in inputs.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        self._session.run_with_iobinding(binding)
+        session.run_with_iobinding(binding, free_arena() if place.size >= _LONG else None)
         if place.size >= _LONG:
             give_back()
         results = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
@@ -144,18 +151,18 @@ class OrtForward:
             results["logits"] = whole
         return results
 
-    def _binding(self, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
-        """Returns a binding of these rows' keys and values; a new one if a buffer has moved or changed its size.
+    def _binding(self, session: Any, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
+        """Returns a session's binding of these rows' keys and values; a new one if a buffer has moved or grown.
 
         Each set of tapped layers has its own binding, since a shared one would still write rows to an old place.
         """
         buffers = [buffer for pair in layers for buffer in pair]
-        key = (tapped, first, stop, *map(self._place, buffers))
+        key = (id(session), tapped, first, stop, *map(self._place, buffers))
         binding = self._bound.get(key)
         if binding is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
-            binding = self._bound[key] = self._session.io_binding()
+            binding = self._bound[key] = session.io_binding()
             for number, buffer in enumerate(buffers):
                 name, own = f"{'kv'[number % 2]}{number // 2}", buffer[first:stop]
                 binding.bind_input(name, "cpu", 0, own.dtype, own.shape, own.ctypes.data)
@@ -247,28 +254,6 @@ def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dty
     return mask
 
 
-def _session(graph: Graph) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads()
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.enable_cpu_mem_arena = False  # it is not faster, and keeps what the longest forward used
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if threads() > 1 else "0")
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in graph.weights.items()}
-    options.add_external_initializers(list(values), list(values.values()))
-    try:
-        return ort.InferenceSession(graph.proto, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its bindings raise classes without a common base
-        raise ModelError(f"ONNX Runtime refuses this model's graph: {first_line(error)}") from error
-
-
-def threads() -> int:
-    """Returns the number of the BLAS's threads (`orchestrator.machine.system`)."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else 1
-
-
 def _factor(model_type: str, width: int) -> float:
     """Returns the factor that models of this family apply to embeddings."""
     if not model_type.startswith("gemma3"):
@@ -295,10 +280,12 @@ class OrtFlat:
         caches: Sequence[FlatCache],
         wanted: Sequence[int] | None,
         hidden: HiddenStates | None = None,
+        all_cores: bool = False,
     ) -> mx.array:
         """Feeds tokens [T], segment after segment. Returns logits [R, V] at the `wanted` places; None: at all.
 
-        `hidden` records the hidden states that it wants.
+        `hidden` records the hidden states that it wants. `all_cores`: see `OrtForward`. A long segment uses them in any
+        case, because its text waits for the first token.
         """
         if hidden is not None and not hidden.is_open:
             hidden = None
@@ -314,7 +301,8 @@ class OrtFlat:
                 cache.on_host(*reach, _like(shape.kv_heads, shape.width, self._forward.kv_dtype))
                 for cache, shape in zip(caches, self._forward.shapes, strict=True)
             ]
-            results = self._forward(tokens[first:end], own, layers, places[here] - first, tapped)
+            wide = all_cores or own[0].long
+            results = self._forward(tokens[first:end], own, layers, places[here] - first, tapped, wide)
             logits[here] = results["logits"]
             for layer in tapped:
                 rows[layer][first:end] = results[f"layer{layer}"]
@@ -363,15 +351,15 @@ log = logging.getLogger(__name__)
 _OWN = 3  # tokens that MLX computes: for a quantised model each takes as long as ten by ONNX Runtime
 _EXACT, _ROUNDED = 1e-3, 0.5  # allowed root mean square, in deviations of the logits: float32, and 8 bits
 _WIDE, _NEIGHBOUR = 11, 3
-_FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
 
 
-def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
+def serve(model: nn.Module, model_type: str, masked: bool, folder: Path) -> OrtForward | None:
     """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
 
     Args:
         model: its parameters may be lazy; quantised ones stay quantised.
         masked: trees of drafts will be fed.
+        folder: the model's files, by which its graph is kept on disk.
 
     Raises:
         InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
@@ -386,22 +374,17 @@ def serve(model: nn.Module, model_type: str, masked: bool) -> OrtForward | None:
         return None
     try:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
-            forward = OrtForward(model, model_type, masked)
-            check(model, forward)
+            cached = CachedGraph.of(folder, f"{model_type} {masked}")
+            forward = OrtForward(model, model_type, masked, cached)
+            if cached.least is None:
+                check(model, forward)
+                cached.passed(forward.least)
+            else:
+                forward.least = cached.least
             return forward
     except ModelError as error:
         log.warning("MLX computes this %s model: %s", model_type, first_line(error))
         return None
-
-
-def kernels() -> str:
-    """Returns the name of the kernels on which a quantised forward's bits depend: others may choose another token."""
-    flags: set[str] = set()
-    if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-    instructions = next((flag for flag in _FLAGS if flag in flags), platform.machine())
-    return f"int8-onnxruntime-{ort.__version__}-{instructions.replace('_', '-')}"
 
 
 def check(model: nn.Module, forward: OrtForward) -> None:
@@ -429,15 +412,18 @@ def check(model: nn.Module, forward: OrtForward) -> None:
         raise ModelError("its logits depend on how many tokens are fed at once")
     if not (_with_others(forward, tokens) == whole).all():
         raise ModelError("its logits depend on the other texts in the same forward")
+    if not (alone(forward, tokens, (1, 2, 8), all_cores=True) == whole).all():
+        raise ModelError("its logits depend on the number of cores")
 
 
-def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...]) -> Array:
+def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...], all_cores: bool = False) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes."""
     layers = _buffers(forward, 1)
     logits, start = [], 0
     for count in counts:
         part = Segment(0, start, count)
-        logits.append(forward(tokens[start : start + count], [part], layers, np.arange(count))["logits"])
+        own = tokens[start : start + count]
+        logits.append(forward(own, [part], layers, np.arange(count), all_cores=all_cores)["logits"])
         start += count
     return np.concatenate(logits)
 

@@ -7,7 +7,8 @@ buffers or scheduling. `ort.forward.check` compares the graph's logits with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,29 +47,67 @@ class LayerShape:
         return cls(int(attention.n_kv_heads), _depth(attention.o_proj) // int(attention.n_heads), window)
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a graph's inputs look like. `angles`: each layer's rope, an index of `ropes`; `masks`: their windows."""
+
+    shapes: list[LayerShape]
+    angles: list[int]
+    ropes: list[RopeTable]
+    masks: list[int | None]
+    quantised: bool
+    width: int
+    outputs: int
+
+    @classmethod
+    def of(cls, model: nn.Module, masked: bool) -> Layout:
+        """Reads no weights. `masked`: with a mask for every query, which trees of drafts need.
+
+        Raises:
+            ModelError: a layer is not supported.
+        """
+        with _refusals():
+            backbone, layers = backbone_of(model)
+            windows = [window_of(cache) for cache in make_prompt_cache(model)]
+            attentions = [layer.self_attn for layer in layers]
+            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, windows, strict=True)]
+            known: dict[Any, int] = {}
+            ropes: list[RopeTable] = []
+            angles = []
+            for attention, shape in zip(attentions, shapes, strict=True):
+                rope = attention.rope.inner if isinstance(attention.rope, TokenRope) else attention.rope
+                key = signature(rope), shape.width
+                if key not in known:
+                    known[key] = len(ropes)
+                    ropes.append(_rope(rope, shape.width))
+                angles.append(known[key])
+            masks = list(dict.fromkeys(window for window in windows if masked or window is not None))
+            head = _rows_of(output_of(model))
+            quantised = any(isinstance(part, nn.QuantizedLinear) for part in (head, *model.modules()))
+            quantised |= isinstance(head, nn.QuantizedEmbedding)
+            hidden, outputs = int(final_norm(backbone).weight.size), int(head.weight.shape[0])
+            return cls(shapes, angles, ropes, masks, quantised, hidden, outputs)
+
+    @property
+    def kv_dtype(self) -> np.dtype[Any]:
+        """The format of keys, values, angles and masks: float16 for a quantised model, which rounds activations more
+        than that, else float32."""
+        return np.dtype(np.float16 if self.quantised else np.float32)
+
+
 @dataclass(slots=True)
 class Graph:
     """A model as ONNX: `proto` without weights, which are in `weights` by name.
 
     Inputs: `x` [T, H], embedded tokens; `take` [B x S], the token at each place of [B, S]; `back` [T], each token's
     place; `lengths` [B], each text's columns afterwards, less one; `total`; `counts` [B], the tokens fed; `places` [B,
-    S], each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of `masks`;
-    `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`,
-    `new_v{i}`. Outputs: `logits` [R, `outputs`], `normed` [R, H], and each layer's output, `layer{i}` [T, H].
-
-    Keys, values, angles and masks are of `kv_dtype`: float16 for a quantised model, whose activations are rounded more
-    than that, else float32.
+    S], each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of the layout's
+    masks; `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory,
+    `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `normed` [R, H], and each layer's output, `layer{i}` [T, H].
     """
 
     proto: bytes
     weights: dict[str, Array]
-    shapes: list[LayerShape]
-    ropes: list[RopeTable]
-    masks: list[int | None]
-    quantised: bool
-    kv_dtype: np.dtype[Any]
-    width: int
-    outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +161,6 @@ class _Builder:
     nodes: list[Any] = field(default_factory=list)
     weights: dict[str, Array] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
-    quantised: bool = False
     kv_type: int = TensorProto.FLOAT
     sums: dict[str, str] = field(default_factory=dict)
     made: int = 0
@@ -177,7 +215,6 @@ class _Builder:
         Biases become zero points. What these leave of them are the weights of each group's sum of x, so the sums follow
         x as further columns, and their weights are quantised, too.
         """
-        self.quantised = True
         bits, group = whole.bits, whole.group
         q, scales = whole.q, whole.scales
         depth = scales.shape[1] * group
@@ -231,49 +268,37 @@ class _Builder:
         return str(self.op("Reshape", self.norm(apart, layer), self.ints(-1, heads * width)))
 
 
-def build(model: nn.Module, model_type: str, masked: bool) -> Graph:
-    """Builds the graph of a model. `masked`: with a mask for every query, which trees of drafts need.
-
-    Raises:
-        ModelError: the model's family or one of its layers is not supported.
-    """
-    if model_type not in FAMILIES:
-        raise ModelError(f"ONNX Runtime computes only {', '.join(FAMILIES)} models")
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises ModelError for whatever a model lacks that supported ones have."""
     try:
-        return _build(model, masked)
+        yield
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
-def _build(model: nn.Module, masked: bool) -> Graph:
-    b = _Builder()
-    if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
-        b.kv_type = TensorProto.FLOAT16
+def build(model: nn.Module, layout: Layout) -> Graph:
+    """Builds the graph of a model from its weights.
+
+    Raises:
+        ModelError: one of its layers is not supported.
+    """
+    with _refusals():
+        return _build(model, layout)
+
+
+def _build(model: nn.Module, layout: Layout) -> Graph:
+    b = _Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype))
     backbone, layers = backbone_of(model)
-    windows = [window_of(cache) for cache in make_prompt_cache(model)]
-    shapes: list[LayerShape] = []
-    ropes: list[RopeTable] = []
-    known: dict[Any, int] = {}
-    masks: list[int | None] = []
     res, added = "x", ""
-    for number, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-        shape = LayerShape.of(layer.self_attn, window)
-        rope = layer.self_attn.rope
-        inner = rope.inner if isinstance(rope, TokenRope) else rope
-        key = signature(inner), shape.width
-        if key not in known:
-            known[key] = len(ropes)
-            ropes.append(_rope(inner, shape.width))
-        mask = ""
-        if masked or window is not None:
-            masks += [] if window in masks else [window]
-            mask = f"mask{masks.index(window)}"
+    for number, (layer, shape, rope) in enumerate(zip(layers, layout.shapes, layout.angles, strict=True)):
+        mask = f"mask{layout.masks.index(shape.window)}" if shape.window in layout.masks else ""
         if not added:
             n = b.norm(res, layer.input_layernorm)
         else:
             n = b.add_and_norm(res, added, layer.input_layernorm, f"layer{number - 1}")
             res = f"layer{number - 1}"
-        o = _attention(b, n, layer.self_attn, shape, number, (f"cos{known[key]}", f"sin{known[key]}"), mask)
+        o = _attention(b, n, layer.self_attn, shape, number, (f"cos{rope}", f"sin{rope}"), mask)
         four = "pre_feedforward_layernorm" in layer  # norms before and after attention and MLP
         if four:
             o = b.norm(o, layer.post_attention_layernorm)
@@ -282,17 +307,11 @@ def _build(model: nn.Module, masked: bool) -> Graph:
         added = _mlp(b, n, layer.mlp, number, gelu=four)
         if four:
             added = b.norm(added, layer.post_feedforward_layernorm)
-        shapes.append(shape)
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
     b.op("Identity", b.norm(b.op("Gather", last, "wanted", axis=0), final_norm(backbone)), outputs=["normed"])
-    head = output_of(model)
-    head = head.rows if isinstance(head, ReducedLMHead) else head
-    b.op("Identity", b.linear("normed", [head]), outputs=["logits"])
-    hidden = norm_of(final_norm(backbone))[0].size
-    outputs = int(head.weight.shape[0])
-    proto, kv_dtype = _proto(b, shapes, len(ropes), masks), helper.tensor_dtype_to_np_dtype(b.kv_type)
-    return Graph(proto, b.weights, shapes, ropes, masks, b.quantised, kv_dtype, hidden, outputs)
+    b.op("Identity", b.linear("normed", [_rows_of(output_of(model))]), outputs=["logits"])
+    return Graph(_proto(b, layout), b.weights)
 
 
 def _attention(
@@ -337,7 +356,7 @@ def _mlp(b: _Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
     return b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
 
 
-def _proto(b: _Builder, shapes: Sequence[LayerShape], ropes: int, masks: Sequence[int | None]) -> bytes:
+def _proto(b: _Builder, layout: Layout) -> bytes:
     def info(name: str, kind: int, *dims: int | str) -> Any:
         return helper.make_tensor_value_info(name, kind, dims)
 
@@ -352,12 +371,12 @@ def _proto(b: _Builder, shapes: Sequence[LayerShape], ropes: int, masks: Sequenc
         info("counts", i32, "B"),
         info("places", i64, "B", "S"),
         info("wanted", i64, "R"),
-        *(info(f"{c}{r}", b.kv_type, "L", f"half{r}") for r in range(ropes) for c in ("cos", "sin")),
-        *(info(f"mask{m}", b.kv_type, "B", 1, "S", "E") for m in range(len(masks))),
+        *(info(f"{c}{r}", b.kv_type, "L", f"half{r}") for r in range(len(layout.ropes)) for c in ("cos", "sin")),
+        *(info(f"mask{m}", b.kv_type, "B", 1, "S", "E") for m in range(len(layout.masks))),
     ]
     outputs = [info("logits", f32, "R", "V"), info("normed", f32, "R", "H")]
-    outputs += [info(f"layer{i}", f32, "T", "H") for i in range(len(shapes))]
-    for i, shape in enumerate(shapes):
+    outputs += [info(f"layer{i}", f32, "T", "H") for i in range(len(layout.shapes))]
+    for i, shape in enumerate(layout.shapes):
         for c in "kv":
             inputs.append(info(f"{c}{i}", b.kv_type, "B", shape.kv_heads, "C", shape.width))
             outputs.append(info(f"new_{c}{i}", b.kv_type, "B", shape.kv_heads, "C", shape.width))
@@ -386,6 +405,10 @@ def output_of(model: nn.Module) -> nn.Module:
         if isinstance(own, nn.Module):
             return unwrapped(own)
     return unwrapped(embedding(backbone_of(model)[0]))
+
+
+def _rows_of(head: nn.Module) -> nn.Module:
+    return head.rows if isinstance(head, ReducedLMHead) else head
 
 
 def _projections(attention: nn.Module) -> list[nn.Module]:

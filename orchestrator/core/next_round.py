@@ -97,6 +97,7 @@ class Dispatch:
                 else 0,
                 parents=proposal.parents,
                 min_prob=proposal.min_prob,
+                all_cores=proposal.autonomous and request.admit.mode == "auto",
             )
         )
 

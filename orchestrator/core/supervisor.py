@@ -122,6 +122,7 @@ def spawn_worker(
                 env={
                     **STEADY_MEMORY,
                     **system.environment(child_environment(), settings.threads, settings.cpu_kernels),
+                    **system.drafter_core(role, settings),
                 },
                 pass_fds=inherited,
                 start_new_session=True,

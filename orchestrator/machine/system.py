@@ -28,7 +28,7 @@ from pathlib import Path
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError, InvalidRequest
 from outrider.protocol.version import install
-from outrider.protocol.worker_link import CPU_KERNELS
+from outrider.protocol.worker_link import CPU_KERNELS, DRAFTER_CORE
 
 MISSING = (
     "no OpenBLAS was found; ONNX Runtime computes the default model and most others on a CPU and doesn't need it"
@@ -145,6 +145,12 @@ def core_of(role: str, settings: ServeSettings) -> int | None:
     if settings.shards > 1 or not settings.pin_cores:  # on one core, ranks that wait for each other would take turns
         return None
     return {"target": GIVEN[0], "draft": GIVEN[-1], "orchestrator": GIVEN[-1]}.get(role)
+
+
+def drafter_core(role: str, settings: ServeSettings) -> dict[str, str]:
+    """Returns the environment variable that tells a target the drafters' core, if they have one of their own."""
+    core = core_of("draft", settings)
+    return {DRAFTER_CORE: str(core)} if role == "target" and core is not None else {}
 
 
 def pin(pid: int, core: int | None) -> None:

@@ -36,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from outrider.orchestrator.pairing.gguf import anew, packed
+from outrider.protocol.digest import CACHE, cache_folder
 from outrider.protocol.errors import ModelError
 
 SHARED = "target"
@@ -164,16 +165,7 @@ def _quantised(rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
     return {f"{_HEAD}.weight": packed(grid.levels, 8), f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
 
 
-VARIABLE = "OUTRIDER_CACHE"
 _PIECE = 2**22
-
-
-def cache_folder() -> Path:
-    """Returns `$OUTRIDER_CACHE`, or `outrider` in the user's cache folder; it need not exist."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
@@ -249,7 +241,7 @@ def hash_of(path: Path) -> str:
 def _refused(error: OSError) -> ModelError:
     return ModelError(
         f"the model can't be stored in {cache_folder()}: {error.strerror or error}; free some space, or choose another"
-        f" folder with {VARIABLE}"
+        f" folder with {CACHE}"
     )
 
 

@@ -100,6 +100,8 @@ class Verify:
     With `draft` and without `autonomous`, the drafter drafts for this round alone, and `chain`, or a tree, is combined
     with its tokens: the target verifies all of the drafter's tokens, then what they lack of the chain (`trees.united`),
     64 nodes at most. `max_tokens` is set then, too.
+
+    `all_cores`: no drafter works for the request until the next Verify, so the target may use the drafters' core.
     """
 
     request: RequestId
@@ -115,6 +117,7 @@ class Verify:
     parents: Parents = ()
     drafter: Name = ""
     min_prob: float = 1.0
+    all_cores: bool = False
 
 
 @dataclass(frozen=True, slots=True)

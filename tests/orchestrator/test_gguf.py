@@ -26,6 +26,7 @@ from outrider.orchestrator.pairing.model_files import find_model
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.pairing.tokenizer import load_text
 from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol.digest import CACHE
 from outrider.protocol.errors import ModelError
 from tests.gguf_files import SIZES, write_gguf
 
@@ -305,7 +306,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(file, cache, monkeypatch):
 
 def test_a_cache_that_is_not_ours_to_write_is_told(file, tmp_path, monkeypatch):
     (tmp_path / "plain").write_text("")
-    monkeypatch.setenv(pulled.VARIABLE, str(tmp_path / "plain" / "below"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "plain" / "below"))
     with pytest.raises(ModelError, match="can't be stored in"):
         converted(file)
 

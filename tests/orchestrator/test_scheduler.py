@@ -233,6 +233,18 @@ def test_plain_decoding_goes_on_without_a_word_until_something_else_is_to_be_tri
     assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
 
 
+def test_the_target_gets_the_drafters_core_only_while_auto_decodes_plainly() -> None:
+    """The mode ar keeps the cores that the other modes have, to be compared with them."""
+    text = random_text(11)
+    auto, plain = Cluster(text, script(text)), Cluster(text, script(text))
+    auto.run(PROMPT, 300, "auto")
+    plain.run(PROMPT, 100, "ar")
+    verifies = [message for message in auto.told_target if isinstance(message, Verify)]
+    assert {message.autonomous for message in verifies} == {True, False}
+    assert all(message.all_cores == message.autonomous for message in verifies)
+    assert not any(isinstance(message, Verify) and message.all_cores for message in plain.told_target)
+
+
 def test_nothing_is_prepared_for_residual_sampling() -> None:
     text = random_text(15)
     cluster = Cluster(text, script(text))

@@ -16,6 +16,7 @@ from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import Sweeper
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest, WorkerError
+from outrider.protocol.worker_link import DRAFTER_CORE
 
 SETTINGS = ServeSettings(model="/m", draft_model="/d", log_level="info", fan_out="uniform")
 WAITS = "import os, sys; fd = int(sys.argv[1]); print('up', flush=True); os.read(fd, 1)"
@@ -190,10 +191,13 @@ def test_on_two_cores_target_and_drafter_have_one_each_and_the_orchestrator_is_o
         9,
         None,
     ]
+    assert system.drafter_core("target", SETTINGS) == {DRAFTER_CORE: "9"}
+    assert system.drafter_core("draft", SETTINGS) == {}
     assert system.core_of("draft", ServeSettings(model="m", draft_model="d", threads=2)) is None
     assert system.core_of("target", ServeSettings(draft_backend="ngram")) is None
     monkeypatch.setattr(system, "GIVEN", [0, 1, 2, 3])
     assert system.core_of("draft", SETTINGS) is None
+    assert system.drafter_core("target", SETTINGS) == {}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="cores are told apart on Linux")

@@ -1,0 +1,199 @@
+"""Opens ONNX Runtime sessions for a model's graph, and keeps graphs on disk as this CPU's kernels want their weights.
+
+The second start of a model maps that file into memory: it builds no graph, rearranges no weights and repeats no checks,
+and the model's sessions share one copy of its weights. `all_cores` is a session that also computes on the drafters'
+core, for forwards while no drafter works. Knows files, threads and cores; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from outrider.engine.ort import graph
+from outrider.engine.ort.graph import Graph
+from outrider.protocol.digest import cache_folder, digest
+from outrider.protocol.errors import ModelError, first_line
+from outrider.protocol.worker_link import DRAFTER_CORE
+
+log = logging.getLogger(__name__)
+
+_SMALLEST, _LARGEST = 2**24, 2**29  # bytes of weights: smaller ones are quick to build, larger ones would fill disks
+_GRAPH, _WEIGHTS, _CHECKED = "graph.onnx", "weights.bin", "checked.json"
+_FLAGS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2")
+_SAVING = {
+    "session.save_external_prepacked_constant_initializers": "1",
+    "session.optimized_model_external_initializers_file_name": _WEIGHTS,
+    "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """A model's sessions. `all_cores` also computes on the drafters' core; None: there is no such core, or the weights
+    would be in memory twice."""
+
+    own: Any
+    all_cores: Any | None
+
+    @classmethod
+    def open(cls, build: Callable[[], Graph], cached: CachedGraph | None) -> Sessions:
+        """Opens the sessions of a graph, from disk if it is `cached` there, else from `build`, and then keeps it.
+
+        Raises:
+            ModelError: the graph can't be built, or ONNX Runtime refuses it.
+        """
+        if cached is not None and cached.exists:
+            try:
+                return cls._of(cached.file)
+            except ModelError:
+                shutil.rmtree(cached.folder, ignore_errors=True)  # a file is damaged
+        made = build()
+        weights = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in made.weights.items()}
+        size = sum(array.nbytes for array in made.weights.values())
+        made.weights.clear()
+        if cached is not None and _SMALLEST <= size <= _LARGEST and cached.write(made.proto, weights):
+            return cls._of(cached.file)
+        if size < _SMALLEST:
+            return cls._of(made.proto, weights)
+        return cls(_opened(made.proto, weights), None)  # each session has its own copy of these weights
+
+    @classmethod
+    def _of(cls, source: bytes | str, weights: dict[str, Any] | None = None) -> Sessions:
+        core = drafter_core()
+        return cls(_opened(source, weights), None if core is None else _opened(source, weights, core))
+
+
+@dataclass(frozen=True, slots=True)
+class CachedGraph:
+    """A graph in the cache. Its folder's name covers what its bits depend on; the model's older folders are removed."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, model: Path, kind: str) -> CachedGraph:
+        """Returns the place of the graph of `kind` of the model in this folder."""
+        code = [Path(file).read_text(encoding="utf-8") for file in (graph.__file__, __file__)]
+        state = json.dumps([digest(model), code, kernels(), threads(), drafter_core() is None])
+        return cls(cache_folder() / "graphs" / _short(f"{model.resolve()} {kind}") / _short(state))
+
+    @property
+    def file(self) -> str:
+        return os.fspath(self.folder / _GRAPH)
+
+    @property
+    def exists(self) -> bool:
+        return self.folder.is_dir()
+
+    def write(self, proto: bytes, weights: dict[str, Any]) -> bool:
+        """Keeps a graph; returns False if it can't be written, because a disk is full for example."""
+        parent = self.folder.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(
+                dir=parent, prefix=".unfinished-", ignore_cleanup_errors=True
+            ) as unfinished:
+                options = _options(threads())
+                options.optimized_model_filepath = os.fspath(Path(unfinished, _GRAPH))
+                for key, value in _SAVING.items():
+                    options.add_session_config_entry(key, value)
+                options.add_external_initializers(list(weights), list(weights.values()))
+                _session(proto, options)
+                os.rename(unfinished, self.folder)
+        except (OSError, ModelError) as error:
+            if not self.exists:  # otherwise another process was quicker
+                log.info("the model's graph is not kept on disk: %s", first_line(error))
+                return False
+        for old in parent.iterdir():
+            if old != self.folder and not old.name.startswith("."):
+                shutil.rmtree(old, ignore_errors=True)
+        return True
+
+    @property
+    def least(self) -> int | None:
+        """The rows that the check found forwards must have; None: they have not been checked."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return int(json.loads((self.folder / _CHECKED).read_text())["least"])
+        return None
+
+    def passed(self, least: int) -> None:
+        """Records that the graph has passed the check."""
+        if self.exists:
+            with suppress(OSError):
+                (self.folder / _CHECKED).write_text(json.dumps({"least": least}))
+
+
+def _opened(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:
+    """Opens a session; with `core` one that has a thread more, on that core."""
+    options = _options(threads() + (core is not None))
+    if core is not None:
+        options.add_session_config_entry("session.intra_op_thread_affinities", str(core + 1))
+    if weights:
+        options.add_external_initializers(list(weights), list(weights.values()))
+    return _session(source, options)
+
+
+def _options(count: int) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = count
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if count > 1 else "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
+
+
+def _session(source: bytes | str, options: Any) -> Any:
+    try:
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its bindings raise classes without a common base
+        raise ModelError(f"ONNX Runtime refuses this model's graph: {first_line(error)}") from error
+
+
+@cache
+def free_arena() -> Any:
+    """Returns the options of a run after which the session's arena frees the memory that is not in use."""
+    options = ort.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    return options
+
+
+def threads() -> int:
+    """Returns the number of the BLAS's threads (`orchestrator.machine.system`)."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def drafter_core() -> int | None:
+    """Returns the drafters' core, which a target may use while they rest; None: there is none of its own."""
+    given = os.environ.get(DRAFTER_CORE, "")
+    return int(given) if given.isdigit() else None
+
+
+@cache
+def kernels() -> str:
+    """Returns the name of the kernels on which a quantised forward's bits depend: others may choose another token."""
+    flags: set[str] = set()
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    instructions = next((flag for flag in _FLAGS if flag in flags), platform.machine())
+    return f"int8-onnxruntime-{ort.__version__}-{instructions.replace('_', '-')}"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
