@@ -1,7 +1,7 @@
-"""Computes a digest that identifies the model in a folder, without reading all of its weights.
+"""A digest that identifies the model in a folder, and files that are replaced as a whole.
 
-It covers the whole config.json, and each tensor's name, format, shape and first bytes, in which other weights differ,
-too. Knows files; knows nothing of models.
+The digest covers the whole config.json, and each tensor's name, format, shape and first bytes, in which other weights
+differ, too; it does not read all weights. Knows files; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,6 +44,19 @@ def fits(ours: str, theirs: str) -> bool:
     config, _, weights = ours.partition("-")
     other_config, _, other_weights = theirs.partition("-")
     return config == other_config and (weights == other_weights or not (weights and other_weights))
+
+
+def replace_file(path: Path, text: str, mode: int = 0o666) -> None:
+    """Writes a file atomically: readers see the old file or the new one. Creates missing folders. Raises OSError.
+
+    `mode`: the permissions of the file, less the process's umask.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        part = Path(folder, path.name)
+        part.touch(mode)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
 
 
 def _add(weights: hashlib._Hash, file: BinaryIO) -> None:

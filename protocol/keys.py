@@ -13,13 +13,13 @@ import binascii
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import KeyFault
 
 KEY_BYTES = 32
@@ -230,16 +230,9 @@ class Keyring:
             )
 
     def _write(self, path: Path, lines: Sequence[str]) -> None:
-        """Writes the file atomically: readers see the old file or the new one."""
-        part = path.with_name(f".{path.name}-{os.getpid()}")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check(self.folder, "700")
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines)
-            os.replace(part, path)
+            replace_file(path, "".join(f"{line}\n" for line in lines), 0o600)
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             raise KeyFault(f"{path} can't be written ({error.strerror}); expected a folder of your own") from None
