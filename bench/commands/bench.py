@@ -1,16 +1,23 @@
-"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs."""
+"""Compares AR, SD, SSD and auto with other engines on the same weights and prompts, in interleaved runs.
+
+By default each class of prompts has a table, at the settings that are best for it, with the formula's prediction beside
+it. `--suite` runs chat prompts of all classes at settings that are chosen once, as for a real server, and measures the
+footprint afterwards.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.commands import concurrency, files, suite
+from outrider.bench.commands import concurrency, files
 from outrider.bench.commands.files import numbers
+from outrider.bench.commands.footprint import LENGTH, Footprint, footprint_lines, measure_footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison.contention import Contention
 from outrider.bench.comparison.peers import ChosenPeers, choose
@@ -25,7 +32,7 @@ from outrider.bench.comparison.runners import (
     start_runners,
 )
 from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
-from outrider.bench.comparison.summary import RunnerSummary, compare_all, lines, summaries_of
+from outrider.bench.comparison.summary import RunnerSummary, compare_all, lines, shares, summaries_of
 from outrider.bench.timing.loops import IsolatedTimes, Stopwatch
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.orchestrator.cli import flags
@@ -43,6 +50,11 @@ COMMON = (
 )  # fmt: skip
 UNUSED = (*flags.OF_MANY_REQUESTS, "colocate", "ngrams", "memory", "trace")
 """Bench itself runs SD colocated, and with and without n-grams; several clusters can't share a trace."""
+
+PROMPTS, SUITE_PROMPTS = 24, 6
+DEPTHS, SUITE_DEPTHS = "2,3,4", "1,2,3"
+SUITE_TRIAL_PROMPTS = 1
+SINGLE_CLASS_ONLY = ("both_cores", "contended")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,14 +78,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """The checked plan of a bench. `prompts` are measured; K is chosen on `trials`. Both by class."""
+class PromptGroup:
+    """Prompts that are measured with the same settings, which are chosen on `trials`. `classes`: the class of each."""
 
-    prompts: dict[str, list[tuple[int, ...]]]
-    trials: dict[str, list[tuple[int, ...]]]
+    name: str
+    prompts: list[files.Tokens]
+    classes: list[str]
+    trials: list[files.Tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """The checked plan of a bench. In a `suite` all classes are one group, as for a real server."""
+
+    groups: list[PromptGroup]
     samplings: list[SamplingParams]
     depths: list[int]
     peers: ChosenPeers
+    suite: bool
     both_cores: bool
 
 
@@ -90,25 +112,37 @@ def run(options: argparse.Namespace) -> int:
     for name in ("modes", "rounds", "each"):
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is only used with concurrency")
-    if options.suite is not None:
-        return suite.run(options, pair, samplings)
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
-    screen = Screen()
-    sections, raw = [], {}
+    screen, threads = Screen(), pair.settings.threads
+    sections: list[report.Section] = []
+    ratios: dict[str, list[report.Ratio]] = {}
+    raw: dict[str, Any] = {}
     with _started(options, plan, pair, screen) as session:
-        for kind, prompts in plan.prompts.items():
-            for sampling in plan.samplings:
-                found, runs = session.run(kind, prompts, sampling)
-                sections += found
-                raw[f"{kind} T={sampling.temp:g}"] = {name: [_plain(run) for run in runs[name]] for name in runs}
-                screen.clear()
-                for section in found:
-                    print(report.table(section) + "\n", flush=True)
+        for group, sampling in product(plan.groups, plan.samplings):
+            found, runs = session.run(group, sampling)
+            at = f"T={sampling.temp:g}" if plan.suite else f"{group.name} T={sampling.temp:g}"
+            raw[at] = {name: list(map(_plain, group.classes, of_name)) for name, of_name in runs.items()}
+            sections += found
+            screen.clear()
+            for section in found:
+                print(report.table(section) + "\n", flush=True)
+            if plan.suite:
+                ratios[at] = report.ratios(runs, group.classes, threads)
+                print(f"ratios, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
+    used = _footprint(pair, plan, flags.settings_of(options), screen) if plan.suite else None
+    for line in (*(footprint_lines(used) if used else ()), *plan.peers.left_out):
+        print(line)
     title = f"outrider bench: K chosen per family, B = {pair.settings.breadth}"
-    results = {"sections": [asdict(found) for found in sections], "runs": raw}
-    files.write(out, "bench", title, pair.settings, results, lambda path: report.draw(sections, path, title))
-    for note in plan.peers.left_out:
-        print(note)
+    if plan.suite:
+        title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
+    results = {
+        "sections": [asdict(found) for found in sections],
+        "ratios": {at: [asdict(ratio) for ratio in found] for at, found in ratios.items()},
+        "footprint": asdict(used) if used else None,
+        "runs": raw,
+    }
+    name = "suite" if plan.suite else "bench"
+    files.write(out, name, title, pair.settings, results, lambda path: report.draw(sections, path, title))
     return 0
 
 
@@ -118,19 +152,38 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     Raises:
         InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
     """
-    depths = files.depths_of(options.depths or "2,3,4")
+    suite = options.suite is not None
+    for name in SINGLE_CLASS_ONLY if suite else ():
+        if getattr(options, name):
+            raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with suite")
+    depths = files.depths_of(options.depths or (SUITE_DEPTHS if suite else DEPTHS))
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
-    count = 24 if options.prompts is None else options.prompts
-    available = files.of_classes(options, pair, ("code",))
-    chosen = {kind: _first(kind, available[kind], count) for kind in available}
-    trials = {kind: tokens[count:] for kind, tokens in chosen.items()}
-    prompts = {kind: tokens[:count] for kind, tokens in chosen.items()}
-    return BenchPlan(prompts, trials, samplings, depths, peers, options.both_cores)
+    found = files.of_classes(options, pair, ("code",))
+    usual, kept = (SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (PROMPTS, FEWEST_TRIAL_PROMPTS)
+    count = usual if options.prompts is None else options.prompts
+    for kind, prompts in found.items():
+        most = len(prompts) - kept
+        if not 1 <= count <= most:
+            raise InvalidRequest(
+                f"prompts is {count}; expected 1 to {most}: the class {kind} has {len(prompts)}, and {kept} of"
+                " them must be left to choose the settings"
+            )
+    if suite:
+        in_turn = files.in_turn([prompts[:count] for prompts in found.values()])
+        groups = [PromptGroup(report.ALL, in_turn, [*found] * count, [prompts[-1] for prompts in found.values()])]
+        samplings = [replace(sampling, ignore_eos=False) for sampling in samplings]
+    else:
+        groups = [
+            PromptGroup(kind, prompts[:count], [kind] * count, prompts[count : count + TRIAL_PROMPTS])
+            for kind, prompts in found.items()
+        ]
+    return BenchPlan(groups, samplings, depths, peers, suite, options.both_cores)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSession:
-    """All processes of a bench. `bench`: workers that are timed in isolation; None without a draft worker."""
+    """All processes of a bench. `bench`: workers that are timed in isolation; None without a draft worker, and in a
+    suite."""
 
     plan: BenchPlan
     settings: ServeSettings
@@ -139,40 +192,54 @@ class BenchSession:
     conditions: str
     tell: Callable[[str], None]
 
-    def run(
-        self, kind: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams
-    ) -> tuple[list[report.Section], dict[str, list[Run]]]:
-        """Returns the tables of one class at one temperature, and the runs."""
-        best = self.families.best(self.plan.trials[kind], sampling, self.tell)
+    def run(self, group: PromptGroup, sampling: SamplingParams) -> tuple[list[report.Section], dict[str, list[Run]]]:
+        """Returns the tables of one group at one temperature, and the runs."""
+        best = self.families.best(group.trials, sampling, lambda message: self.tell(f"trial, {message}"))
         stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
-        runs = run_interleaved(best, prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
+        runs = run_interleaved(best, group.prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
         alone = stopwatch.read() if stopwatch else None
-        return self._sections(kind, sampling.temp, runs, best, alone), runs
+        return self._sections(group, sampling.temp, runs, best, alone), runs
 
     def _sections(
         self,
-        kind: str,
+        group: PromptGroup,
         temp: float,
         runs: dict[str, list[Run]],
         best: Sequence[PromptRunner],
         alone: IsolatedTimes | None,
     ) -> list[report.Section]:
         threads = self.settings.threads
-        main, subjects = main_table_runs(runs), summaries_of(best, runs, BOTH_CORES)
+        subjects = summaries_of(best, runs, BOTH_CORES)
         comparison = compare_all(subjects, alone) if alone else {}
         notes = self._notes(alone, subjects)
         here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
-        found = [report.section(kind, temp, here, main, BASELINE, comparison, notes)]
+        main = runs if self.plan.suite else main_table_runs(runs)
+        found = [report.section(group.name, temp, here, main, BASELINE, comparison, notes)]
+        for kind in dict.fromkeys(group.classes) if self.plan.suite else ():
+            found.append(report.section(kind, temp, here, report.of_class(runs, group.classes, kind), BASELINE, {}))
         if self.plan.both_cores:
             there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above{self.conditions}"
             second = second_table_runs(runs)
-            found.append(report.section(kind, temp, there, second, BASELINE + BOTH_CORES, {}))
+            found.append(report.section(group.name, temp, there, second, BASELINE + BOTH_CORES, {}))
         return found
 
     def _notes(self, alone: IsolatedTimes | None, subjects: Sequence[RunnerSummary]) -> list[str]:
+        if self.plan.suite:
+            return [shares(subject) for subject in subjects]
         if alone is None:
             return ["- no draft worker: no step was timed in isolation, so there is no prediction"]
         return lines(alone, subjects, self.settings.breadth, self.families.weight_bytes)
+
+
+def _footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
+    """Returns None if the model's context is shorter than LENGTH."""
+    if (pair.target.context_length or LENGTH) < LENGTH:
+        return None
+    words = [token for group in plan.groups for prompt in group.prompts for token in prompt]
+    try:
+        return measure_footprint(given, pair.settings, plan.peers, words, screen.show)
+    finally:
+        screen.clear()
 
 
 @contextmanager
@@ -181,10 +248,10 @@ def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, scr
     given = flags.settings_of(options)
     with ExitStack() as stack:
         started = stack.enter_context(
-            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show)
+            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite)
         )
         bench = None
-        if settings.has_draft_worker:
+        if settings.has_draft_worker and not plan.suite:
             bench = stack.enter_context(workbench(settings, screen.show))
         conditions = ""
         if options.contended:
@@ -192,23 +259,10 @@ def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, scr
         yield BenchSession(plan, settings, started, bench, conditions, screen.show)
 
 
-def _first(kind: str, prompts: list[files.Tokens], count: int) -> list[files.Tokens]:
-    """Returns the first `count` prompts, followed by the prompts of the trial."""
-    most = len(prompts) - FEWEST_TRIAL_PROMPTS
-    if not 1 <= count <= most:
-        raise InvalidRequest(
-            f"prompts is {count}; expected 1 to {most}: the class {kind} has {len(prompts)}, and"
-            f" {FEWEST_TRIAL_PROMPTS} are needed to choose K"
-        )
-    return prompts[: count + TRIAL_PROMPTS]
-
-
-def _plain(run: Run) -> dict[str, Any]:
-    timings = run.timings
+def _plain(kind: str, run: Run) -> dict[str, Any]:
     return {
-        "tokens": len(run.tokens),
+        "class": kind,
+        "tokens": run.timed.tokens,
         "seconds": run.timed.seconds,
-        "hits": timings.cache_hits if timings else None,
-        "misses": timings.cache_misses if timings else None,
-        "turnaround_ms": list(timings.turnaround_ms) if timings else None,
+        "timings": asdict(run.timings) if run.timings else None,
     }

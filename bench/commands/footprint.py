@@ -1,37 +1,27 @@
-"""`outrider bench --suite`: chat prompts of every class, with our modes and other engines, one request at a time.
+"""The footprint of a server for `outrider bench --suite`, and of llama.cpp on the same file.
 
-Settings are chosen once for all classes, on prompts that are not measured, as for a real server. Afterwards the
-footprint is measured: memory of all processes (PSS, or USS where the system has no PSS), time to first token of a long
-prompt, and start-up time.
+Memory of all processes (PSS, or USS where the system has no PSS), time to first token of a long prompt, and start-up
+time.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
-from outrider.bench.commands import files
-from outrider.bench.comparison import report
-from outrider.bench.comparison.peers import ChosenPeers, choose, llama_cpp
+from outrider.bench.comparison.peers import ChosenPeers, llama_cpp
 from outrider.bench.comparison.requests import SEEDS, BatchRunner, ModeBatch, PeerBatch, Texts
-from outrider.bench.comparison.runners import BASELINE, BOTH_CORES, llama_name, start_runners
-from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
-from outrider.bench.comparison.summary import shares, summaries_of
-from outrider.orchestrator.cli import flags
-from outrider.orchestrator.cli.flags import writable_folder
-from outrider.orchestrator.cli.terminal import Screen
+from outrider.bench.comparison.runners import llama_name
+from outrider.bench.comparison.runs import run_interleaved
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 
 OURS = "auto"
@@ -167,121 +157,3 @@ def _prompts(words: Sequence[int], count: int, length: int) -> list[tuple[int, .
     repeated = [*words] * (1 + (length + count) // len(words))
     step = max(len(words) // count, 1)
     return [tuple((repeated * 2)[at : at + length]) for at in range(0, count * step, step)]
-
-
-USUAL_PROMPTS = 6
-DEPTHS = "1,2,3"
-SINGLE_CLASS_ONLY = ("both_cores", "contended")
-
-
-@dataclass(frozen=True, slots=True)
-class SuitePlan:
-    """The checked plan of a suite. `classes`: the class of each prompt; `trials`: one prompt per class, on which
-    settings are chosen."""
-
-    prompts: list[files.Tokens]
-    classes: list[str]
-    trials: list[files.Tokens]
-    samplings: list[SamplingParams]
-    depths: list[int]
-    peers: ChosenPeers
-
-
-def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> int:
-    plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
-    screen, given = Screen(), flags.settings_of(options)
-    sections: list[report.Section] = []
-    ratios: dict[str, list[report.Ratio]] = {}
-    raw: dict[str, Any] = {}
-    with start_runners(given, pair.settings, plan.depths, False, plan.peers, screen.show, one_process=True) as started:
-        for sampling in plan.samplings:
-            best = started.best(plan.trials, sampling, lambda message: screen.show(f"trial, {message}"))
-            runs = run_interleaved(best, plan.prompts, sampling, screen.show)
-            at = f"T={sampling.temp:g}"
-            tables = _sections(plan, sampling.temp, best, runs, pair.settings.threads)
-            ratios[at] = report.ratios(runs, plan.classes, pair.settings.threads)
-            raw[at] = {
-                name: [_plain(*run) for run in zip(plan.classes, found, strict=True)] for name, found in runs.items()
-            }
-            sections += tables
-            screen.clear()
-            for section in tables:
-                print(report.table(section) + "\n")
-            print(f"ratios, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
-    footprint = _footprint(pair, plan, given, screen)
-    print("\n".join([*(footprint_lines(footprint) if footprint else []), *plan.peers.left_out]))
-    title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
-    results = {
-        "sections": [asdict(found) for found in sections],
-        "ratios": {at: [asdict(ratio) for ratio in found] for at, found in ratios.items()},
-        "footprint": asdict(footprint) if footprint else None,
-        "runs": raw,
-    }
-    files.write(out, "suite", title, pair.settings, results, lambda path: report.draw(sections, path, title))
-    return 0
-
-
-def _footprint(pair: ChosenPair, plan: SuitePlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
-    """Returns None if the model's context is shorter than LENGTH."""
-    if (pair.target.context_length or LENGTH) < LENGTH:
-        return None
-    words = [token for prompt in plan.prompts for token in prompt]
-    try:
-        return measure_footprint(given, pair.settings, plan.peers, words, screen.show)
-    finally:
-        screen.clear()
-
-
-def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> SuitePlan:
-    """Returns the plan that the flags describe.
-
-    Raises:
-        InvalidRequest: a flag is invalid, or a class of prompts or a peer is missing.
-    """
-    for name in SINGLE_CLASS_ONLY:
-        if getattr(options, name):
-            raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with suite")
-    depths = files.depths_of(options.depths or DEPTHS)
-    peers = choose(options.peers, pair.settings, options.model, options.draft_model)
-    found = files.of_classes(options, pair, ())
-    count = USUAL_PROMPTS if options.prompts is None else options.prompts
-    for kind, prompts in found.items():
-        if not 1 <= count < len(prompts):
-            raise InvalidRequest(
-                f"prompts is {count}; expected 1 to {len(prompts) - 1}: the class {kind} has {len(prompts)}, and one is"
-                " needed to choose settings"
-            )
-    chosen = {kind: prompts[:count] for kind, prompts in found.items()}
-    return SuitePlan(
-        files.in_turn(list(chosen.values())),
-        [*chosen] * count,
-        [prompts[-1] for prompts in found.values()],
-        [replace(sampling, ignore_eos=False) for sampling in samplings],
-        depths,
-        peers,
-    )
-
-
-def _sections(
-    plan: SuitePlan, temp: float, best: Sequence[PromptRunner], runs: Mapping[str, list[Run]], threads: int
-) -> list[report.Section]:
-    """Returns a table of all classes, with notes on where our modes spend their time, and a table of each class."""
-    here = f"{threads} thread{'s' * (threads > 1)} per worker"
-    notes = [shares(subject) for subject in summaries_of(best, runs, BOTH_CORES)]
-    tables = [report.section(report.ALL, temp, here, runs, BASELINE, {}, notes)]
-    for kind in dict.fromkeys(plan.classes):
-        of_kind = {
-            name: [run for run, run_kind in zip(found, plan.classes, strict=True) if run_kind == kind]
-            for name, found in runs.items()
-        }
-        tables.append(report.section(kind, temp, here, of_kind, BASELINE, {}))
-    return tables
-
-
-def _plain(kind: str, run: Run) -> dict[str, Any]:
-    return {
-        "class": kind,
-        "tokens": run.timed.tokens,
-        "seconds": run.timed.seconds,
-        "timings": asdict(run.timings) if run.timings else None,
-    }

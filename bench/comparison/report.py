@@ -159,20 +159,25 @@ def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
 def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
     """Returns every ratio that has runners on both sides, for all classes together and for each class. `classes`: the
     class of each prompt."""
-    found = []
+    ratios = []
     for spec in ratio_specs(threads):
         for kind in (ALL, *dict.fromkeys(classes)):
-            of_kind = {
-                name: [run.timed for run, run_kind in zip(of_name, classes, strict=True) if kind in (ALL, run_kind)]
-                for name, of_name in runs.items()
-            }
+            of_kind = {name: [run.timed for run in found] for name, found in of_class(runs, classes, kind).items()}
             rates = {name: total_rate(timed) for name, timed in of_kind.items()}
             ours = [name for name in runs if _is_one_of(name, spec.ours, None)]
             theirs = [name for name in runs if _is_one_of(name, spec.theirs, spec.threads)]
             if ours and theirs:
                 best, against = (max(names, key=rates.__getitem__) for names in (ours, theirs))
-                found.append(Ratio(spec.name, kind, against, ratio(of_kind[best], of_kind[against])))
-    return found
+                ratios.append(Ratio(spec.name, kind, against, ratio(of_kind[best], of_kind[against])))
+    return ratios
+
+
+def of_class(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], kind: str) -> dict[str, list[Run]]:
+    """Returns the runs of one class of prompts, or of `ALL`. `classes`: the class of each prompt."""
+    return {
+        name: [run for run, run_kind in zip(of_name, classes, strict=True) if kind in (ALL, run_kind)]
+        for name, of_name in runs.items()
+    }
 
 
 def ratio_table(found: Sequence[Ratio]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.commands import files, suite
+from outrider.bench.commands import files, footprint
 from outrider.bench.comparison import report
 from outrider.bench.comparison import runners as runners_module
 from outrider.bench.comparison.peers import SPECULATIONS, WITH_DRAFT, ChosenPeers, choose
@@ -230,13 +230,13 @@ def test_memory_is_that_of_a_process_and_all_below_it() -> None:
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
     with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        found = suite.peak(process.pid, lambda: None)
+        found = footprint.peak(process.pid, lambda: None)
         process.communicate()
     assert 40 << 20 < found < 40 << 22
-    assert suite.total_memory(process.pid) == 0 or os.name != "posix"
+    assert footprint.total_memory(process.pid) == 0 or os.name != "posix"
 
 
 def test_prompts_of_a_footprint_begin_differently() -> None:
-    pieces = suite._prompts(range(1000), 4, 1500)
+    pieces = footprint._prompts(range(1000), 4, 1500)
     assert [len(piece) for piece in pieces] == [1500] * 4
     assert len({piece[0] for piece in pieces}) == 4
