@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from outrider.orchestrator.client.base_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
@@ -24,78 +23,6 @@ from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, KeepAl
 from outrider.server.mapping.generation_params import GenerationParams
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused
-
-T = TypeVar("T")
-
-
-class NewsQueue(Generic[T]):
-    """An unbounded queue for one reader on one event loop, with a timeout on reads.
-
-    `asyncio.timeout` around `Queue.get` would create and cancel a timer for each item. Here one timer stays set, and
-    fires no earlier than the timeout could expire.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._items: list[T] = []
-        self._reader: asyncio.Future[None] | None = None
-        self._write_now: Callable[[T], bool] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._patience = self._timer_at = self._until = 0.0
-
-    def put(self, one: T) -> None:
-        if self._write_now is not None and self._awaited is not None and self._write_now(one):
-            self._until = self._loop.time() + self._patience
-        else:
-            self._items.append(one)
-            self._wake()
-
-    async def take(self, patience: float, write_now: Callable[[T], bool] | None = None) -> list[T]:
-        """Returns all items, or none after `patience` seconds without a new one.
-
-        Items that arrive during the wait are first passed to `write_now`, in the same turn of the event loop, and are
-        queued only if it returns False.
-        """
-        if not self._items:
-            self._write_now = write_now
-            await self._arrival(patience)
-        found, self._items = self._items, []
-        return found
-
-    def close(self) -> None:
-        """Cancels the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def _arrival(self, patience: float) -> None:
-        self._patience, self._until = patience, self._loop.time() + patience
-        if self._timer is not None and self._until < self._timer_at:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None:
-            self._set_timer()
-        self._reader = self._loop.create_future()
-        await self._reader
-
-    def _set_timer(self) -> None:
-        self._timer_at = self._until
-        self._timer = self._loop.call_at(self._timer_at, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._until <= self._timer_at:
-            self._wake()
-        else:
-            self._set_timer()  # an item arrived since it was set
-
-    @property
-    def _awaited(self) -> asyncio.Future[None] | None:
-        """The future that a waiting reader has not yet been woken by."""
-        return self._reader if self._reader is not None and not self._reader.done() else None
-
-    def _wake(self) -> None:
-        if (reader := self._awaited) is not None:
-            reader.set_result(None)
 
 
 def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
@@ -145,8 +72,8 @@ def _times(span: Span) -> dict[str, float]:
     return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": (span.ended_ns - span.started_ns) / MILLISECOND_NS}
 
 
-SILENCE_SECONDS = 5.0
-"""A stream sends a keep-alive after so long without a result."""
+SILENCE_SECONDS = 2.5
+"""A stream sends a keep-alive after once to twice as long without a result."""
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +115,6 @@ class ChoiceEnded:
 
 
 News = ChoiceText | KeepAlive | ChoiceEnded
-WriteNow = Callable[[News | Exception], bool]
-"""Receives a result while nothing is queued; returns whether it wrote it."""
 StartTimer = Callable[[int, ChoiceJob], ChoiceTimer]
 """Starts the timer of a choice, by its index."""
 
@@ -219,7 +144,9 @@ class RequestRun:
         self._watch = watch
         self._place = place
         self._longest = longest
-        self._line = NewsQueue[News | Exception]()
+        self._line = asyncio.Queue[News | Exception]()
+        self._is_silent = False
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
         self._first: list[News] = []
         self._open = set(range(len(jobs)))
         self._streams: dict[int, AsyncStream] = {}
@@ -236,18 +163,19 @@ class RequestRun:
         Raises:
             OutriderError: the request failed by then.
         """
-        self._first = await self.news(patience)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                self._first = await self.news()
 
-    async def next(self, write_now: WriteNow | None = None) -> list[StreamItem]:
-        """Returns new items, except those that `write_now` took.
+    async def next(self) -> list[StreamItem]:
+        """Returns new items.
 
         Raises:
             OutriderError: a choice failed, which fails the request.
         """
         first, self._first = self._first, []
-        news = first or await self.news(SILENCE_SECONDS, write_now)
-        found: list[StreamItem] = [] if news else [KeepAlive("still here")]
-        for one in news:
+        found: list[StreamItem] = []
+        for one in first or await self.news():
             found += self._items(one)
             if isinstance(one, ChoiceEnded):
                 self._open.discard(one.index)
@@ -265,20 +193,17 @@ class RequestRun:
             await self.next()
         return self._choices
 
-    async def news(self, patience: float, write_now: WriteNow | None = None) -> list[News]:
-        """Returns new results in order, except those that `write_now` took; none after `patience` seconds without any.
+    async def news(self) -> list[News]:
+        """Waits for new results, and returns them in order.
 
         Raises:
             OutriderError: a choice failed.
         """
         found: list[News] = []
-        for one in await self._line.take(patience, write_now):
-            _add(found, one)
+        _add(found, await self._line.get())
+        while not self._line.empty():
+            _add(found, self._line.get_nowait())
         return found
-
-    def text(self, news: News | Exception) -> list[StreamItem] | None:
-        """Returns the items of new text. None if `news` is something else, or may end its choice."""
-        return self._items(news) if isinstance(news, ChoiceText) and not self._one_call else None
 
     def _items(self, news: News) -> list[StreamItem]:
         match news:
@@ -292,10 +217,21 @@ class RequestRun:
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
         self._place.close()
+        self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._line.close()
+
+    def _put(self, one: News | Exception) -> None:
+        self._is_silent = False
+        self._line.put_nowait(one)
+
+    def _keep_alive(self) -> None:
+        """Adds a keep-alive if nothing was added since the last call, and sets the timer for the next call."""
+        if self._is_silent:
+            self._line.put_nowait(KeepAlive("still here"))
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
 
     async def _complete(self, index: int, job: ChoiceJob) -> None:
         watch = self._watch(index, job)
@@ -305,21 +241,21 @@ class RequestRun:
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._line.put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
+            self._put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
 
         try:
             stream = self._streams[index] = self._stream(job)
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
-            self._line.put(ChoiceEnded(index, result))
+            self._put(ChoiceEnded(index, result))
         except OutriderError as error:
-            self._line.put(failed := error)
+            self._put(failed := error)
         except TimeoutError:
             late = f"the answer was not complete after {min(limits):g} s and was cancelled; set a longer timeout"
-            self._line.put(failed := Refused(late, "timeout", 504, "timeout"))
+            self._put(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._line.put(failed := error)  # ends the reader's wait
+            self._put(failed := error)  # ends the reader's wait
             raise
         finally:
             watch.ended(result, failed)
@@ -331,7 +267,7 @@ class RequestRun:
             params.sampling,
             **params.speculation.model_dump(),
             client=self._caller,
-            progress=lambda done, total: self._line.put(KeepAlive(f"prompt {done}/{total}")),
+            progress=lambda done, total: self._put(KeepAlive(f"prompt {done}/{total}")),
         )
 
 

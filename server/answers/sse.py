@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
@@ -17,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
 from outrider.server.answers.parts import StreamItem
-from outrider.server.answers.run import News, RequestRun
+from outrider.server.answers.run import RequestRun
 from outrider.server.auth_middleware import ClientDisconnected
-from outrider.server.connection import ChunkWriter, DirectChunkWriter, chunk_writer
+from outrider.server.connection import chunk_writer
 from outrider.server.problems import Problem, Refused, problem_of
 
 T = TypeVar("T")
@@ -53,11 +52,7 @@ class EventWriter(Protocol):
 
 
 class EventStream(Response):
-    """A response that writes the items of `run` as `events` formats them, and closes `run` at its end.
-
-    New text is written in the turn of the event loop that delivers it, without switching tasks, unless the write buffer
-    is full. The response's own task writes everything else.
-    """
+    """A response that writes the items of `run` as `events` formats them, and closes `run` at its end."""
 
     media_type = "text/event-stream"
 
@@ -75,29 +70,21 @@ class EventStream(Response):
         finally:
             await self._run.close()
 
-    async def _write(self, to: ChunkWriter, send: Send) -> None:
+    async def _write(self, write: Callable[[bytes], Awaitable[None]], send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await to.write(self._events.begin())
-            write_now = partial(self._write_now, to) if isinstance(to, DirectChunkWriter) else None
+            await write(self._events.begin())
             while not self._run.over:
-                for one in await self._run.next(write_now):
-                    await to.write(self._events.of(one))
-            await to.write(self._events.end())
+                for one in await self._run.next():
+                    await write(self._events.of(one))
+            await write(self._events.end())
         except (OutriderError, Refused) as error:
-            await to.write(self._events.failed(problem_of(error)))
+            await write(self._events.failed(problem_of(error)))
         except Exception as error:
-            await to.write(self._events.failed(problem_of(error)))
+            await write(self._events.failed(problem_of(error)))
             await self._end(send)
             raise
         await self._end(send)
-
-    def _write_now(self, to: DirectChunkWriter, news: News | Exception) -> bool:
-        """Writes `news` if it is text and the write buffer has room; returns whether it did."""
-        items = self._run.text(news) if to.is_free else None
-        for one in items or ():
-            to.put(self._events.of(one))
-        return items is not None
 
     async def _end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -17,9 +17,9 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.server.__main__ import config
 from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem
-from outrider.server.answers.run import ChoiceText, News, RequestRun, WriteNow
+from outrider.server.answers.run import ChoiceText, News, RequestRun
 from outrider.server.answers.sse import EventStream
-from outrider.server.connection import chunk_writer, offer
+from outrider.server.connection import _NAME, chunk_writer
 from outrider.server.problems import Problem
 
 BEGIN = b"data: begun\n\n"
@@ -29,22 +29,18 @@ passed: list[int] = []
 
 
 class Speech(RequestRun):
-    """A run with its words ready, which fails after them. `taken`: whether each is available at once."""
+    """A run with its words ready, which fails after them."""
 
     over = False  # type: ignore[assignment]
 
-    def __init__(self, one_call: bool = False) -> None:
-        self._first, self._one_call, self._streams = [], one_call, {}
-        self._choices = [ChoiceState(0, Splitter(), one_call)]
+    def __init__(self) -> None:
+        self._first, self._streams = [], {}
+        self._choices = [ChoiceState(0, Splitter())]
         self._left: list[News] = [ChoiceText(0, piece.decode(), (1,)) for piece in PIECES]
-        self.taken: list[bool] = []
 
-    async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
-        while self._left:
-            one = self._left.pop(0)
-            self.taken.append(at_once is not None and at_once(one))
-            if not self.taken[-1]:
-                return [one]
+    async def news(self) -> list[News]:
+        if self._left:
+            return [self._left.pop(0)]
         raise WorkerError("gone")
 
     async def close(self) -> None:
@@ -116,8 +112,8 @@ def test_elsewhere_pieces_are_messages() -> None:
         told.append(message)
 
     way = chunk_writer({"type": "http"}, send)  # type: ignore[arg-type]
-    asyncio.run(way.write(b"x"))
-    asyncio.run(way.write(b""))  # which would be the end
+    asyncio.run(way(b"x"))  # type: ignore[arg-type]
+    asyncio.run(way(b""))  # type: ignore[arg-type] # which would be the end
     assert told == [{"type": "http.response.body", "body": b"x", "more_body": True}]
 
 
@@ -125,18 +121,19 @@ class Connection:
     """One of uvicorn's answers, with a client that reads only while the writer waits for it."""
 
     def __init__(self) -> None:
-        self.scope: Scope = {"type": "http", "http_version": "1.1"}
+        self.scope: Scope = {"type": "http", "http_version": "1.1", "extensions": {_NAME: self}}
         self.flow = SimpleNamespace(write_paused=False, drain=self._drain)
         self.disconnected = False
         self.written: list[bytes] = []
         self.transport = SimpleNamespace(write=self.written.append)
-        offer(self)  # type: ignore[arg-type]
+        self.drained = 0
 
     async def send(self, message: Message) -> None:
         """The beginning and the end."""
 
     async def _drain(self) -> None:
         self.flow.write_paused = False
+        self.drained += 1
 
     async def hear(self, answer: EventStream) -> None:
         async def receive() -> Message:
@@ -150,22 +147,11 @@ def framed(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def test_text_is_written_in_the_turn_that_brings_it_unless_its_reader_is_late() -> None:
-    class Late(Speech):
-        async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
-            connection.flow.write_paused = not self.taken
-            return await super().news(patience, at_once)
-
-    connection, run = Connection(), Late()
-    asyncio.run(connection.hear(stream(run)))
-    assert run.taken == [False, True]
-    assert connection.written == list(map(framed, WHOLE))
-
-
-def test_text_that_a_call_may_end_is_not_written_at_once() -> None:
-    connection, run = Connection(), Speech(one_call=True)
-    asyncio.run(connection.hear(stream(run)))
-    assert run.taken == [False, False]
+def test_a_chunk_waits_for_a_reader_that_is_late() -> None:
+    connection = Connection()
+    connection.flow.write_paused = True
+    asyncio.run(connection.hear(stream(Speech())))
+    assert connection.drained == 1
     assert connection.written == list(map(framed, WHOLE))
 
 

@@ -10,25 +10,30 @@ from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, W
 from outrider.server.answers import run as request_run
 from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import KeepAlive
-from outrider.server.answers.run import News, RequestRun, WriteNow
+from outrider.server.answers.run import News, RequestRun
 from outrider.server.answers.sse import EventWriter
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
 
 class Prompt(RequestRun):
-    """A run that reads a prompt, is silent and then fails."""
+    """A run that reads a prompt and is silent in between."""
 
     over = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self._first = []
-        self._news: list[list[News]] = [[KeepAlive("prompt 512/4096")], [], [KeepAlive("prompt 4096/4096")]]
+        self._line = asyncio.Queue()
+        self._is_silent = False
+        self._timer = asyncio.get_running_loop().call_later(request_run.SILENCE_SECONDS, self._keep_alive)
+        self._put(KeepAlive("prompt 512/4096"))
 
-    async def news(self, patience: float, at_once: WriteNow | None = None) -> list[News]:
-        assert patience == request_run.SILENCE_SECONDS
-        self.over = len(self._news) == 1
-        return self._news.pop(0)
+    async def news(self) -> list[News]:
+        found = await super().news()
+        self.over = found == [KeepAlive("prompt 4096/4096")]
+        if found == [KeepAlive("still here")]:
+            self._put(KeepAlive("prompt 4096/4096"))
+        return found
 
 
 INFO = AnswerInfo("m", 1, 5)
@@ -45,9 +50,15 @@ def written(events: EventWriter) -> list[bytes]:
         told, found = Prompt(), list[bytes]()
         while not told.over:
             found += map(events.of, await told.next())
+        told._timer.cancel()
         return found
 
     return asyncio.run(read())
+
+
+@pytest.fixture(autouse=True)
+def _in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_run, "SILENCE_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("api", APIS)
