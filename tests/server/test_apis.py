@@ -465,18 +465,6 @@ def test_a_client_that_disconnects_cancels_its_request(chat: House) -> None:
         assert chat.client.stats().finished == before + 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_a_client_that_closes_its_side_gets_its_answer(chat: House, stream: bool, version: str) -> None:
-    """It closes its side while the text is generated, and receives all of it."""
-    long = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 200, "stream": stream}
-    with raw(chat, json.dumps(long).encode(), version) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
-    assert " 200 OK" in answer and '"length"' in answer
-    assert sum(answer.count(word) for word in ("tick ", "tock ", "tack ")) == 200
-
-
 def test_a_client_that_reads_nothing_delays_nobody(chat: House) -> None:
     endless = {"messages": HELLO, "chat_template_kwargs": {"long": True}, "max_tokens": 300, "stream": True}
     with raw(chat, json.dumps(endless).encode()):

@@ -174,21 +174,6 @@ def test_an_upgrade_that_is_not_known_is_passed_over(address: tuple[str, int]) -
     assert status(said(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n")) == 200
 
 
-@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-def test_a_client_that_closes_its_side_still_gets_its_answers(address: tuple[str, int], version: bytes) -> None:
-    """As `nc -N` does: it closes its side after the request. The connection ends with the last answer."""
-    one = b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Type: application/json\r\n" % version
-    one += b"Content-Length: 2\r\n\r\n{}"
-    asked = one * (2 if version == b"1.1" else 1)
-    with socket.create_connection(address, timeout=200) as client:
-        client.sendall(asked)
-        client.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
-    assert re.findall(rb"HTTP/1.1 (\d+)", answer.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")) == [
-        b"400" for _ in range(asked.count(b"POST"))
-    ]
-
-
 @pytest.mark.parametrize("asked", [b"", b"GET /heal", head(TEXT, b"Content-Length: 20") + b"{}"])
 def test_a_client_that_closes_within_a_request_is_disconnected(address: tuple[str, int], asked: bytes) -> None:
     with socket.create_connection(address, timeout=200) as client:
