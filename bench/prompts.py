@@ -32,14 +32,8 @@ class Prompt:
 
 
 def load(kind: str) -> list[Prompt]:
-    """Returns the tiny pair's prompts of one class.
-
-    Raises:
-        InvalidRequest: the class does not exist.
-    """
-    if kind not in CLASSES:
-        raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(CLASSES)}")
-    return _entries(kind, TINY / f"{kind}.txt")
+    """Returns the tiny pair's prompts of one class. Raises InvalidRequest if the class does not exist."""
+    return load_suite(TINY, [kind])[kind]
 
 
 def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict[str, list[Prompt]]:

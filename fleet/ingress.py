@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
@@ -26,7 +26,7 @@ from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import EndpointError
 from outrider.protocol.messages import Stats
-from outrider.protocol.stats import Durations, KvUse, by_name, each
+from outrider.protocol.stats import by_name
 from outrider.server.__main__ import DRAIN_SECONDS, config
 from outrider.server.app import application
 from outrider.server.model.served import load_served
@@ -51,29 +51,10 @@ def _named(stats: Stats, number: str) -> Stats:
 
 
 def _sum(left: Stats, right: Stats) -> Stats:
-    kv = KvUse(left.kv.limit + right.kv.limit, left.kv.used + right.kv.used, left.kv.reserved + right.kv.reserved)
-    return Stats(
-        request=left.request,
-        version=left.version,
-        workers=(*left.workers, *right.workers),
-        active=left.active + right.active,
-        queued=left.queued + right.queued,
-        finished=left.finished + right.finished,
-        failed=left.failed + right.failed,
-        totals=left.totals + right.totals,
-        stale_messages=left.stale_messages + right.stale_messages,
-        rejected_frames=left.rejected_frames + right.rejected_frames,
-        generated=left.generated + right.generated,
-        endings=by_name(left.endings, right.endings),
-        kv=kv,
-        round_seconds=_both(left.round_seconds, right.round_seconds),
-        verify_seconds=_both(left.verify_seconds, right.verify_seconds),
-        dropped_branches=left.dropped_branches + right.dropped_branches,
-    )
-
-
-def _both(left: Durations, right: Durations) -> Durations:
-    return Durations(left.bounds or right.bounds, each(left.counts, right.counts), left.seconds + right.seconds)
+    """Adds all fields, except those that describe the answer itself."""
+    names = {field.name for field in fields(Stats)} - {"request", "version", "known", "endings"}
+    sums: dict[str, Any] = {name: getattr(left, name) + getattr(right, name) for name in names}
+    return replace(left, endings=by_name(left.endings, right.endings), **sums)
 
 
 SESSION = "x-session-id"

@@ -39,6 +39,9 @@ class KvUse:
     used: Serial = 0
     reserved: Serial = 0
 
+    def __add__(self, other: KvUse) -> KvUse:
+        return KvUse(self.limit + other.limit, self.used + other.used, self.reserved + other.reserved)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
@@ -81,6 +84,11 @@ class Durations:
     bounds: tuple[float, ...] = ()
     counts: tuple[Serial, ...] = ()
     seconds: float = 0.0
+
+    def __add__(self, other: Durations) -> Durations:
+        """Adds durations counted by the same bounds; one side may have counted none."""
+        counts = each(self.counts, other.counts)
+        return Durations(self.bounds or other.bounds, counts, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)

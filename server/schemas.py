@@ -6,13 +6,15 @@ answer are listed, accepted and ignored; `endpoints/json_route.py` handles unkno
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.orchestrator.http_settings import MOST_SECONDS
 from outrider.orchestrator.settings import MAX_BRANCHES_ASKED, MAX_DRAFT_TOKENS
+from outrider.protocol.clock import MILLISECOND_NS
+from outrider.protocol.messages import Span
 from outrider.protocol.sampling import MAX_SEED, MOST_BIAS, NUMBERS, WHOLE
 
 
@@ -258,6 +260,12 @@ class Work(ApiResponse):
 
     start_ms: float
     ms: float
+
+    @classmethod
+    def of(cls, span: Span, **more: Any) -> Self:
+        """Returns the work of a span. `more`: other fields."""
+        milliseconds = (span.ended_ns - span.started_ns) / MILLISECOND_NS
+        return cls(start_ms=span.started_ns / MILLISECOND_NS, ms=milliseconds, **more)
 
 
 class Drafting(Work):

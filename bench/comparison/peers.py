@@ -61,17 +61,6 @@ class PeerProcess(HelperProcess):
         super().__init__(f"outrider.bench.comparison.{module}", *arguments, threads=settings.threads)
         system.place(self.pid, "target", settings)
 
-    def run(self, prompt: Sequence[int], sampling: SamplingParams, **more: Any) -> Run:
-        answer = self.ask({
-            "tokens": list(prompt),
-            "max_tokens": sampling.max_tokens,
-            "temp": sampling.temp,
-            "seed": sampling.seed or 0,
-            "ignore_eos": sampling.ignore_eos,
-            **more,
-        })  # fmt: skip
-        return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
-
 
 def mlx_lm(settings: ServeSettings) -> PeerProcess:
     """Starts mlx-lm. `settings` must name folders (see `pairing`)."""
@@ -105,7 +94,15 @@ class PeerRunner:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
-        return self.process.run(prompt, sampling, **self.extra)
+        answer = self.process.ask({
+            "tokens": list(prompt),
+            "max_tokens": sampling.max_tokens,
+            "temp": sampling.temp,
+            "seed": sampling.seed or 0,
+            "ignore_eos": sampling.ignore_eos,
+            **self.extra,
+        })  # fmt: skip
+        return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,8 @@ from outrider.orchestrator.client.base_client import AsyncBaseClient, AsyncStrea
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pairing.tokenizer import TextCodec
-from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import RoundRecord, Span
+from outrider.protocol.messages import RoundRecord
 from outrider.server import schemas
 from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
 from outrider.server.mapping.generation_params import GenerationParams
@@ -50,26 +49,13 @@ def speculated(extras: Extras) -> schemas.Speculated | None:
 
 
 def _round(record: RoundRecord) -> schemas.Round:
-    return schemas.Round(
-        round=record.round,
-        lookup=record.lookup,
-        source=record.source,
-        drafted=record.drafted,
-        accepted=record.accepted,
-        tokens=record.tokens,
-        verify=schemas.Work(**_times(record.verify)),
-        decided=schemas.Work(**_times(record.decided)) if record.decided is not None else None,
-        drafting=[
-            schemas.Drafting(
-                drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches, **_times(one.work)
-            )
-            for one in record.drafting
-        ],
-    )
-
-
-def _times(span: Span) -> dict[str, float]:
-    return {"start_ms": span.started_ns / MILLISECOND_NS, "ms": (span.ended_ns - span.started_ns) / MILLISECOND_NS}
+    given = {name: getattr(record, name) for name in ("round", "lookup", "source", "drafted", "accepted", "tokens")}
+    drafting = [
+        schemas.Drafting.of(one.work, drafter=one.drafter, round=one.round, depth=one.depth, branches=one.branches)
+        for one in record.drafting
+    ]
+    decided = schemas.Work.of(record.decided) if record.decided is not None else None
+    return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
 
 
 SILENCE_SECONDS = 2.5

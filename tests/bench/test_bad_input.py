@@ -45,7 +45,7 @@ def complaint(captured: Captured, *arguments: str) -> tuple[int, str]:
     [
         (["--prompts", "0"], "prompts is 0; expected 1 to 24: the class code has 26"),
         (["--prompts", "999"], "prompts is 999; expected 1 to 24: the class code has 26"),
-        (["--classes", "poems"], "unknown prompts 'poems'; expected one of code, repeated, prose, json"),
+        (["--classes", "poems"], "unknown prompts 'poems'; expected one of code, json, prose, repeated"),
         (["--classes", ""], "unknown prompts ''"),
         (["--depths", "0"], "num_draft_tokens is 0; expected a whole number from 1 to 32"),
         (["--depths", "two"], "depths is 'two'; expected comma-separated numbers"),

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from outrider.bench.comparison.peers import mlx_lm
+from outrider.bench.comparison.peers import PeerRunner, mlx_lm
 from outrider.bench.prompts import Prompt
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
@@ -173,11 +173,10 @@ def judge_all(
 
 def compare_peer(judge: Judge, greedy: Sequence[Case], tell: Tell) -> None:
     with mlx_lm(choose_pair(ServeSettings()).settings) as peer:
+        runner = PeerRunner("mlx-lm: plain decoding", peer, {"num_draft_tokens": 0})
         for case in greedy:
             tell(f"mlx-lm: {case.prompt.name}")
-            judge.compare(
-                "mlx-lm: plain decoding", "T=0", case, peer.run(case.tokens, case.params, num_draft_tokens=0).tokens
-            )
+            judge.compare(runner.name, "T=0", case, runner.run(case.tokens, case.params).tokens)
 
 
 def table(judge: Judge) -> str:
