@@ -24,7 +24,7 @@ from outrider.engine.cache import LayerCache, leaves_of, narrowed, stand_in, win
 from outrider.engine.flat import Bools, Floats, Ints, NodeSegment, Segment, WindowMask, install
 from outrider.engine.kv_transfer import FillableKVRows, KeysValues
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import OrtForward, room
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
@@ -391,7 +391,7 @@ class OrtKVRows(FillableKVRows):
         for first in range(start, len(tokens), _ORT_PREFILL):
             chunk = np.array(tokens[first : first + _ORT_PREFILL], np.int32)
             part = Segment(self._row, first, len(chunk), long=True)
-            self._store.make_room(room([part])[1])
+            self._store.make_room(self._store.forward.room([part])[1])
             self._store.forward(chunk, [part], self._store.layers, np.zeros(0, np.int64))
             if progress is not None and len(tokens) > _ORT_PREFILL:
                 progress(min(first + _ORT_PREFILL, len(tokens)), total)
@@ -404,7 +404,7 @@ class OrtKVRows(FillableKVRows):
         store = texts[0]._store
         tokens = np.concatenate([np.array(rows.tokens, np.int32) for rows in new])
         parts = [text._part(rows) for text, rows in zip(texts, new, strict=True)]
-        store.make_room(room(parts)[1])
+        store.make_room(store.forward.room(parts)[1])
         results = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
         return mx.array(results["logits"])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,21 +43,16 @@ from outrider.protocol.errors import InvalidRequest, ModelError, first_line, nam
 from outrider.protocol.worker_link import CPU_KERNELS, KERNELS
 
 _MASKED = -65504.0  # of float16 the lowest: the weight of such a column is 0
-_PADDED = 2  # rows at least: for one row ONNX Runtime computes attention by another path, with other bits
+_PADDED = 2  # queries at least: for one ONNX Runtime computes attention by another path, with other bits
+_PIECE = 128  # tokens of a text in a run at most: its queries write as many columns beyond it for each further head
 _ANGLES = 512  # positions whose angles are tabulated at a time
 _BOUND = 16  # bindings that are kept
 _PLACES = 1024  # buffers whose addresses are cached
-_LONG = 128  # tokens of a text from which on a forward leaves much free memory
+_LONG = 128  # tokens from which on a forward leaves much free memory
 
 
 Layers = Sequence[tuple[Array, Array]]
 """Each layer's keys and values, [rows, heads, columns, width]."""
-
-
-def room(parts: Sequence[Segment]) -> tuple[int, int]:
-    """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
-    size = max(_PADDED, *(part.count for part in parts))
-    return max(part.row for part in parts) + 1, max(part.start for part in parts) + size
 
 
 class Embedding:
@@ -89,9 +84,9 @@ class OrtForward:
 
     def __init__(self, model: nn.Module, model_type: str, masked: bool, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute the model."""
-        layout = Layout.of(model, masked)
+        layout = Layout.of(model)
         self._sessions = Sessions.open(partial(build, model, layout), cached)
-        self.masked = masked
+        self.masked, self._group = masked, layout.group
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
         self.kv_dtype = layout.kv_dtype
@@ -118,11 +113,11 @@ class OrtForward:
         """Feeds tokens [T], segment after segment. Returns `logits` [R, V] at the `wanted` places of the flat row.
 
         Args:
-            layers: buffers, see `room`; written in place.
+            layers: buffers, see `room`, written in place.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
             all_cores: also computes on the drafters' core, if they have one.
         """
-        place = _Arrangement.of(parts, max(len(tokens), self.least))
+        place = _Arrangement.of(parts, max(len(tokens), self.least), self._group)
         self._look_up(max(place.total, place.positions_end))
         x = self._embedding(tokens)
         if place.flat > len(tokens):
@@ -141,8 +136,8 @@ class OrtForward:
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        session.run_with_iobinding(binding, free_arena() if place.size >= _LONG else None)
-        if place.size >= _LONG:
+        session.run_with_iobinding(binding, free_arena() if len(tokens) >= _LONG else None)
+        if len(tokens) >= _LONG:
             give_back()
         results = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
         if self._head_tokens is not None:
@@ -150,6 +145,11 @@ class OrtForward:
             whole[:, self._head_tokens] = results["logits"]
             results["logits"] = whole
         return results
+
+    def room(self, parts: Sequence[Segment]) -> tuple[int, int]:
+        """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
+        columns = max(part.start + _queries(part, self._group) for part in parts)
+        return max(part.row for part in parts) + 1, columns
 
     def _binding(self, session: Any, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
         """Returns a session's binding of these rows' keys and values; a new one if a buffer has moved or grown.
@@ -192,65 +192,71 @@ class OrtForward:
         self._bound.clear()
 
 
+def _queries(part: Segment, group: int) -> int:
+    """Returns how many queries a segment has in attention."""
+    return max(group * part.count, _PADDED)
+
+
 @dataclass(frozen=True, slots=True)
 class _Arrangement:
-    """Where the tokens of a flat row lie in [rows, size], one row for each text from buffer row `first` on.
+    """Where the queries of a flat row lie in [rows, size], one row for each text from buffer row `first` on.
 
-    `flat`: the tokens of the flat row, padded; `total`: the columns in use afterwards; `inputs`: see `graph.Graph`.
+    A segment's queries lie head after head of a `group`, each head's token after token. `flat`: the tokens of the flat
+    row, padded; `total`: the columns in use afterwards; `inputs`: see `graph.Graph`.
     """
 
     first: int
     rows: int
     size: int
+    group: int
     flat: int
     total: int
     positions_end: int
     inputs: dict[str, Array]
 
     @classmethod
-    def of(cls, parts: Sequence[Segment], flat: int) -> _Arrangement:
+    def of(cls, parts: Sequence[Segment], flat: int, group: int) -> _Arrangement:
         first = min(part.row for part in parts)
         rows = max(part.row for part in parts) + 1 - first
-        size = max(_PADDED, *(part.count for part in parts))
-        take, back = np.zeros((rows, size), np.int64), np.zeros(flat, np.int64)
+        size = max(_queries(part, group) for part in parts)
+        take, back = np.zeros((rows, size), np.int64), np.zeros((flat, group), np.int64)
         lengths, fed = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         positions = np.zeros((rows, size), np.int64)
         begin = 0
         for part in parts:
             row, count = part.row - first, part.count
-            end = begin + count
-            take[row, :count], take[row, count:] = np.arange(begin, end), begin
-            back[begin:end] = row * size + np.arange(count)
-            fed[row] = max(count, _PADDED)
+            end, used = begin + count, group * count
+            places = np.arange(used).reshape(group, count)
+            take[row, :used] = (np.arange(begin, end) * group + np.arange(group)[:, None]).reshape(-1)
+            take[row, used:] = begin * group
+            back[begin:end] = (row * size + places).T
+            fed[row] = _queries(part, group)
             lengths[row] = part.start + fed[row] - 1
             own = part.positions
-            positions[row, :count], positions[row, count:] = own, own[-1]
+            positions[row, :used].reshape(group, count)[:] = own
+            positions[row, used:] = own[-1]
             begin = end
         back[begin:] = back[0]
         total = int(lengths.max()) + 1
         inputs: dict[str, Array] = {
             "take": take.reshape(-1),
             "laid": np.array([rows, size, -1], np.int64),
-            "back": back,
+            "back": back.reshape(-1),
             "lengths": lengths,
             "total": np.array(total, np.int32),
             "counts": fed,
             "places": positions,
         }
-        return cls(first, rows, size, flat, total, int(positions.max()) + 1, inputs)
+        return cls(first, rows, size, group, flat, total, int(positions.max()) + 1, inputs)
 
 
 def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dtype: np.dtype[Any]) -> Array:
-    """Returns the mask to add to scores, [rows, 1, size, total]: 0 where a token sees a column."""
-    mask = np.zeros((place.rows, 1, place.size, place.total), dtype)
+    """Returns the mask to add to scores, [rows, 1, size, total]: 0 where a query sees a column."""
+    mask = np.full((place.rows, 1, place.size, place.total), _MASKED, dtype)
     for part in parts:
-        own = mask[part.row - place.first, 0, : part.count, : part.end]
-        if part.is_apart:
-            seen = part.seen(part.end, window)
-            if not seen.all():
-                own[~seen] = _MASKED
-        elif window is not None and part.end > window:
-            own[np.arange(part.end) <= part.positions[:, None] - window] = _MASKED
+        seen = part.seen(part.end, window)
+        for begin in range(0, place.group * part.count, part.count):
+            mask[part.row - place.first, 0, begin : begin + part.count, : part.end][seen] = 0
     return mask
 
 
@@ -296,7 +302,7 @@ class OrtFlat:
         for first, own in _runs(segments):
             end = first + sum(segment.count for segment in own)
             here = np.flatnonzero((places >= first) & (places < end))
-            reach = room(own)
+            reach = self._forward.room(own)
             layers = [
                 cache.on_host(*reach, _like(shape.kv_heads, shape.width, self._forward.kv_dtype))
                 for cache, shape in zip(caches, self._forward.shapes, strict=True)
@@ -330,14 +336,19 @@ class OrtFlat:
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Yields the first token and the segments of each run: all short segments together, each long one alone, since it
-    would pad the others."""
+    """Yields the first token and the segments of each run: all short segments together, and pieces of each long one,
+    which would pad the others."""
     begin, short = 0, 0
     while short < len(segments) and not segments[short].long:
         short += 1
-    for own in ([list(segments[:short])] if short else []) + [[segment] for segment in segments[short:]]:
-        yield begin, own
-        begin += sum(segment.count for segment in own)
+    if short:
+        yield begin, list(segments[:short])
+        begin += sum(segment.count for segment in segments[:short])
+    for segment in segments[short:]:
+        for start in range(segment.start, segment.end, _PIECE):
+            piece = replace(segment, start=start, count=min(_PIECE, segment.end - start))
+            yield begin, [piece]
+            begin += piece.count
 
 
 @cache
@@ -444,6 +455,6 @@ def _with_others(forward: OrtForward, tokens: Array) -> Array:
 
 
 def _buffers(forward: OrtForward, rows: int) -> Layers:
-    _, columns = room([Segment(0, 2 * _WIDE, _WIDE)])
+    _, columns = forward.room([Segment(0, 2 * _WIDE, _WIDE)])
     like = [(rows, shape.kv_heads, columns, shape.width) for shape in forward.shapes]
     return [(np.zeros(shape, forward.kv_dtype), np.zeros(shape, forward.kv_dtype)) for shape in like]

@@ -49,9 +49,11 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a graph's inputs look like. `angles`: each layer's rope, an index of `ropes`; `masks`: their windows."""
+    """What a graph's inputs look like. `group`: the query heads of a key head; `angles`: each layer's rope, an index of
+    `ropes`; `masks`: their windows."""
 
     shapes: list[LayerShape]
+    group: int
     angles: list[int]
     ropes: list[RopeTable]
     masks: list[int | None]
@@ -60,8 +62,8 @@ class Layout:
     outputs: int
 
     @classmethod
-    def of(cls, model: nn.Module, masked: bool) -> Layout:
-        """Reads no weights. `masked`: with a mask for every query, which trees of drafts need.
+    def of(cls, model: nn.Module) -> Layout:
+        """Reads no weights.
 
         Raises:
             ModelError: a layer is not supported.
@@ -71,6 +73,9 @@ class Layout:
             windows = [window_of(cache) for cache in make_prompt_cache(model)]
             attentions = [layer.self_attn for layer in layers]
             shapes = [LayerShape.of(own, window) for own, window in zip(attentions, windows, strict=True)]
+            groups = {int(own.n_heads) // shape.kv_heads for own, shape in zip(attentions, shapes, strict=True)}
+            if len(groups) > 1:
+                raise TypeError("layers with different numbers of query heads for a key head are not supported")
             known: dict[Any, int] = {}
             ropes: list[RopeTable] = []
             angles = []
@@ -81,12 +86,12 @@ class Layout:
                     known[key] = len(ropes)
                     ropes.append(_rope(rope, shape.width))
                 angles.append(known[key])
-            masks = list(dict.fromkeys(window for window in windows if masked or window is not None))
+            masks = list(dict.fromkeys(windows))
             head = _rows_of(output_of(model))
             quantised = any(isinstance(part, nn.QuantizedLinear) for part in (head, *model.modules()))
             quantised |= isinstance(head, nn.QuantizedEmbedding)
             hidden, outputs = int(final_norm(backbone).weight.size), int(head.weight.shape[0])
-            return cls(shapes, angles, ropes, masks, quantised, hidden, outputs)
+            return cls(shapes, groups.pop(), angles, ropes, masks, quantised, hidden, outputs)
 
     @property
     def kv_dtype(self) -> np.dtype[Any]:
@@ -99,11 +104,15 @@ class Layout:
 class Graph:
     """A model as ONNX: `proto` without weights, which are in `weights` by name.
 
-    Inputs: `x` [T, H], embedded tokens; `take` [B x S], the token at each place of [B, S]; `back` [T], each token's
-    place; `lengths` [B], each text's columns afterwards, less one; `total`; `counts` [B], the tokens fed; `places` [B,
-    S], each token's position; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of the layout's
-    masks; `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory,
-    `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `normed` [R, H], and each layer's output, `layer{i}` [T, H].
+    Attention has one head for each key head. The G query heads that share it are G queries, one after the other for all
+    tokens of a text, so keys and values are read once. What the further queries write lies behind the text.
+
+    Inputs: `x` [T, H], embedded tokens; `take` [B x S], which of the T x G queries is at each place of [B, S]; `back`
+    [T x G], each query's place; `lengths` [B], each text's columns afterwards, less one; `total`; `counts` [B], the
+    queries of a text; `places` [B, S], their positions; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total]
+    for each of the layout's masks; `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound
+    to the same memory, `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `normed` [R, H], and each layer's output,
+    `layer{i}` [T, H].
     """
 
     proto: bytes
@@ -263,6 +272,13 @@ class _Builder:
         )
         return outputs[0]
 
+    def regrouped(self, x: str, outer: int, inner: int, width: int, shape: tuple[int, ...]) -> str:
+        """Adds x [.., outer x inner x width] as [.., inner x outer x width], in this `shape`."""
+        if outer > 1 and inner > 1:
+            x = self.op("Reshape", x, self.ints(-1, outer, inner, width))
+            x = self.op("Transpose", x, perm=[0, 2, 1, 3])
+        return str(self.op("Reshape", x, self.ints(*shape)))
+
     def normed_heads(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
         apart = self.op("Reshape", x, self.ints(-1, heads, width))
         return str(self.op("Reshape", self.norm(apart, layer), self.ints(-1, heads * width)))
@@ -292,7 +308,7 @@ def _build(model: nn.Module, layout: Layout) -> Graph:
     backbone, layers = backbone_of(model)
     res, added = "x", ""
     for number, (layer, shape, rope) in enumerate(zip(layers, layout.shapes, layout.angles, strict=True)):
-        mask = f"mask{layout.masks.index(shape.window)}" if shape.window in layout.masks else ""
+        mask = f"mask{layout.masks.index(shape.window)}"
         if not added:
             n = b.norm(res, layer.input_layernorm)
         else:
@@ -327,7 +343,14 @@ def _attention(
         q = b.normed_heads(q, attention.q_norm, heads, width)
         k = b.normed_heads(k, attention.k_norm, kv_heads, width)
         qkv = b.op("Concat", q, k, v, axis=-1)
-    laid = b.op("Cast", b.op("Reshape", b.op("Gather", qkv, "take", axis=0), "laid"), to=b.kv_type)
+    group = heads // kv_heads
+    q, kv = f"queries_{number}", f"keys_values_{number}"
+    widths = b.ints(heads * width, 2 * kv_heads * width)
+    b.op("Split", b.op("Cast", qkv, to=b.kv_type), widths, outputs=[q, kv], axis=-1)
+    q = b.regrouped(q, kv_heads, group, width, (-1, group, kv_heads * width))
+    kv = b.op("Expand", b.op("Reshape", kv, b.ints(-1, 1, 2 * kv_heads * width)), b.ints(1, group, 1))
+    queries = b.op("Reshape", b.op("Concat", q, kv, axis=-1), b.ints(-1, 3 * kv_heads * width))
+    laid = b.op("Reshape", b.op("Gather", queries, "take", axis=0), "laid")
     inputs = [laid, "", "", f"k{number}", f"v{number}", "lengths", "total", *angles, "places", mask]
     b.op(
         "GroupQueryAttention",
@@ -336,12 +359,13 @@ def _attention(
         "counts",
         outputs=[f"found_{number}", f"new_k{number}", f"new_v{number}"],
         domain=_MICROSOFT,
-        num_heads=heads,
+        num_heads=kv_heads,
         kv_num_heads=kv_heads,
         do_rotary=1,
         scale=float(attention.scale),
     )
-    flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, heads * width)), "back", axis=0)
+    flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, kv_heads * width)), "back", axis=0)
+    flat = b.regrouped(flat, group, kv_heads, width, (-1, heads * width))
     return b.linear(b.op("Cast", flat, to=TensorProto.FLOAT), [attention.o_proj])
 
 
@@ -365,7 +389,7 @@ def _proto(b: _Builder, layout: Layout) -> bytes:
         info("x", f32, "T", "H"),
         info("take", i64, "BS"),
         info("laid", i64, 3),
-        info("back", i64, "T"),
+        info("back", i64, "TG"),
         info("lengths", i32, "B"),
         info("total", i32),
         info("counts", i32, "B"),

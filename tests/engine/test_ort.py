@@ -167,7 +167,8 @@ def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
     """A token that is fed alone is padded to two rows, so it wants one column more than it has positions."""
     made = OrtForward(loaded("llama").model, "llama", masked=False)
     end = len(made._angles[0][0])
-    buffers = [[np.zeros((1, like.kv_heads, end + 8, like.width), np.float32)] * 2 for like in made.shapes]
+    _, columns = made.room([Segment(0, 0, end)])
+    buffers = [[np.zeros((1, like.kv_heads, columns, like.width), np.float32)] * 2 for like in made.shapes]
     layers = [(keys.copy(), values) for keys, values in buffers]
     for start, count in ((0, end - 1), (end - 1, 1), (end, 1)):
         part = Segment(0, start, count)
@@ -387,7 +388,7 @@ def test_a_graph_that_computes_another_model_is_not_used(
 
 def test_what_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
     model = loaded("llama").model
-    layout = Layout.of(model, masked=False)
+    layout = Layout.of(model)
     layer = model.layers[0].mlp
     kept, layer.down_proj = layer.down_proj, nn.Sequential(layer.down_proj)
     try:
