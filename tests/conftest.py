@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,28 @@ FIRST = ("system", "server", "coreml", "models", "orchestrator")
 """The rooms with files that take longest, which begin first: none of them is then left for one core at the end."""
 TOGETHER = ("server", "coreml")
 """Rooms whose files share servers and packages: one process runs all of each."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Half a million objects of collected tests live to the end, and each load of a model asks for a full garbage
+    collection: it does not look at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Nor at what a file leaves behind: packages, and models of the session."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return done
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
