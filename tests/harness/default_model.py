@@ -13,10 +13,14 @@ from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.errors import InvalidRequest
 
 
-@cache
 def default_codec() -> TextCodec:
     """Returns the tokenizer of the model under test."""
-    return load_codec(find_model(default_model()[0]))
+    return _codec(default_model()[0])
+
+
+@cache
+def _codec(model: str) -> TextCodec:
+    return load_codec(find_model(model))
 
 
 def model_folder() -> Path:

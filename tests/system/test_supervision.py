@@ -19,6 +19,7 @@ import pytest
 from outrider.orchestrator import Client, GenerationResult, Grammar, LocalCluster, SamplingParams
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.machine.spawn import child_environment, python
+from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
@@ -42,9 +43,12 @@ TEXTS = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(worker_timeout=4, max_active=4) as running:
-        yield running
+def cluster(served: Pair) -> Iterator[LocalCluster]:
+    """Its target is the model under test, whose tokens the harness takes and through which it replays texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MODEL, str(served.target))
+        with LocalCluster(model=served.target, draft_model=served.draft, worker_timeout=2, max_active=4) as running:
+            yield running
 
 
 def worker(client: Client, role: str) -> WorkerStats:
@@ -190,7 +194,7 @@ def test_mixed_load_for_a_moment(cluster: LocalCluster) -> None:
     assert settled(cluster).kv.reserved == 0
 
 
-def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluster) -> None:
+def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluster, served: Pair) -> None:
     client, workers = cluster.client(), f"{cluster.endpoint.rpartition('/')[0]}/workers"
 
     def until_it_is(state: str) -> None:
@@ -199,7 +203,8 @@ def test_a_drafter_that_joined_and_was_given_up_joins_again(cluster: LocalCluste
             assert time.monotonic() < deadline, client.stats().workers
             time.sleep(0.05)
 
-    command = python("-m", "outrider", "worker", "draft", "--connect", workers, "--name", "studio")
+    model = ("--draft-model", str(served.draft))
+    command = python("-m", "outrider", "worker", "draft", "--connect", workers, "--name", "studio", *model)
     with subprocess.Popen(command, env=child_environment(), stderr=subprocess.DEVNULL) as studio:
         try:
             until_it_is("ready")
