@@ -19,7 +19,7 @@ from tests.harness.tiny_models import write_tokenizer
 
 VOCAB_SIZE = 258  # 0 ends the text, 1 pads, then the 256 bytes
 
-_BASE: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "intermediate_size": 128,
@@ -135,7 +135,7 @@ def write_model(
     """
     from mlx_lm.utils import _get_classes  # a second, which those who only name a model would pay
 
-    settings = {**_BASE, **FAMILIES[family], **config}
+    settings = {**BASE, **FAMILIES[family], **config}
     model_class, args_class = _get_classes(settings)
     model = model_class(args_class.from_dict(settings))
     draws, others = np.random.default_rng([seed, 7]), np.random.default_rng([seed, noise_seed, 8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model
 from numpy.typing import NDArray
 
+from outrider.drafters.coreml import saved
 from outrider.drafters.coreml.converter import Options, convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.host import LinearCache, PackageHost
 from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.layout import Mode
 from outrider.drafters.coreml.package import Package, open_package
+from outrider.drafters.coreml.saved import SavedModel
 from outrider.drafters.coreml.trial import Trial
+from tests import tiny
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
 GOOD = Trial("CPU_AND_NE", 1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
@@ -80,6 +83,26 @@ class Bench:
         return np.concatenate(rows)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _read_once() -> Iterator[None]:
+    """A package's file is parsed once for all interpreters, as long as it is the same."""
+    known: dict[tuple[Path, int, int], SavedModel] = {}
+    read = saved.read
+
+    def once(package: Path) -> SavedModel:
+        file = package / saved.MODEL
+        key = (package, file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+        if key is None or not (package / saved.WEIGHTS).is_file():
+            return read(package)
+        if key not in known:
+            known[key] = read(package)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved, "read", once)
+        yield
+
+
 @pytest.fixture(scope="session")
 def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
     """`bench(family, mode="stateless", weights="fp16", context=256, **config) -> Bench`."""
@@ -89,9 +112,11 @@ def bench(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     def make(
         family: str = "llama", mode: str = "stateless", weights: str = "fp16", context: int = CONTEXT, **config: Any
     ) -> Bench:
-        key = json.dumps([family, mode, weights, context, config], sort_keys=True)
+        sizes = {**SIZES, **config}
+        settings = {**tiny.BASE, **tiny.FAMILIES[family], **sizes}  # a default that is given makes no other package
+        key = json.dumps([family, mode, weights, context, settings], sort_keys=True)
         if key not in made:
-            model = tiny_model(family, **{**SIZES, **config})
+            model = tiny_model(family, **sizes)
             directory = root / str(len(made))
             twin = root / f"{len(made)}-twin" if weights in ("int8", "int4") else None
             convert(model, directory, Options(Mode(mode), weights, context), mlx_out=twin)

@@ -1,13 +1,16 @@
-"""The embedded pair in three processes, with the draft on the reference interpreter: the same text."""
+"""A pair in three processes, with the draft on the reference interpreter: the same text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from outrider.orchestrator import Client, LocalCluster, SamplingParams
 from outrider.orchestrator.client.dialogue import GenerationResult
+from tests.coreml.conftest import SIZES
+from tests.tiny import VOCAB_SIZE, Pair
 
 NAMES = ("name", "size", "path", "mode")
 LONG = "\n".join(f"    def get_{name}(self):\n        return self._{name}\n" for name in NAMES)
@@ -24,15 +27,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def coreml(cache: None) -> Iterator[Client]:
-    with LocalCluster(draft_backend="coreml", ngrams=False) as cluster:
+def models(tiny_pair: Callable[..., Pair]) -> dict[str, Any]:
+    pair = tiny_pair("llama", **{**SIZES, "vocab_size": VOCAB_SIZE})  # no token without a text
+    return {"model": pair.target, "draft_model": pair.draft, "ngrams": False}
+
+
+@pytest.fixture(scope="module")
+def coreml(cache: None, models: dict[str, Any]) -> Iterator[Client]:
+    with LocalCluster(draft_backend="coreml", **models) as cluster:
         yield cluster.client()
 
 
 @pytest.fixture(scope="module")
-def handed(cache: None) -> Iterator[Client]:
+def handed(cache: None, models: dict[str, Any]) -> Iterator[Client]:
     """MLX drafts, the package reads its prompts."""
-    with LocalCluster(draft_backend="mlx", draft_prefill="coreml", ngrams=False) as cluster:
+    with LocalCluster(draft_backend="mlx", draft_prefill="coreml", **models) as cluster:
         yield cluster.client()
 
 
