@@ -69,18 +69,29 @@ def error_docs(anthropic: bool = False) -> dict[Any, Any]:
 
 
 def extend_openapi(app: FastAPI, names: Sequence[str], events: Sequence[type[BaseModel]]) -> None:
-    """Adds the accepted model `names` and the schemas of `events` to the OpenAPI document."""
+    """Adds the accepted model `names` and the schemas of `events` to the OpenAPI document.
+
+    The first request for it generates it, which takes a quarter of a second that a start does not need.
+    """
     app.openapi_version = "3.2.0"  # the first version with schemas for stream items
-    shapes = app.openapi()["components"]["schemas"]
-    for event in events:
-        shape = event.model_json_schema(ref_template=SCHEMAS + "{model}", mode="serialization")
-        shapes.update(shape.pop("$defs", {}))
-        shapes[event.__name__] = shape
-    for shape in shapes.values():
-        asked = shape.get("properties", {}).get("model", {})
-        for kind in asked.get("anyOf", ()):
-            if kind["type"] == "string":
-                kind["enum"] = list(names)
+    generate = app.openapi
+
+    @cache
+    def extended() -> dict[str, Any]:
+        document = generate()
+        shapes = document["components"]["schemas"]
+        for event in events:
+            shape = event.model_json_schema(ref_template=SCHEMAS + "{model}", mode="serialization")
+            shapes.update(shape.pop("$defs", {}))
+            shapes[event.__name__] = shape
+        for shape in shapes.values():
+            asked = shape.get("properties", {}).get("model", {})
+            for kind in asked.get("anyOf", ()):
+                if kind["type"] == "string":
+                    kind["enum"] = list(names)
+        return document
+
+    app.openapi = extended  # type: ignore[method-assign]  # as FastAPI's documentation extends it
 
 
 class JsonRoute(APIRoute):

@@ -507,6 +507,12 @@ def test_every_path_and_field_is_described_on_a_page(ask: Ask) -> None:
     assert "number from 0.0 to 100.0" in page.text
 
 
+def test_the_description_is_generated_by_its_first_request(chatty: ServedModel) -> None:
+    app = application(chatty, CallerClients(NOBODY), HttpSettings())
+    assert app.openapi_schema is None
+    assert app.openapi() is app.openapi() and "chatty" in json.dumps(app.openapi_schema)
+
+
 def test_the_description_is_openapi(ask: Ask) -> None:
     from openapi_spec_validator import OpenAPIV32SpecValidator, validate
 
