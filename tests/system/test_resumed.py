@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from outrider.orchestrator import LocalCluster
 from outrider.orchestrator.cli.terminal import Screen
+from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL
+from tests.harness import resume
 from tests.harness.random_identity import DIFFERENT
-from tests.harness.resume import broken, kills
+from tests.tiny import Pair
 
 
-def test_broken_connections_and_a_killed_server_change_no_text() -> None:
-    found, cuts = broken(5, 3, Screen())
+def test_broken_connections_and_a_killed_server_change_no_text(served: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cluster(**settings: Any) -> LocalCluster:
+        draft = {} if "draft_backend" in settings else {"draft_model": served.draft}
+        return LocalCluster(model=served.target, **draft, **settings)
+
+    monkeypatch.setenv(MODEL, str(served.target))
+    monkeypatch.setattr(resume, "LocalCluster", cluster)
+    monkeypatch.setattr(resume, "KILLED", replace(resume.KILLED, max_tokens=400))  # one that is killed has not ended
+    found, cuts = resume.broken(5, 3, Screen())
     assert not [str(one) for one in found if one.verdict == DIFFERENT] and cuts.made > 2
-    waits, others = kills(1, 3, Screen())
+    waits, others = resume.kills(1, 3, Screen())
     assert len(waits) == 1 and others == 0
