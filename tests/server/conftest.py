@@ -1,4 +1,4 @@
-"""The servers of these tests, started once."""
+"""The servers of these tests, started once, and ended when the last one of them is over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # a second each: they are imported by whoever uses them
     import openai
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def collector() -> Iterator[Collector]:
     """Receives the spans of the chat model's server, soon after they end."""
     with collecting() as found, pytest.MonkeyPatch.context() as patch:
@@ -29,13 +29,13 @@ def collector() -> Iterator[Collector]:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chat model's folder."""
     return write_scripted(tmp_path_factory.mktemp("scripted") / "chatty")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def houses(
     tmp_path_factory: pytest.TempPathFactory, scripted: Path, collector: Collector
 ) -> Iterator[tuple[House, House]]:
@@ -55,12 +55,12 @@ def houses(
         yield one, two
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chat(houses: tuple[House, House]) -> House:
     return houses[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(houses: tuple[House, House]) -> House:
     return houses[1]
 
@@ -89,7 +89,7 @@ def claude(chat: House) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(pair: House, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a server of the same cluster that requires the key."""
     folder = tmp_path_factory.mktemp("guarded")

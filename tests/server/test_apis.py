@@ -20,6 +20,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine import http_process
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.server.mapping.generation_params import seed_of
+from tests.covering import matrix
 from tests.halts import pid_of, slowed
 from tests.server.house import STREAMS, TRIES, House, wait_until_up
 from tests.server.scripted import ANSWER, PLAIN, text_of
@@ -220,9 +221,7 @@ def test_the_best_of_several_is_the_likeliest(pair: House) -> None:
 WATCHED = {"origins": True, "rounds": True}
 
 
-@pytest.mark.parametrize("mode", ["ar", "sd", "ssd"])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@matrix(path=["/v1/completions", "/v1/chat/completions"], stream=[False, True], mode=["ar", "sd", "ssd"])
 def test_origins_and_rounds_agree_with_the_timings(pair: House, path: str, stream: bool, mode: str) -> None:
     said = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": PLAIN_PROMPT}
     asked = {**said, "max_tokens": 48, "temperature": 0.8, "seed": 2, "speculation": {**WATCHED, "mode": mode}}
@@ -480,8 +479,8 @@ def test_an_answer_that_takes_too_long_is_given_up(chat: House, path: str) -> No
         asked["max_output_tokens"] = asked.pop("max_tokens")
     late = post(chat, path, **asked)
     assert late.status_code == 504 and "not complete after 0.2 s" in late.json()["error"]["message"]
-    last = events(chat, path, **{**asked, "timeout": 1.0})[-1]
-    assert "not complete after 1 s" in (last.get("response") or last)["error"]["message"]
+    last = events(chat, path, **asked)[-1]
+    assert "not complete after 0.2 s" in (last.get("response") or last)["error"]["message"]
     until(lambda: chat.client.stats().active == 0)
 
 
