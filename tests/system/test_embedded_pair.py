@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import jsonschema
 import mlx.core as mx
@@ -18,12 +19,14 @@ from mlx_lm.generate import generate_step
 from outrider.bench.prompts import Prompt
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator import Client, Grammar, LocalCluster, SamplingParams
+from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.orchestrator.core.proposal import LONGEST_COPY
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
 from outrider.orchestrator.pairing.tokenizer import TextCodec, load_codec
 from outrider.protocol.codec import decode, encode
 from outrider.protocol.messages import Done, Generate
 from outrider.target_worker.certificate import Claim, certify
+from tests.covering import matrix
 from tests.halts import pid_of, still
 from tests.harness.default_model import mixed
 
@@ -47,6 +50,7 @@ WAYS = {"sd": (3, None), "ssd": (6, 16), "auto": (None, None)}
 every_prompt = pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt.name)
 
 Same = Callable[[Prompt, SamplingParams, Sequence[int], Sequence[int]], None]
+Alone = Callable[[Prompt, SamplingParams], GenerationResult]
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +87,30 @@ def check_same(target: LoadedModel, codec: TextCodec) -> Same:
     return check
 
 
-@every_prompt
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["0", "0.8"])
-def test_every_mode_gives_the_same_tokens(client: Client, check_same: Same, prompt: Prompt, sampling: SamplingParams):
-    alone = client.generate(prompt.text, sampling, mode="ar")
-    assert len(alone.token_ids) == alone.timings.predicted_n == 32
-    for mode, (depth, branches) in WAYS.items():
-        result = client.generate(prompt.text, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
-        check_same(prompt, sampling, result.token_ids, alone.token_ids)
-        assert result.timings.rounds > 0 and result.timings.peak_bytes > 0
+@pytest.fixture(scope="module")
+def alone(client: Client) -> Alone:
+    """What the target says by itself."""
+    return cache(lambda prompt, sampling: client.generate(prompt.text, sampling, mode="ar"))
+
+
+@matrix(prompt=PROMPTS, sampling=[GREEDY, SAMPLED], mode=WAYS)
+def test_every_mode_gives_the_same_tokens(
+    client: Client, alone: Alone, check_same: Same, prompt: Prompt, sampling: SamplingParams, mode: str
+) -> None:
+    expected, (depth, branches) = alone(prompt, sampling), WAYS[mode]
+    assert len(expected.token_ids) == expected.timings.predicted_n == 32
+    result = client.generate(prompt.text, sampling, mode=mode, num_draft_tokens=depth, branches=branches)
+    check_same(prompt, sampling, result.token_ids, expected.token_ids)
+    assert result.timings.rounds > 0 and result.timings.peak_bytes > 0
 
 
 @pytest.mark.parametrize(("depth", "branches"), [(1, 1), (1, 16), (3, 6), (6, 1)])
-def test_every_depth_and_budget_gives_the_same_tokens(client: Client, check_same: Same, depth: int, branches: int):
+def test_every_depth_and_budget_gives_the_same_tokens(
+    client: Client, alone: Alone, check_same: Same, depth: int, branches: int
+) -> None:
     prompt = PROMPTS[0]
-    alone = client.generate(prompt.text, SAMPLED, mode="ar")
     result = client.generate(prompt.text, SAMPLED, mode="ssd", num_draft_tokens=depth, branches=branches)
-    check_same(prompt, SAMPLED, result.token_ids, alone.token_ids)
+    check_same(prompt, SAMPLED, result.token_ids, alone(prompt, SAMPLED).token_ids)
     assert len(result.timings.drafted_by_position) <= max(depth, LONGEST_COPY)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator import InvalidRequest
+from outrider.orchestrator import Client, InvalidRequest, SamplingParams
 from outrider.orchestrator.machine.spawn import child_environment, python
 from tests.tiny import Pair
 
@@ -78,7 +78,7 @@ def test_a_signal_leaves_no_run_folder(folder: Path, number: signal.Signals, com
 
 
 def test_a_trace_on_a_full_disk_is_told_after_the_text(folder: Path, served: Pair) -> None:
-    models = ("--model", str(served.target), "--draft-model", str(served.draft))
+    models = ("--model", str(served.target), "--draft-backend", "ngram")
     asked = ("generate", *models, "-p", "def f(", "-m", "60", "--trace", "t.json")
     process = outrider(folder, *asked, file_size=SMALL_FILES)
     out, err = process.communicate(timeout=LIMIT)
@@ -90,7 +90,7 @@ def test_a_server_tells_of_a_trace_on_a_full_disk_at_its_end(folder: Path, serve
     models = ("--model", str(served.target), "--draft-backend", "ngram")
     process = outrider(folder, "serve", "--no-http", *models, "--trace", "t.json", file_size=SMALL_FILES)
     endpoint = (process.stdout.readline() if process.stdout else "").split()[1]
-    outrider(folder, "generate", "-p", "def f(", "-m", "40", "--connect", endpoint).communicate(timeout=LIMIT)
+    Client(endpoint).generate("def f(", SamplingParams(max_tokens=40))
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == InvalidRequest.exit_code and "outrider serve: the trace can't be written to" in err
