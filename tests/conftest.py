@@ -23,7 +23,7 @@ TOGETHER = ("server", "coreml")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Half a million objects of collected tests live to the end, and each load of a model asks for a full garbage
+    """The 400,000 objects of collected tests live to the end, and each load of a model asks for a full garbage
     collection: it does not look at them."""
     gc.disable()
     try:
