@@ -29,8 +29,7 @@ from outrider.orchestrator.cli.generate import (
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.base_client import Stream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plural
-from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.pairing.tokenizer import ModelText
+from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin

@@ -21,11 +21,10 @@ from typing import IO, Any
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import find_model
-from outrider.orchestrator.pairing.tokenizer import Message, TextCodec, load_text
+from outrider.orchestrator.pairing.tokenizer import Message, TextCodec, TextStream, load_text
 from outrider.protocol.errors import InvalidRequest, WorkerError, as_error
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report

@@ -22,10 +22,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 from outrider.grammar.compiler import check, vocabulary_of
 from outrider.orchestrator.events import Admit, KVBudget, in_mb
-from outrider.orchestrator.front.text import TextStream
 from outrider.orchestrator.pairing.model_files import drafters
 from outrider.orchestrator.pairing.pairing import PairText
-from outrider.orchestrator.pairing.tokenizer import ModelText, fingerprint
+from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream, fingerprint
 from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS

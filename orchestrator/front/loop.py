@@ -36,8 +36,8 @@ from outrider.orchestrator.events import (
     together,
 )
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
-from outrider.orchestrator.front.text import TextDelta
 from outrider.orchestrator.pairing.pairing import ChosenPair
+from outrider.orchestrator.pairing.tokenizer import TextDelta
 from outrider.orchestrator.sockets import ClientMessage, ClientSocket
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, ServerBusy, ServerStopped, kind_of

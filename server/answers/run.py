@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from outrider.orchestrator.client.base_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
-from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import RoundRecord
 from outrider.server import schemas

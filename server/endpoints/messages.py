@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from outrider.orchestrator.front.text import Detokenizer
-from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
 from outrider.server.answers import sse
 from outrider.server.answers.formatter import AnswerInfo
 from outrider.server.answers.parts import (

@@ -14,8 +14,7 @@ import pytest
 from outrider.orchestrator.client.client import AsyncClient, Client
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
-from outrider.orchestrator.front.text import TextStream
-from outrider.orchestrator.pairing.tokenizer import TextCodec
+from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import EndpointError, InvalidRequest, ServerStopped
 from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams

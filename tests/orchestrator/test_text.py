@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outrider.orchestrator.front.text import StopFinder, TextStream
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, find_model
-from outrider.orchestrator.pairing.tokenizer import load_codec
+from outrider.orchestrator.pairing.tokenizer import StopFinder, TextStream, load_codec
 from tests.orchestrator.tiny_tokenizers import codec_of
 
 CODEC = load_codec(find_model(str(EMBEDDED_TARGET)))

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from outrider.orchestrator.front.text import TextStream
+from outrider.orchestrator.pairing.tokenizer import TextStream
 from tests.orchestrator.tiny_tokenizers import BYTE_FALLBACK, LAYOUTS, Kind, kind, text
 
 STREAMS = int(os.environ.get("OUTRIDER_FUZZ", "240"))
