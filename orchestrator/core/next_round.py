@@ -22,13 +22,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outrider.orchestrator.core.draft_pool import DraftPool, Workers, opening
+from outrider.orchestrator.core.draft_pool import DraftPool, opening
 from outrider.orchestrator.core.metrics import RoundMetrics
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import Proposal
 from outrider.orchestrator.core.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
 from outrider.orchestrator.core.request import DrafterWait, Request, remaining_length, remaining_tokens, up_to_end
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled, Prepare, PromptKv, Verify
 
@@ -70,7 +71,7 @@ def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
 class Dispatch:
     """Sends a request's state to the target."""
 
-    workers: Workers
+    workers: WorkerPool
 
     def open(self, request: Request, offered: bool) -> None:
         """Sends OPEN: the target reads the committed tokens, unless they are `offered` to a prefill worker, and answers
@@ -135,7 +136,7 @@ class NextRound:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerPool,
         dispatch: Dispatch,
         draft_pool: DraftPool,
         planner: Planner,
@@ -245,7 +246,7 @@ class RemotePrefill:
 class RemotePrefills:
     """The remote prefills under way, by request. The target itself reads prompts shorter than `min_tokens`."""
 
-    def __init__(self, workers: Workers, dispatch: Dispatch, min_tokens: int) -> None:
+    def __init__(self, workers: WorkerPool, dispatch: Dispatch, min_tokens: int) -> None:
         self._workers = workers
         self._dispatch = dispatch
         self._min_tokens = min_tokens

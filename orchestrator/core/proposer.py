@@ -27,8 +27,7 @@ from outrider.orchestrator.core.proposal import (
     min_alternative,
     unites,
 )
-from outrider.orchestrator.core.request import Request
-from outrider.orchestrator.core.speculation_cache import CachedBranch
+from outrider.orchestrator.core.request import CachedBranch, Request
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import Alternatives, Drafted

@@ -18,23 +18,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.orchestrator.core.draft_pool import DraftPool, Workers
-from outrider.orchestrator.core.message_validator import LATE, MessageValidator
+from outrider.orchestrator.core.draft_pool import LATE, DraftPool, MessageValidator
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
 from outrider.orchestrator.core.next_round import Dispatch, NextRound, RemotePrefills
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
+from outrider.orchestrator.core.proposal import PIECE, NgramIndex
 from outrider.orchestrator.core.proposer import Proposer
 from outrider.orchestrator.core.request import (
+    CacheBudget,
     DrafterState,
     Request,
     RoundSettings,
     SettledRound,
+    SpeculationCache,
     remaining_tokens,
     up_to_end,
 )
-from outrider.orchestrator.core.speculation_cache import PIECE, CacheBudget, NgramIndex, SpeculationCache
+from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -127,7 +129,7 @@ class TargetRecovery:
             self._open(request)
 
 
-def set_up_request(admit: Admit, workers: Workers, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
+def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: CacheBudget, now_ns: int) -> Request:
     """Returns a new request, about which nothing has been sent yet; its n-grams are still empty."""
     worker_notes = workers.notes() if admit.mode != "ar" else []
     if not workers.target_abilities.chains:
@@ -158,7 +160,7 @@ class Scheduler:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerPool,
         settings: RoundSettings,
         emit: Callable[[ToFront], None],
         trace: Trace,

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from outrider.orchestrator.auth import CurveAuth
-from outrider.orchestrator.core.message_validator import INVALID
+from outrider.orchestrator.core.draft_pool import INVALID
 from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker_registry import (
     MAX_NAME,
@@ -198,6 +198,7 @@ class WorkerPool:
         return worker is not None and worker.role == "target"
 
     def drafters(self) -> set[str]:
+        """Returns the names of the drafters that are ready."""
         return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}
 
     def prefill_workers(self) -> set[str]:
@@ -209,14 +210,17 @@ class WorkerPool:
         return {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target.hello)}
 
     def vocabulary(self, name: str) -> int:
+        """Returns the vocabulary size of this worker's model."""
         worker = self._registry.named(name)
         return worker.hello.vocab_size if worker and worker.hello else 0
 
     def features(self, name: str) -> str:
+        """Returns the source of the features that this drafter reads; empty: it reads none."""
         worker = self._registry.named(name)
         return worker.hello.features if worker and worker.hello else ""
 
     def model(self, name: str) -> object:
+        """Returns a value that is equal for drafters with the same model, which rank outcomes alike."""
         worker = self._registry.named(name)
         return (worker.hello.vocab_size, worker.hello.parameters) if worker and worker.hello else None
 

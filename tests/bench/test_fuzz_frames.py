@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from outrider.orchestrator.core.message_validator import MessageValidator
+from outrider.orchestrator.core.draft_pool import MessageValidator
 from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Message, Outcome

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core import speculation_cache
-from outrider.orchestrator.core.speculation_cache import CacheBudget, SpeculationCache
+from outrider.orchestrator.core import request
+from outrider.orchestrator.core.request import CacheBudget, SpeculationCache
 from outrider.protocol.messages import Branch, Branches, Span
 from outrider.protocol.trees import SparseQ
 from tests.orchestrator.cluster_in_process import Cluster
@@ -25,8 +25,8 @@ def branches(bonus: int, kilobytes: int, final: bool = False) -> Branches:
 
 @pytest.fixture(autouse=True)
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation_cache, "A_REQUEST", 10 << 10)
-    monkeypatch.setattr(speculation_cache, "IN_ALL", 15 << 10)
+    monkeypatch.setattr(request, "A_REQUEST", 10 << 10)
+    monkeypatch.setattr(request, "IN_ALL", 15 << 10)
 
 
 def test_a_request_has_its_bound_and_all_have_theirs() -> None:
@@ -59,7 +59,7 @@ def test_who_was_dropped_has_finished_all_the_same() -> None:
 
 
 def test_a_text_is_the_same_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation_cache, "A_REQUEST", 300)
+    monkeypatch.setattr(request, "A_REQUEST", 300)
     cluster = Cluster(TEXT, Script((TEXT,), (0.7,), (1.0,), 4096), ngrams=False)
     cluster.run(TEXT[:10], 100)
     assert cluster.generated == list(TEXT[10:110])

@@ -8,6 +8,7 @@ from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.proposal import (
     LONGEST_COPY,
     Lookup,
+    NgramIndex,
     Proposal,
     ProposalSource,
     best_tail,
@@ -15,7 +16,6 @@ from outrider.orchestrator.core.proposal import (
     filled,
     longest_copy,
 )
-from outrider.orchestrator.core.speculation_cache import NgramIndex
 
 LOOP = (1, 2, 3, 4, 5, 6, 7)
 COPY = Copy((1, 2, 3, 4, 5, 6), 5)

@@ -23,8 +23,8 @@ from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
+from outrider.orchestrator.core.proposal import NgramIndex
 from outrider.orchestrator.core.request import Request, RoundSettings
-from outrider.orchestrator.core.speculation_cache import NgramIndex
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.messages import InProcessDrafter

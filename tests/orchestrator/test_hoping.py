@@ -8,9 +8,8 @@ from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import CopiedTail
 from outrider.orchestrator.core.proposer import after_miss, longest_wait_ms, worth_hoping
-from outrider.orchestrator.core.request import RoundSettings
+from outrider.orchestrator.core.request import RoundSettings, SpeculationCache
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.core.speculation_cache import SpeculationCache
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Span, Verify

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core.message_validator import INVALID, LATE, MOST_OVER, MOST_ROUNDS, MessageValidator
+from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, MessageValidator
 from outrider.orchestrator.events import Admit, Committed, PrefillProgress
 from outrider.protocol.messages import (
     Branch,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.orchestrator.core import speculation_cache
+from outrider.orchestrator.core import proposal
 from outrider.orchestrator.core.policy.estimates import Copy
-from outrider.orchestrator.core.speculation_cache import LONGEST, PIECE, SHORTEST, NgramIndex
+from outrider.orchestrator.core.proposal import LONGEST, PIECE, SHORTEST, NgramIndex
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 
@@ -63,7 +63,7 @@ def test_what_is_not_looked_through_yet_is_not_found_and_what_is_is() -> None:
 
 
 def test_the_index_of_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation_cache, "WINDOW", 50)
+    monkeypatch.setattr(proposal, "WINDOW", 50)
     index = NgramIndex(range(1000))
     assert index.lookup(2, then=[960, 961]) == Copy((962, 963), 2)
     assert index.lookup(2, then=[900, 901]) == Copy()

@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
+from outrider.orchestrator.core.proposal import PIECE, NgramIndex
 from outrider.orchestrator.core.request import Request, SettledRound
-from outrider.orchestrator.core.speculation_cache import PIECE, NgramIndex
 from outrider.orchestrator.events import Admit, Committed, RequestFailed
 from outrider.protocol.messages import (
     Branch,

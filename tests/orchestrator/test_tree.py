@@ -11,13 +11,13 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import (
     DraftTrie,
     Lookup,
+    NgramIndex,
     Proposal,
     ProposalSource,
     grown,
     merged,
     min_alternative,
 )
-from outrider.orchestrator.core.speculation_cache import NgramIndex
 from outrider.protocol.messages import Alternatives, Outcome, Span
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import fault, lines

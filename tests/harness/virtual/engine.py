@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy.tuning import Tuning
@@ -22,6 +23,9 @@ from tests.harness.virtual.drafter import Machine, VirtualDrafter
 from tests.harness.virtual.remembered import Remembered
 from tests.harness.virtual.target import PacedTarget
 from tests.harness.virtual.world import World
+
+if TYPE_CHECKING:
+    from outrider.orchestrator.core.worker_pool import WorkerPool
 
 TARGET = "target-0"
 
@@ -74,7 +78,7 @@ class VirtualEngine:
             Remembered(hardware.remembers),
         )
         self._drafters = {name: self._started(name) for name in self._names()}
-        self.rounds = Scheduler(self, settings, tell, Trace(None), tunings, memory)
+        self.rounds = Scheduler(cast("WorkerPool", self), settings, tell, Trace(None), tunings, memory)
 
     # --- the pool's interface for the rounds ----------------------------------------------------------------------
 
