@@ -34,7 +34,7 @@ from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Durations, Tally
 
 if TYPE_CHECKING:
-    from outrider.orchestrator.core.request import Request, RoundSnapshot
+    from outrider.orchestrator.core.request import Request, SettledRound
 
 
 TARGETS_DRAFTER = "target's drafter"
@@ -448,26 +448,26 @@ class RoundMetrics:
             request.records.on_drafted(sender, message, now_ns)
         self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
 
-    def on_outcome(self, request: Request, ended: RoundSnapshot, outcome: Outcome, kept: int, now_ns: int) -> None:
+    def on_outcome(self, ended: SettledRound, now_ns: int) -> None:
         """Records the counts and times of a round; tokens past the end of the request do not count."""
-        chain = ended.proposal.chain
-        request.metrics.on_ended(ended.number, ended.proposal, outcome, kept, now_ns, ended.read)
+        request, outcome, chain = ended.request, ended.outcome, ended.proposal.chain
+        request.metrics.on_ended(ended.number, ended.proposal, outcome, len(ended.kept), now_ns, ended.read)
         if not ended.read:
             self.rounds.add(now_ns - request.handled_ns)
             self._verified(outcome.work)
         if self._trace.enabled:
             if outcome.drafting is not None:
-                self._trace_in_process(ended, chain, outcome.work.started_ns, outcome.drafting)
+                self._trace_in_process(ended, outcome.drafting)
             self._trace.add(
                 TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted,
-                by=_by(ended.proposal, outcome, kept),
+                by=_by(ended),
             )  # fmt: skip
 
-    def record(self, request: Request, ended: RoundSnapshot, outcome: Outcome, kept: int) -> RoundRecord | None:
+    def record(self, ended: SettledRound) -> RoundRecord | None:
         """Returns the round's record, if the request has records."""
-        if request.records is None:
+        if ended.request.records is None:
             return None
-        return request.records.on_ended(ended.number, ended.proposal, outcome, kept)
+        return ended.request.records.on_ended(ended.number, ended.proposal, ended.outcome, len(ended.kept))
 
     def _verified(self, work: Span) -> None:
         """Records a forward; several requests report the same one, which counts once."""
@@ -475,17 +475,18 @@ class RoundMetrics:
             self._verified_ns = work.ended_ns
             self.verifies.add(work.ended_ns - work.started_ns)
 
-    def _trace_in_process(self, ended: RoundSnapshot, chain: tuple[int, ...], verified_ns: int, drafting: Span) -> None:
+    def _trace_in_process(self, ended: SettledRound, drafting: Span) -> None:
         """Traces an in-process chain on a track of its own."""
+        chain, verified_ns = ended.proposal.chain, ended.outcome.work.started_ns
         source = ended.proposal.source if chain else ProposalSource.NONE
         self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
         self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
 
 
-def _by(proposal: Proposal, outcome: Outcome, kept: int) -> dict[str, int]:
+def _by(ended: SettledRound) -> dict[str, int]:
     """Returns how many of the accepted tokens that count are of each origin."""
-    accepted = proposal.origins(proposal.nodes(outcome) or ())[:-1]
-    return dict(Counter(origin.name.lower() for origin in accepted[:kept]))
+    accepted = ended.proposal.origins(ended.nodes)[:-1]
+    return dict(Counter(origin.name.lower() for origin in accepted[: len(ended.kept)]))
 
 
 def _mark(proposal: Proposal) -> str:

@@ -1,37 +1,311 @@
-"""Begins a request's next round, prepares for it or waits for it, and sends the workers what follows.
+"""Decides what a request verifies next, and begins that round: the one place where AR, SD and SSD differ.
 
-The proposer decides the step; `NextRound` carries it out, one request at a time.
+`Proposer` decides by the request, the estimates and the time; it sends nothing. `Fallback` and the functions below it
+choose what to verify after a miss, and whether a hit should wait to grow, by the expected tokens minus the worth of the
+time. A millisecond of the target is worth the tokens that all requests have lately gained in one; a millisecond of a
+request's waiting is worth its own tokens. They are pure functions of the estimates: no clock, no state.
 
-`Dispatch` sends a request's state to the target: OPEN, VERIFY, HALT, PREPARE, CLOSE. It decides nothing and keeps no
-state. The draft pool sends the drafters' messages.
-
-Chains are prepared at the target for likely outcomes, so that a hit costs no message between two verifies. The proposer
-decides about them as it would after the outcome.
-
-`wait_for_chain` and `wait_for_branch` bound the wait for a drafter by its expected time and some slack.
-
-`RemotePrefills` lets prefill workers read prompts in the target's place. The target reports how much of a prompt it
-has; the rest goes to a worker if it is long enough. A loss only costs time: the target, asked again, reads on by
-itself. Knows requests and messages, no keys or values.
+`NextRound` carries the decision out, one request at a time: it begins the round, prepares for it or waits for it, and
+sends the workers what follows. Chains are prepared at the target for likely outcomes, so that a hit costs no message
+between two verifies; the proposer decides about them as it would after the outcome. `wait_for_chain` and
+`wait_for_branch` bound the wait for a drafter by its expected time and some slack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from outrider.orchestrator.core.draft_pool import DraftPool, opening
+from outrider.orchestrator.core.draft_pool import DraftPool
 from outrider.orchestrator.core.metrics import RoundMetrics
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposal import Proposal
-from outrider.orchestrator.core.proposer import AskDrafters, Proposer, Step, WaitForBranch, longest_wait_ms
-from outrider.orchestrator.core.request import DrafterWait, Request, remaining_length, remaining_tokens, up_to_end
+from outrider.orchestrator.core.proposal import (
+    CopiedTail,
+    Lookup,
+    Proposal,
+    ProposalSource,
+    best_tail,
+    copied,
+    copy_beside,
+    filled,
+    longest_copy,
+    merged,
+    min_alternative,
+    unites,
+)
+from outrider.orchestrator.core.request import (
+    CachedBranch,
+    DrafterWait,
+    Request,
+    remaining_length,
+    remaining_tokens,
+    up_to_end,
+)
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Close, Halt, Message, Prefill, Prefilled, Prepare, PromptKv, Verify
+from outrider.protocol.heads import NGRAM
+from outrider.protocol.messages import Alternatives, Drafted, Halt, Prepare, Verify
+from outrider.protocol.trees import SparseQ
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Verify a copy now (an empty one is an AR step), or request a chain of `wait_for` tokens first, or let the
+    in-process drafter draft `own` tokens. `value`: the expected tokens minus the worth of the time."""
+
+    wait_for: int = 0
+    value: float = 0.0
+    own: int = 0
+
+
+def after_miss(estimates: Estimates, tail: CopiedTail, longest: int, has_drafter: bool, own: str = "") -> Fallback:
+    """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the in-process drafter
+    `own`, if there is one."""
+    best = Fallback(value=_copy_value(estimates, tail))
+    for length in range(1, longest + 1 if own else 1):
+        value = _in_process_value(estimates, length, own)
+        if value > best.value:
+            best = Fallback(own=length, value=value)
+    for length in range(1, longest + 1 if has_drafter else 1):
+        value = _request_value(estimates, length)
+        if value > best.value:
+            best = Fallback(wait_for=length, value=value)
+    return best
+
+
+def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait_ms: float) -> bool:
+    """Whether an outcome should wait `wait_ms` for branches on their way, which hit as often as any.
+
+    Otherwise a branch that comes a moment after its outcome would be lost; with a slow drafter or a slow link those are
+    the branches of full acceptance, round after round.
+    """
+    hit = max(
+        estimates.drafted.expected_tokens(depth)
+        - estimates.tokens_per_ms() * estimates.verify_ms(depth + 1)
+        - estimates.request_tokens_per_ms() * (depth - 1) * estimates.depth_ms()
+        for depth in range(1, longest + 1)
+    )
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(wait_ms)
+    return estimates.hit_rate() * (hit - alternative.value) > waiting
+
+
+def drafts_better(estimates: Estimates, tail: CopiedTail, longest: int, drafter: str = "") -> bool:
+    """Whether a drafter's chain of `longest` tokens is worth more than a copy, which costs no drafting (SD)."""
+    return not tail.tokens or _request_value(estimates, longest, drafter) > _copy_value(estimates, tail)
+
+
+def worth_waiting(estimates: Estimates, depth: int, longest: int, since_last_ms: float) -> bool:
+    """Whether a hit of `depth` tokens should wait for one more; the last came `since_last_ms` ago."""
+    if depth >= longest:
+        return False
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(max(estimates.depth_ms() - since_last_ms, 0.0))
+    row = estimates.tokens_per_ms() * (estimates.verify_ms(depth + 2) - estimates.verify_ms(depth + 1))
+    return estimates.drafted.reach(depth) > waiting + row
+
+
+def _copy_value(estimates: Estimates, tail: CopiedTail) -> float:
+    """Returns the tokens of a step with a copy, minus the worth of its forward."""
+    return 1.0 - estimates.tokens_per_ms() * estimates.verify_ms(1) + tail.gain
+
+
+def _request_value(estimates: Estimates, length: int, drafter: str = "") -> float:
+    """Returns the tokens of a chain on request, minus the worth of its forward and of the wait."""
+    forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
+    waiting = estimates.request_tokens_per_ms() * estimates.wait_ms(estimates.draft_ms(length, drafter))
+    return estimates.holding(drafter).expected_tokens(length) - forward - waiting
+
+
+def _in_process_value(estimates: Estimates, length: int, own: str) -> float:
+    """Returns the tokens of an in-process chain, minus the worth of its forward, its drafting, and the drafting of the
+    next chain: draft workers do not know this one, so they prepare no branch after it."""
+    drafting = estimates.tokens_per_ms() * estimates.in_process_ms(length, own)
+    forward = estimates.tokens_per_ms() * estimates.verify_ms(length + 1)
+    holding = estimates.holding(own)
+    next_drafting = estimates.hit_rate() * holding.reach(0) * drafting
+    return holding.expected_tokens(length) - forward - drafting - next_drafting
+
+
+def longest_wait_ms(expected_ms: float) -> float:
+    """Returns the limit of a wait for a drafter: three times the expected time; then the target continues alone."""
+    return 3.0 * expected_ms + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AskDrafters:
+    """Request a chain of `depth` tokens after the committed text from the drafters; `missed`: after a miss."""
+
+    depth: int
+    missed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForBranch:
+    """Wait for about `milliseconds` for this outcome's branch to grow, or, if `missed`, to arrive."""
+
+    committed: tuple[int, ...]
+    milliseconds: float
+    missed: bool = False
+
+
+Step = Proposal | AskDrafters | WaitForBranch
+
+
+@dataclass(frozen=True, slots=True)
+class Proposer:
+    """Decides the next step by the request's mode; with `full_depth` each round waits for all branches in full."""
+
+    estimates: Estimates
+    full_depth: bool
+
+    def after(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
+        """Returns the step after the outcome that made `committed` final; `room` is the most tokens of a chain."""
+        if request.mode == "ar":
+            return Proposal(autonomous=True)
+        if room < 1:
+            return Proposal()
+        if request.mode == "ssd" and request.drafters:
+            return self.serve(request, committed, room, now_ns)
+        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
+        drafter = request.plan.drafter
+        if drafter == NGRAM or not (drafter or request.drafters):
+            return copied(tail)
+        longest = min(request.depth, room)
+        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
+            return copied(tail)
+        if drafter:
+            copy = self._copy_beside(request, room)
+            return (
+                self._in_process(request, copied(CopiedTail(copy)))
+                if copy
+                else replace(self._in_process(request), autonomous=True)
+            )
+        return AskDrafters(longest)
+
+    def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
+        """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
+        `beside`."""
+        drafter, beside = request.plan.drafter, beside or Proposal()
+        source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
+        return replace(
+            beside,
+            source=source,
+            draft=depth or request.depth,
+            drafter=drafter,
+            min_prob=min_alternative(self.estimates, request.takes_trees),
+            by=beside.origins(range(len(beside.chain)))[:-1],
+            copied=0,
+        )
+
+    def _copy_beside(self, request: Request, room: int) -> tuple[int, ...]:
+        """Returns the copy that pays in one tree with an in-process chain."""
+        if not request.takes_trees or request.ngrams.is_empty:
+            return ()
+        copy = longest_copy(request.ngrams, room)
+        return copy_beside(self.estimates, copy, request.plan.drafter, min(request.depth, room))
+
+    def unites(self, request: Request) -> bool:
+        """Whether a branch and an in-process chain are verified in one tree."""
+        return (
+            bool(request.in_process_drafter)
+            and request.takes_trees
+            and unites(self.estimates, request.in_process_drafter, request.depth)
+        )
+
+    def stays(self, request: Request, room: int) -> bool:
+        """Whether an autonomous target should continue by itself: not when a copy is worth more than its drafter's
+        chains, nor, without a drafter, when the mode has changed."""
+        if not request.proposal.draft:
+            return request.mode == "ar"
+        if request.proposal.drafter in request.left_out:
+            return False
+        if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
+            return True
+        if self._copy_beside(request, room):
+            return False
+        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
+        return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
+
+    def branch(self, request: Request, cached: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+        """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
+        chain = cached.chain[: max(min(request.depth, room), 0)]
+        hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
+        return self._filled(request, hit, room, committed, cached.alternatives)
+
+    def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
+        """Returns a chain on request as a proposal, extended by a copy."""
+        chain = message.chain[: max(min(request.depth, room), 0)]
+        source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
+        proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
+        return self._filled(request, proposal, room, (), message.alternatives)
+
+    def after_wait(self, request: Request, room: int) -> Proposal:
+        """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
+        outcome = request.wait.outcome if request.wait else None
+        cached = request.cache.lookup(outcome) if outcome else None
+        return self.branch(request, cached, room) if cached else Proposal()
+
+    def _filled(
+        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
+    ) -> Proposal:
+        """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
+        if self.full_depth or request.admit.sampling.is_residual:
+            return chain
+        if request.takes_trees:
+            tree = merged(self.estimates, request.ngrams, chain, committed, room, others)
+            if tree is not None:
+                return tree
+        return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)
+
+    def serve(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
+        """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
+        cache = request.cache
+        cached = cache.lookup(committed)
+        if self.full_depth and not cache.final:
+            return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=cached is None)
+        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+        if cached is None:
+            return self._after_miss(request, committed, room, since_ms)
+        hit = self.branch(request, cached, room)
+        if self.unites(request):
+            return self._in_process(request, hit)
+        longest = min(request.depth, room)
+        grows = cache.grows(cached) and cached.drafter == cache.lead and not hit.copied
+        if grows and worth_waiting(self.estimates, len(cached.chain), longest, since_ms):
+            return WaitForBranch(committed, self.estimates.depth_ms())
+        return hit
+
+    def _is_fixed(self, request: Request) -> bool:
+        """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
+        return self.full_depth and request.admit.sampling.is_residual
+
+    def _after_miss(self, request: Request, committed: tuple[int, ...], room: int, since_ms: float) -> Step:
+        """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
+        longest = min(request.depth, room)
+        if self._is_fixed(request) and request.drafters:
+            return AskDrafters(longest, missed=True)
+        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
+        choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
+        line = request.proposal.line
+        off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
+        pushes = 0 if off_line else request.cache.pushes_until(len(committed) - 1, len(line))
+        if pushes and request.drafters:
+            expected_ms = pushes * self.estimates.depth_ms()
+            expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0
+            # An overdue push is expected to take as long again.
+            wait_ms = abs(expected_ms - since_ms)
+            if worth_hoping(self.estimates, choice, longest, wait_ms):
+                return WaitForBranch(committed, wait_ms, missed=True)
+        if choice.wait_for:
+            return AskDrafters(choice.wait_for, missed=True)
+        if choice.own:
+            copy = replace(copied(CopiedTail(self._copy_beside(request, room))), lookup=Lookup.MISS)
+            return self._in_process(request, copy, choice.own)
+        return replace(copied(tail), lookup=Lookup.MISS)
+
+
+def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
+    return q.part(0, len(chain)) if q is not None else None
+
 
 # The limit of a wait that may include a drafter's first work, or that full depth requires.
 PATIENCE_MS = 2000.0
@@ -67,77 +341,12 @@ def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
     return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Sends a request's state to the target."""
-
-    workers: WorkerPool
-
-    def open(self, request: Request, offered: bool) -> None:
-        """Sends OPEN: the target reads the committed tokens, unless they are `offered` to a prefill worker, and answers
-        with the outcome of an empty chain."""
-        self.workers.send_target(replace(opening(request, None), offered=offered))
-
-    def verify(self, request: Request) -> None:
-        """Sends VERIFY with the request's proposal."""
-        proposal = request.proposal
-        self.workers.send_target(
-            Verify(
-                request=request.id,
-                epoch=request.epoch,
-                round=request.round,
-                base_len=request.base_len,
-                chain=proposal.chain,
-                kind=proposal.kind(request.admit.sampling),
-                q=proposal.q,
-                autonomous=proposal.autonomous,
-                draft=proposal.draft,
-                drafter=proposal.drafter if proposal.draft else "",
-                max_tokens=remaining_length(request, self.workers.target_context)
-                if proposal.autonomous or proposal.draft
-                else 0,
-                parents=proposal.parents,
-                min_prob=proposal.min_prob,
-                all_cores=proposal.autonomous and request.admit.mode == "auto",
-            )
-        )
-
-    def again(self, request: Request) -> None:
-        """Sends the round under way again: the target repeats its answer, continues its work, or answers RESYNC."""
-        self.verify(request)
-        if request.halted:
-            self.halt(request)
-
-    def halt(self, request: Request) -> None:
-        """Sends HALT: the target must not continue by itself."""
-        self.workers.send_target(Halt(request=request.id, epoch=request.epoch))
-
-    def prepare(self, request: Request) -> None:
-        """Sends PREPARE with the chains that the target may continue with after the round under way."""
-        chains = request.prepared.values()
-        self.workers.send_target(
-            Prepare(
-                request=request.id,
-                epoch=request.epoch,
-                round=request.round,
-                base_len=request.base_len,
-                committed=tuple(request.prepared),
-                chains=tuple(proposal.chain for proposal in chains),
-                parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
-            )
-        )
-
-    def close(self, request: Request) -> None:
-        self.workers.send_target(Close(request.id))
-
-
 class NextRound:
     """Begins rounds and waits. `full_depth`: see `RoundSettings`."""
 
     def __init__(
         self,
         workers: WorkerPool,
-        dispatch: Dispatch,
         draft_pool: DraftPool,
         planner: Planner,
         proposer: Proposer,
@@ -145,7 +354,6 @@ class NextRound:
         full_depth: bool,
     ) -> None:
         self._workers = workers
-        self._dispatch = dispatch
         self._draft_pool = draft_pool
         self._planner = planner
         self._proposer = proposer
@@ -165,7 +373,7 @@ class NextRound:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
         waited, request.wait = request.wait, None
         self._begin_round(request, proposal.after_wait(waited.missed) if waited else proposal)
-        self._dispatch.verify(request)
+        self._send_verify(request)
         self._under_way(request, now_ns)
 
     def _begin_round(self, request: Request, proposal: Proposal) -> None:
@@ -192,7 +400,7 @@ class NextRound:
             self._planner.wants_other(request) or not self._proposer.stays(request, self._remaining_tokens(request))
         ):
             request.halted = True
-            self._dispatch.halt(request)
+            self._send_halt(request)
 
     def prepare(self, request: Request) -> None:
         """Prepares chains at the target for the outcomes that have a complete branch and do not end the request.
@@ -209,7 +417,7 @@ class NextRound:
             if space > 0 and up_to_end(request, context, committed)[1] is None:
                 request.prepared[committed] = self._proposer.branch(request, branch, space, committed)
         if request.prepared:
-            self._dispatch.prepare(request)
+            self._send_prepare(request)
 
     def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
         """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
@@ -233,86 +441,53 @@ class NextRound:
     def _remaining_tokens(self, request: Request) -> int:
         return remaining_tokens(request, self._workers.target_context)
 
+    # --- messages to the target -----------------------------------------------------------------------------------
 
-@dataclass(slots=True)
-class RemotePrefill:
-    """A prompt in its `epoch` that was offered, or that `worker` reads, with `left` tokens unread."""
+    def send_again(self, request: Request) -> None:
+        """Sends the round under way again: the target repeats its answer, continues its work, or answers RESYNC."""
+        self._send_verify(request)
+        if request.halted:
+            self._send_halt(request)
 
-    epoch: int
-    left: int
-    worker: str = ""
+    def _send_verify(self, request: Request) -> None:
+        """Sends VERIFY with the request's proposal."""
+        proposal = request.proposal
+        self._workers.send_target(
+            Verify(
+                request=request.id,
+                epoch=request.epoch,
+                round=request.round,
+                base_len=request.base_len,
+                chain=proposal.chain,
+                kind=proposal.kind(request.admit.sampling),
+                q=proposal.q,
+                autonomous=proposal.autonomous,
+                draft=proposal.draft,
+                drafter=proposal.drafter if proposal.draft else "",
+                max_tokens=remaining_length(request, self._workers.target_context)
+                if proposal.autonomous or proposal.draft
+                else 0,
+                parents=proposal.parents,
+                min_prob=proposal.min_prob,
+                all_cores=proposal.autonomous and request.admit.mode == "auto",
+            )
+        )
 
+    def _send_halt(self, request: Request) -> None:
+        """Sends HALT: the target must not continue by itself."""
+        self._workers.send_target(Halt(request=request.id, epoch=request.epoch))
 
-class RemotePrefills:
-    """The remote prefills under way, by request. The target itself reads prompts shorter than `min_tokens`."""
-
-    def __init__(self, workers: WorkerPool, dispatch: Dispatch, min_tokens: int) -> None:
-        self._workers = workers
-        self._dispatch = dispatch
-        self._min_tokens = min_tokens
-        self._prefills: dict[str, RemotePrefill] = {}
-        self._asked: set[str] = set()
-
-    def offer(self, request: Request) -> bool:
-        """Offers a prompt to the prefill workers; returns whether the target is to wait before it reads."""
-        self.forget(request)
-        left = len(request.tokens) - 1
-        if left < self._min_tokens or not self._workers.prefill_workers():
-            return False
-        self._prefills[request.id] = RemotePrefill(request.epoch, left)
-        return True
-
-    def on_progress(self, request: Request, message: Prefilled) -> None:
-        """Sends the rest of a prompt, of which the target has a part, to the least busy worker, or the target."""
-        prefill = self._prefills.get(request.id)
-        if prefill is None or prefill.epoch != message.epoch:
-            return
-        prefill.left = message.total - 1 - message.done
-        if prefill.worker or prefill.left <= 0:
-            return
-        workers = self._workers.prefill_workers()
-        if prefill.left < self._min_tokens or not workers:
-            self._hand_back(request)
-            return
-        prefill.worker = min(sorted(workers), key=self._load)
-        self._asked.add(prefill.worker)
-        tokens = np.asarray(request.tokens, np.int32)
-        self._workers.send_worker(prefill.worker, Prefill(request.id, request.epoch, tokens, message.done))
-
-    def has_asked(self, worker: str) -> bool:
-        """Whether a worker was sent a prompt, so that its messages come here."""
-        return worker in self._asked
-
-    def on_message(self, request: Request | None, sender: str, message: Message) -> bool:
-        """Handles a prefill worker's message; returns False if it is stale."""
-        prefill = self._prefills.get(request.id) if request is not None else None
-        if request is None or prefill is None or prefill.worker != sender:
-            return False
-        if isinstance(message, PromptKv):
-            if message.epoch != prefill.epoch:
-                return False
-            request.metrics.handed_over += message.count
-            self._workers.send_target(message)
-        else:
-            self._hand_back(request)
-        return True
-
-    def on_worker_lost(self, worker: str, requests: Mapping[str, Request]) -> None:
-        """Hands the prompts of a lost worker back to the target."""
-        self._asked.discard(worker)
-        for id_ in [id_ for id_, prefill in self._prefills.items() if prefill.worker == worker]:
-            self._hand_back(requests[id_])
-
-    def forget(self, request: Request) -> None:
-        """Ends a remote prefill: the prompt has been read, the target reads it, or the request has ended."""
-        prefill = self._prefills.pop(request.id, None)
-        if prefill is not None and prefill.worker:
-            self._workers.send_worker(prefill.worker, Close(request.id))
-
-    def _hand_back(self, request: Request) -> None:
-        """Lets the target read on by itself."""
-        self.forget(request)
-        self._dispatch.again(request)
-
-    def _load(self, worker: str) -> int:
-        return sum(prefill.left for prefill in self._prefills.values() if prefill.worker == worker)
+    def _send_prepare(self, request: Request) -> None:
+        """Sends PREPARE with the chains that the target may continue with after the round under way."""
+        chains = request.prepared.values()
+        self._workers.send_target(
+            Prepare(
+                request=request.id,
+                epoch=request.epoch,
+                round=request.round,
+                base_len=request.base_len,
+                committed=tuple(request.prepared),
+                chains=tuple(proposal.chain for proposal in chains),
+                parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
+            )
+        )

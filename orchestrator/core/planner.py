@@ -13,8 +13,8 @@ from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
-from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, Proposal, longest_copy
-from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, RoundSnapshot
+from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, longest_copy
+from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, SettledRound
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
@@ -168,11 +168,10 @@ class Planner:
         self.estimates.observe_draft(len(message.chain), work_ms)
         self.estimates.observe_link((now_ns - waiting.asked_ns) / MILLISECOND_NS - work_ms)
 
-    def on_outcome(
-        self, request: Request, ended: RoundSnapshot, outcome: Outcome, kept: tuple[int, ...], now_ns: int
-    ) -> None:
-        """Records the costs and odds of a round that made `kept` final; no costs if it read the whole text."""
-        self._judge_copy(request, ended.proposal, outcome, kept)
+    def on_outcome(self, ended: SettledRound, now_ns: int) -> None:
+        """Records the costs and odds of a round; no costs if it read the whole text."""
+        request, outcome, kept = ended.request, ended.outcome, ended.kept
+        self._judge_copy(ended)
         round_ms, request.handled_ns = (now_ns - request.handled_ns) / MILLISECOND_NS, now_ns
         if ended.read:
             return
@@ -183,7 +182,7 @@ class Planner:
                 estimates.observe_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             self._observe_forward(len(proposal.chain) + 1, outcome)
-            along = proposal.along(proposal.nodes(outcome) or ())
+            along = proposal.along(ended.nodes)
             if self._can_judge(request):
                 self.profiles.observe_chain(
                     request.text, proposal.drafter if proposal.draft else "", len(proposal.drafter_nodes), along
@@ -202,21 +201,21 @@ class Planner:
         """Whether the kind of its text matters: in `auto`, for a request alone."""
         return request.admit.mode == "auto" and self.estimates.active == 1
 
-    def judge_in_process(self, request: Request, ended: RoundSnapshot, outcome: Outcome) -> None:
+    def judge_in_process(self, ended: SettledRound) -> None:
         """Leaves out an in-process drafter that is of no use to the request any more, and adds a note."""
-        drafter = ended.proposal.drafter
+        request, drafter = ended.request, ended.proposal.drafter
         if not ended.proposal.draft or drafter in request.left_out or request.remaining < ended.plan.depth:
             return
-        why = request.drifts.setdefault(drafter, Drift()).observe(ended.proposal.depth, outcome.accepted)
+        why = request.drifts.setdefault(drafter, Drift()).observe(ended.proposal.depth, ended.outcome.accepted)
         if why:
             request.left_out.add(drafter)
             request.add_note(f"speculation: {drafter} is not used: {why}")
             self.on_drafter_rejoined(request)
 
-    def _judge_copy(self, request: Request, proposal: Proposal, outcome: Outcome, kept: tuple[int, ...]) -> None:
+    def _judge_copy(self, ended: SettledRound) -> None:
         """Records how a copy would have done in this round, whatever was verified; then makes the next round's."""
-        pending = request.pending_copy
-        if pending is not None and pending.base_len == outcome.base_len:
+        request, proposal, kept, pending = ended.request, ended.proposal, ended.kept, ended.request.pending_copy
+        if pending is not None and pending.base_len == ended.outcome.base_len:
             copy, nodes = pending.copy, proposal.drafter_nodes
             held = self.estimates.observe_copy(copy, kept)
             if self._can_judge(request):

@@ -252,16 +252,6 @@ class PendingCopy:
     copy: Copy
 
 
-@dataclass(frozen=True, slots=True)
-class RoundSnapshot:
-    """A round that has ended, recorded once the next one is under way. `read`: it began by reading the whole text."""
-
-    number: int
-    plan: RoundPlan
-    proposal: Proposal
-    read: bool
-
-
 @dataclass(slots=True)
 class Request:
     """A request in flight.
@@ -323,9 +313,6 @@ class Request:
             return prepared
         by = (Origin.PREPARED,) * len(outcome.next_parents)
         return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, parents=outcome.next_parents, by=by)
-
-    def this_round(self) -> RoundSnapshot:
-        return RoundSnapshot(self.round, self.plan, self.proposal, self.reads)
 
     def can_join(self, drafter: str) -> bool:
         """Whether an available drafter may draft for it: not if the request seems to have caused its losses."""
@@ -398,12 +385,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SettledRound:
-    """A round that ended with `outcome`: the accepted nodes, the tokens that it made final, and why the request ends
-    there, if it does.
+    """A round that ended with `outcome`, recorded once the next one is under way. `read`: it began by reading the whole
+    text. `nodes` were accepted, and the tokens `kept` became final; `reason`: why the request ends there, if it does.
     """
 
     request: Request
-    ended: RoundSnapshot
+    number: int
+    plan: RoundPlan
+    proposal: Proposal
+    read: bool
     outcome: Outcome
     nodes: Sequence[int]
     kept: tuple[int, ...]

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.orchestrator.core.draft_pool import LATE, DraftPool, MessageValidator
+from outrider.orchestrator.core.draft_pool import LATE, DraftPool, MessageValidator, opening
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
-from outrider.orchestrator.core.next_round import Dispatch, NextRound, RemotePrefills
+from outrider.orchestrator.core.next_round import NextRound, Proposer
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import kind_of
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.proposal import PIECE, NgramIndex
-from outrider.orchestrator.core.proposer import Proposer
+from outrider.orchestrator.core.remote_prefills import RemotePrefills
 from outrider.orchestrator.core.request import (
     CacheBudget,
     DrafterState,
@@ -49,6 +49,7 @@ from outrider.orchestrator.events import (
 from outrider.protocol.clock import ASK_AGAIN_NS
 from outrider.protocol.messages import (
     Branches,
+    Close,
     Drafted,
     Fault,
     Features,
@@ -171,8 +172,6 @@ class Scheduler:
         self.stale = 0
         self._workers = workers
         self._validator = MessageValidator()
-        self._dispatch = Dispatch(workers)
-        self._remote_prefills = RemotePrefills(workers, self._dispatch, settings.prefill_from)
         self._cache_budget = CacheBudget()
         self._settings = settings
         self._emit = emit
@@ -182,8 +181,9 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
         self._next = NextRound(
-            workers, self._dispatch, self._draft_pool, self._planner, self._proposer, self._metrics, settings.full_depth
+            workers, self._draft_pool, self._planner, self._proposer, self._metrics, settings.full_depth
         )
+        self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from)
         self._recovery = TargetRecovery(self._open)
 
     @property
@@ -277,7 +277,7 @@ class Scheduler:
             self._workers.flush_and_yield()
         for round_ in settled:
             self._record(round_, now_ns)
-        if any(round_.ended.read for round_ in settled):
+        if any(round_.read for round_ in settled):
             self._update_planner()
 
     def _handle_one(self, sender: str, message: Message, now_ns: int, settled: list[SettledRound]) -> None:
@@ -285,7 +285,7 @@ class Scheduler:
             self._on_worker_note(sender, message)
             return
         request = self._requests.get(getattr(message, "request", None) or "")
-        if self._remote_prefills.has_asked(sender):
+        if sender in self._remote_prefills.asked:
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
         workers = self._workers
@@ -343,7 +343,7 @@ class Scheduler:
             elif self._is_silent(request, now_ns):
                 request.heard_ns = now_ns
                 self._remote_prefills.forget(request)
-                self._dispatch.again(request)
+                self._next.send_again(request)
 
     def _is_silent(self, request: Request, now_ns: int) -> bool:
         """Whether the target has made no progress on it for so long that a message may be lost."""
@@ -362,7 +362,10 @@ class Scheduler:
             self._remote_prefills.forget(request)
         commit = [*(proposal.chain[node] for node in nodes), outcome.bonus]
         kept, reason = up_to_end(request, self._workers.target_context, commit)
-        ended, request.reads = request.this_round(), False
+        settled = SettledRound(
+            request, request.round, request.plan, proposal, request.reads, outcome, nodes, tuple(kept), reason
+        )
+        request.reads = False
         request.tokens += kept
         request.accepted = outcome.accepted
         request.covered = request.cache.covered
@@ -378,17 +381,17 @@ class Scheduler:
                 step = self._proposer.after(request, tuple(kept), self._remaining_tokens(request), now_ns)
                 self._next.take(request, step, now_ns)
         request.over = reason is not None
-        return [SettledRound(request, ended, outcome, nodes, tuple(kept), reason)]
+        return [settled]
 
     def _record(self, settled: SettledRound, now_ns: int) -> None:
         """Records a round in metrics and planner, and sends its tokens to the front."""
-        request, ended, outcome, kept = settled.request, settled.ended, settled.outcome, settled.kept
-        self._metrics.on_outcome(request, ended, outcome, len(kept), now_ns)
-        self._planner.on_outcome(request, ended, outcome, kept, now_ns)
-        self._planner.judge_in_process(request, ended, outcome)
+        request, outcome, kept = settled.request, settled.outcome, settled.kept
+        self._metrics.on_outcome(settled, now_ns)
+        self._planner.on_outcome(settled, now_ns)
+        self._planner.judge_in_process(settled)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
-        origins = ended.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
-        record = self._metrics.record(request, ended, outcome, len(kept))
+        origins = settled.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
+        record = self._metrics.record(settled)
         self._emit(Committed(request.id, kept, logprobs, origins, (record,) if record is not None else None))
         if settled.reason is not None:
             self._finish(request, settled.reason)
@@ -456,7 +459,8 @@ class Scheduler:
     def _open(self, request: Request) -> None:
         request.base_len = len(request.tokens)
         request.reads = True
-        self._dispatch.open(request, self._remote_prefills.offer(request))
+        # The target reads the committed tokens, unless a prefill worker may, and answers as to an empty chain.
+        self._workers.send_target(replace(opening(request, None), offered=self._remote_prefills.offer(request)))
         self._draft_pool.open(request)
 
     def _remove_drafter(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
@@ -483,7 +487,7 @@ class Scheduler:
     def _close(self, request: Request) -> None:
         del self._requests[request.id]
         self._remote_prefills.forget(request)
-        self._dispatch.close(request)
+        self._workers.send_target(Close(request.id))
         self._draft_pool.close(request)
         self._update_planner()
         self._recovery.forget(request)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.next_round import PATIENCE_MS, wait_for_chain
+from outrider.orchestrator.core.next_round import PATIENCE_MS, AskDrafters, wait_for_chain
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.proposer import AskDrafters
 
 VERIFY_MS = 40.0
 

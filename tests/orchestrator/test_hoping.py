@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.orchestrator.core.metrics import Trace
+from outrider.orchestrator.core.next_round import after_miss, longest_wait_ms, worth_hoping
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import CopiedTail
-from outrider.orchestrator.core.proposer import after_miss, longest_wait_ms, worth_hoping
 from outrider.orchestrator.core.request import RoundSettings, SpeculationCache
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront

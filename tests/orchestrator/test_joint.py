@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 
+from outrider.orchestrator.core.next_round import after_miss
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.policy.forecasts import Arm, Costs, Odds, joint_rate, ssd_rate
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.proposal import CopiedTail, unites
-from outrider.orchestrator.core.proposer import after_miss
 from outrider.protocol.messages import InProcessDrafter
 
 VERIFY_MS, DEPTH, HEAD = 20.0, 4, "mtp"
