@@ -28,7 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from zmq.utils.monitor import recv_monitor_message
 
 from outrider.fleet.plan import Placed
-from outrider.orchestrator.client.client import AsyncClient, Client
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.machine.spawn import Sweeper, child_environment, python
 from outrider.orchestrator.settings import ServeSettings, Settings, flags

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from outrider.fleet import plan
 from outrider.fleet.engine import IngressKey
 from outrider.fleet.leases import NO_ENGINE, EngineKind, EngineLeases, LeasedClient
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings

@@ -20,8 +20,8 @@ from ray.serve.handle import DeploymentHandle
 
 from outrider.fleet.engine import ActorKeyring, EngineAddress, ingress_key
 from outrider.fleet.engine_selector import EngineSelector
-from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
-from outrider.orchestrator.client.client import MOVES_ON, AsyncClient
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient, Grown
+from outrider.orchestrator.client.client import MOVES_ON
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.protocol.errors import EndpointError, ServerStopped
 

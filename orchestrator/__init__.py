@@ -18,15 +18,16 @@ from outrider.protocol.errors import (
 )
 
 if TYPE_CHECKING:
-    from outrider.orchestrator.client.client import AsyncClient, AsyncResumed, Client, Resumed
+    from outrider.orchestrator.client.async_client import AsyncClient, AsyncResumed
+    from outrider.orchestrator.client.client import Client, Resumed
     from outrider.orchestrator.client.cluster import LocalCluster
     from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, TokenLogprob
     from outrider.protocol.sampling import Grammar, SamplingParams
     from outrider.protocol.schema import Origin
 
 _LATER = {
-    "AsyncClient": "outrider.orchestrator.client.client",
-    "AsyncResumed": "outrider.orchestrator.client.client",
+    "AsyncClient": "outrider.orchestrator.client.async_client",
+    "AsyncResumed": "outrider.orchestrator.client.async_client",
     "Chunk": "outrider.orchestrator.client.dialogue",
     "Client": "outrider.orchestrator.client.client",
     "GenerationResult": "outrider.orchestrator.client.dialogue",

@@ -18,8 +18,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.orchestrator.client.base_client import AsyncBaseClient
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.messages import Stats
 from outrider.server.problems import Refused

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from outrider.orchestrator.client.base_client import Stream
-from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.client.client import Client, Stream
 from outrider.orchestrator.client.dialogue import Chunk
 
 STILL_S, MOVING_S = 0.05, 0.01

@@ -27,7 +27,7 @@ from outrider.orchestrator.cli.generate import (
     server,
 )
 from outrider.orchestrator.cli.terminal import Screen, say
-from outrider.orchestrator.client.base_client import Stream
+from outrider.orchestrator.client.client import Stream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult, plural
 from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream
 from outrider.protocol.errors import InvalidRequest, OutriderError, PromptTooLong, ServerStopped

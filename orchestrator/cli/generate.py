@@ -13,8 +13,7 @@ from typing import Any
 
 from outrider.orchestrator.cli import flags, terminal
 from outrider.orchestrator.cli.terminal import Screen, say
-from outrider.orchestrator.client.base_client import BaseClient
-from outrider.orchestrator.client.client import Client, Resumed
+from outrider.orchestrator.client.client import BaseClient, Client, Resumed
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.client.dialogue import EMPTY, GenerateRequest, GenerationResult, plural
 from outrider.orchestrator.machine.system import require_mlx

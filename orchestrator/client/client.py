@@ -1,10 +1,7 @@
-"""The Python clients: connect to a running server over ZeroMQ, blocking or awaited, and resume on another server.
+"""The blocking Python client: connects to a running server over ZeroMQ, and resumes texts on another server.
 
-`Client`: thread-safe. `AsyncClient`: the same calls for asyncio. `Connecting`: what both share: endpoint, keys and
-timeout.
-
-`AsyncSocket`: a ZeroMQ socket in asyncio that handles each message in the event loop's turn that receives it.
-`zmq.asyncio` costs several futures and polls for each message, and a task that awaits each message costs another turn.
+`StreamClient`, `BaseStream` and `Connecting` are what the blocking and the awaited clients (`async_client`) share:
+streams, their result, and endpoint, keys and timeout. Clients are thread-safe.
 
 `Patience`: how long a client waits for a silent server; uses no socket.
 
@@ -15,22 +12,31 @@ another model or number format refuses to continue.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
-from typing import Generic, Never, TypeVar
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Never, Self, TypeVar, Unpack
 
 import zmq
 
 from outrider.orchestrator.auth import client_key
-from outrider.orchestrator.client.base_client import AsyncBaseClient, BaseClient, Grown
-from outrider.orchestrator.client.dialogue import Chunk, Dialogue
+from outrider.orchestrator.client.dialogue import (
+    Chunk,
+    Dialogue,
+    GenerateFields,
+    GenerateRequest,
+    GenerationResult,
+    Prompt,
+)
 from outrider.protocol import values
-from outrider.protocol.codec import decode, decode_all, encode
+from outrider.protocol.codec import decode, encode
 from outrider.protocol.endpoints import connect, keys_to, probe, require_server
 from outrider.protocol.errors import (
     EndpointError,
@@ -38,12 +44,20 @@ from outrider.protocol.errors import (
     OtherModel,
     OutriderError,
     ServerBusy,
+    ServerStopped,
     WorkerError,
 )
 from outrider.protocol.keys import ClientKeys
 from outrider.protocol.messages import Message, Stats, StatsQuery
+from outrider.protocol.sampling import SamplingParams
 
 ASK_AFTER_SECONDS = 1.0
+FLUSH_MS = 1000
+MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
+"""Errors after which the next of several servers is tried."""
+
+S = TypeVar("S")
+C = TypeVar("C")
 
 
 class Patience:
@@ -101,80 +115,175 @@ class Patience:
         require_server(self._endpoint)
 
 
-POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""As plain numbers: arithmetic on Python's flags takes longer than the poll."""
+class StreamClient(ABC, Generic[S]):
+    """What blocking and awaited clients share: they create streams, and close them when they are closed.
 
-Handler = Callable[[Message], bool]
-"""Handles a message; returns whether it is the last."""
+    `sources`: the number of servers that may continue a text; see `Dialogue`. `moves_on`: the errors after which the
+    next one is tried. Thread-safe.
+    """
 
+    sources: int
+    moves_on: ClassVar[tuple[type[OutriderError], ...]] = (EndpointError, ServerStopped)
 
-class AsyncSocket:
-    """Owns a connected `socket` until `close`."""
+    def __init__(self) -> None:
+        self._streams: weakref.WeakSet[S] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
-    def __init__(self, socket: zmq.Socket[bytes], handle: Handler) -> None:
-        self._socket = socket
-        self._handle = handle
-        self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
-        self._fault: Exception | None = None
-        self._is_silent = True
-        self._file = socket.FD
-        self._polled = [(socket, POLLIN)]
-        self._loop.add_reader(self._file, self._take_in)
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        rounds: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Unpack[GenerateFields],
+    ) -> S:
+        """Streams the completion of `prompt`; see `generate`. Leaving the loop, or `close`, cancels the request.
 
-    def send(self, message: Message) -> None:
-        """Sends without waiting: ZeroMQ's queue has room for a client's few messages, unless the server refuses it."""
-        with suppress(zmq.Again):
-            self._socket.send_multipart(encode(message), zmq.NOBLOCK)
-        self._take_in()  # sending also resets the file descriptor's signal for messages that have arrived
+        `rounds`: chunks have a record of each finished round. `progress(done, total)` is called with the number of
+        prompt tokens read so far, while a long prompt is read.
+        """
+        return self.ask(self._request("stream", prompt, sampling, options, rounds), progress)
 
-    async def until_over(self, patience: Patience, about: str | None = None) -> None:
-        """Returns when the last message has been handled; queries a silent server `about` a request.
+    def _request(
+        self,
+        method: str,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        options: Mapping[str, Any],
+        rounds: bool = False,
+    ) -> GenerateRequest:
+        return GenerateRequest.of(f"{type(self).__name__}.{method}", prompt, sampling, rounds, options)
+
+    def ask(self, request: GenerateRequest, progress: Callable[[int, int], None] | None = None) -> S:
+        """Streams the completion of a checked request.
 
         Raises:
-            OutriderError: `patience` is over, a message is invalid, or its handler raised this.
+            InvalidRequest: the client is closed.
         """
-        while not self._over.done():
-            self._is_silent = True
-            await asyncio.wait((self._over,), timeout=patience.poll_ms / 1000)
-            if not self._is_silent:
-                patience.on_message()
-            elif not self._over.done():
-                self.send(await asyncio.to_thread(patience.on_silence, about))
-        if self._fault is not None:
-            raise self._fault
+        stream = self._stream_of(Dialogue(request, progress, self.sources))
+        with self._lock:
+            if self._is_closed:
+                raise InvalidRequest(f"this {type(self).__name__} is closed; create a new one")
+            self._streams.add(stream)
+        return stream
 
-    def close(self, linger_ms: int = 0) -> None:
-        """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
-        self._loop.remove_reader(self._file)
-        self._over.cancel()
-        self._socket.close(linger_ms)
+    def _end_streams(self) -> list[S]:
+        """Refuses new streams from now on; returns the streams to close."""
+        with self._lock:
+            self._is_closed = True
+            return list(self._streams)
 
-    def _take_in(self) -> None:
-        """Receives frame by frame: headers say where messages end; asking ZeroMQ costs half as much as receiving."""
-        frames: list[bytes] = []
-        while zmq.zmq_poll(self._polled, 0):
-            frames.append(self._socket.recv(NOBLOCK))
-        if frames:
-            self._is_silent = False
-            if not self._over.done():
-                self._take(frames)
-
-    def _take(self, frames: list[bytes]) -> None:
-        is_last = True
-        try:
-            is_last = any(map(self._handle, decode_all(frames)))
-        except OutriderError as error:
-            self._fault = error  # `until_over` raises it
-        except Exception as error:
-            self._fault = error
-            raise
-        finally:
-            if is_last:
-                self._over.set_result(None)
+    @abstractmethod
+    def _stream_of(self, dialogue: Dialogue) -> S: ...
 
 
-FLUSH_MS = 1000
+class BaseStream:
+    """The state and result of a stream, blocking or awaited."""
+
+    _dialogue: Dialogue
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._dialogue.state}>"
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished completion. Raises InvalidRequest if the stream was not read to its end."""
+        return self._dialogue.result()
+
+
+class BaseClient(StreamClient["Stream"]):
+    """A client whose calls block. A context manager, which closes it on exit."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the unfinished streams of all threads, and refuses new ones. A second call does nothing."""
+        for stream in self._end_streams():
+            stream.close()
+
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[GenerateFields]
+    ) -> GenerationResult:
+        """Returns the completion of `prompt`: text, or token ids as a list, a tuple or a numpy array.
+
+        Keywords: the fields of `SamplingParams`, which override those of `sampling`, and
+            mode: ar, sd, ssd, or auto for the server's own. Default: auto.
+            num_draft_tokens, branches: K and B; None for the server's own. Default: None.
+            chat_template: whether the model's chat template is applied to text. Default: True.
+            origins: whether the result has the origin of each token. Default: False.
+            drafter: the only drafter to use (draft, ngram, or a head's name, such as eagle3). Default: all.
+            client: a name for the user of a program that serves several; the server takes turns between the names.
+
+        Raises:
+            InvalidRequest: a value is out of range; the message says what was expected.
+            EndpointError: nothing answers.
+            WorkerError: a worker was lost during the request.
+        """
+        stream = self.ask(self._request("generate", prompt, sampling, options))
+        for _ in stream:
+            pass
+        return stream.result
+
+    def _stream_of(self, dialogue: Dialogue) -> Stream:
+        return Stream(self, dialogue)
+
+    def exchange(self, dialogue: Dialogue) -> Generator[Chunk, None, None]:
+        """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
+        while not dialogue.is_closed:
+            try:
+                yield from self.once(dialogue)
+                return
+            except self.moves_on as error:
+                time.sleep(dialogue.retry(error))
+
+    @abstractmethod
+    def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
+        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
+
+
+class Stream(BaseStream):
+    """A completion in progress: iterate once for its chunks, then read its `result`.
+
+    A second iteration raises InvalidRequest. A context manager, which closes it on exit.
+    """
+
+    def __init__(self, client: BaseClient, dialogue: Dialogue) -> None:
+        self._client = client
+        self._dialogue = dialogue
+        self._reading: Callable[[], Generator[Chunk, None, None] | None] = lambda: None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        self._dialogue.begin()
+        reading = self._client.exchange(self._dialogue)
+        self._reading = weakref.ref(reading)  # weak: leaving the loop ends the generator, and so cancels the request
+        return reading
+
+    def close(self) -> None:
+        """Cancels the request unless it is finished. A second call does nothing.
+
+        A loop in another thread ends at the next chunk, or within a second without one.
+        """
+        self._dialogue.is_closed = True
+        reading = self._reading()
+        if reading is not None:
+            with suppress(ValueError):  # another thread is in the generator, and checks `is_closed`
+                reading.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Connecting:
@@ -290,65 +399,7 @@ class Client(Connecting, BaseClient):
         return decode(socket.recv_multipart())
 
 
-class AsyncClient(Connecting, AsyncBaseClient):
-    """A client of the server at `endpoint`; see `Client` for the calls' arguments, results and errors."""
-
-    @cached_property
-    def _open(self) -> dict[str, AsyncSocket]:
-        """The sockets of the dialogues in progress, by request id."""
-        return {}
-
-    async def stats(self) -> Stats:
-        """Returns the server's workers and totals."""
-        answers: list[Stats] = []
-
-        def handle(answer: Message) -> bool:
-            answers.extend((answer,) if isinstance(answer, Stats) else ())
-            return bool(answers)
-
-        patience = self.patience()
-        socket = AsyncSocket(self.connected(), handle)
-        try:
-            socket.send(patience.on_silence())
-            await socket.until_over(patience)
-        finally:
-            socket.close()
-        return answers[0]
-
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        def handle(message: Message) -> bool:
-            chunk = dialogue.take(message)
-            if chunk is not None:
-                grown(chunk)
-            return dialogue.over
-
-        patience = self.patience()
-        socket = AsyncSocket(self.connected(), handle)
-        try:
-            socket.send(dialogue.opening)
-            dialogue.was_sent = True
-            self._open[dialogue.request] = socket
-            await socket.until_over(patience, dialogue.request)
-        finally:
-            self._open.pop(dialogue.request, None)
-            if not dialogue.over:
-                socket.send(dialogue.cancel_message)
-            socket.close(FLUSH_MS)
-
-    async def end(self, dialogue: Dialogue) -> None:
-        """Asks the server to end a dialogue in progress."""
-        socket = self._open.get(dialogue.request)
-        if socket is not None:
-            socket.send(dialogue.cancel_message)
-
-
-MOVES_ON = (EndpointError, WorkerError, ServerBusy, OtherModel)
-"""Errors after which the next of several servers is tried."""
-
-C = TypeVar("C", Client, AsyncClient)
-
-
-class _Sources(Generic[C]):
+class Sources(Generic[C]):
     """Servers in turn; the one that answered last is tried first."""
 
     def __init__(self, clients: Sequence[C]) -> None:
@@ -379,7 +430,7 @@ class Resumed(BaseClient):
 
     def __init__(self, clients: Sequence[Client]) -> None:
         super().__init__()
-        self._sources: _Sources[Client] = _Sources(clients)
+        self._sources: Sources[Client] = Sources(clients)
         self.sources = len(clients)
 
     def __repr__(self) -> str:
@@ -388,25 +439,3 @@ class Resumed(BaseClient):
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
         with self._sources.one() as client:
             yield from client.once(dialogue)
-
-
-class AsyncResumed(AsyncBaseClient):
-    """`Resumed` for asyncio."""
-
-    moves_on = MOVES_ON
-
-    def __init__(self, clients: Sequence[AsyncClient]) -> None:
-        super().__init__()
-        self._sources: _Sources[AsyncClient] = _Sources(clients)
-        self.sources = len(clients)
-
-    def __repr__(self) -> str:
-        return f"AsyncResumed({self._sources.all!r})"
-
-    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        with self._sources.one() as client:
-            await client.once(dialogue, grown)
-
-    async def end(self, dialogue: Dialogue) -> None:
-        for client in self._sources.all:
-            await client.end(dialogue)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from outrider.orchestrator.client.base_client import AsyncBaseClient, AsyncStream
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import OutriderError

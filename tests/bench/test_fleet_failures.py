@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol.errors import InvalidRequest
 from tools.fleet_failures.__main__ import chosen
 from tools.fleet_failures.clockwork import Clockwork

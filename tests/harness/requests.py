@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from outrider.bench.comparison.requests import Arrival, Reply
-from outrider.orchestrator.client.base_client import BaseClient
+from outrider.orchestrator.client.client import BaseClient
 from outrider.protocol.sampling import SamplingParams
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.orchestrator.client.client import AsyncClient, Client
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.orchestrator.events import Admit, Committed, RequestBegan, RequestEnded, ToFront
 from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main
-from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
+from outrider.orchestrator.client.async_client import AsyncBaseClient, Grown
 from outrider.orchestrator.client.client import MOVES_ON
 from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerationResult
 from outrider.orchestrator.events import (

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 from starlette.requests import Request
 
-from outrider.orchestrator.client.base_client import AsyncBaseClient, Grown
+from outrider.orchestrator.client.async_client import AsyncBaseClient, Grown
 from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET

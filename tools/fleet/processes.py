@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.protocol.profile import Latency, Profile
 from outrider.protocol.sampling import SamplingParams

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
 from outrider.protocol.profile import Profile
 from tests.harness.virtual.drafter import VOCAB

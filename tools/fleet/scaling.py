@@ -20,7 +20,7 @@ from pathlib import Path
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.protocol import values
 from outrider.protocol.profile import Profile
 from tools.fleet.processes import Ask, Engines, machine_busy, rate, send, slowed

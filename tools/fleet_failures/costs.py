@@ -18,7 +18,7 @@ import numpy as np
 from outrider.bench.comparison.runs import Interval, Timed, bootstrap, ratio
 from outrider.fleet.plan import FleetPlan, IngressPlan
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.client.client import AsyncClient
+from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError

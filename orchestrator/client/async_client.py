@@ -1,0 +1,292 @@
+"""The awaited Python client: the calls of `client`, for asyncio.
+
+`AsyncSocket`: a ZeroMQ socket in asyncio that handles each message in the event loop's turn that receives it.
+`zmq.asyncio` costs several futures and polls for each message, and a task that awaits each message costs another turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import AsyncGeneratorType, TracebackType
+from typing import Self, Unpack, cast
+
+import zmq
+
+from outrider.orchestrator.client.client import (
+    FLUSH_MS,
+    MOVES_ON,
+    BaseStream,
+    Connecting,
+    Patience,
+    Sources,
+    StreamClient,
+)
+from outrider.orchestrator.client.dialogue import Chunk, Dialogue, GenerateFields, GenerationResult, Prompt
+from outrider.protocol.codec import decode_all, encode
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.messages import Message, Stats
+from outrider.protocol.sampling import SamplingParams
+
+POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As plain numbers: arithmetic on Python's flags takes longer than the poll."""
+
+Handler = Callable[[Message], bool]
+"""Handles a message; returns whether it is the last."""
+
+Grown = Callable[[Chunk], object]
+
+
+class AsyncSocket:
+    """Owns a connected `socket` until `close`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], handle: Handler) -> None:
+        self._socket = socket
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._fault: Exception | None = None
+        self._is_silent = True
+        self._file = socket.FD
+        self._polled = [(socket, POLLIN)]
+        self._loop.add_reader(self._file, self._take_in)
+
+    def send(self, message: Message) -> None:
+        """Sends without waiting: ZeroMQ's queue has room for a client's few messages, unless the server refuses it."""
+        with suppress(zmq.Again):
+            self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+        self._take_in()  # sending also resets the file descriptor's signal for messages that have arrived
+
+    async def until_over(self, patience: Patience, about: str | None = None) -> None:
+        """Returns when the last message has been handled; queries a silent server `about` a request.
+
+        Raises:
+            OutriderError: `patience` is over, a message is invalid, or its handler raised this.
+        """
+        while not self._over.done():
+            self._is_silent = True
+            await asyncio.wait((self._over,), timeout=patience.poll_ms / 1000)
+            if not self._is_silent:
+                patience.on_message()
+            elif not self._over.done():
+                self.send(await asyncio.to_thread(patience.on_silence, about))
+        if self._fault is not None:
+            raise self._fault
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket; messages that are still queued have `linger_ms` milliseconds to leave."""
+        self._loop.remove_reader(self._file)
+        self._over.cancel()
+        self._socket.close(linger_ms)
+
+    def _take_in(self) -> None:
+        """Receives frame by frame: headers say where messages end; asking ZeroMQ costs half as much as receiving."""
+        frames: list[bytes] = []
+        while zmq.zmq_poll(self._polled, 0):
+            frames.append(self._socket.recv(NOBLOCK))
+        if frames:
+            self._is_silent = False
+            if not self._over.done():
+                self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        is_last = True
+        try:
+            is_last = any(map(self._handle, decode_all(frames)))
+        except OutriderError as error:
+            self._fault = error  # `until_over` raises it
+        except Exception as error:
+            self._fault = error
+            raise
+        finally:
+            if is_last:
+                self._over.set_result(None)
+
+
+class AsyncBaseClient(StreamClient["AsyncStream"]):
+    """A client whose calls are awaited. `async with` closes it on exit."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the unfinished streams, and refuses new ones. A second call does nothing."""
+        for stream in self._end_streams():
+            await stream.close()
+
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Unpack[GenerateFields]
+    ) -> GenerationResult:
+        """See `Client.generate`."""
+        stream = self.ask(self._request("generate", prompt, sampling, options))
+        async for _ in stream:
+            pass
+        return stream.result
+
+    def _stream_of(self, dialogue: Dialogue) -> AsyncStream:
+        return AsyncStream(self, dialogue)
+
+    async def exchange(self, dialogue: Dialogue) -> AsyncGenerator[Chunk, None]:
+        """Runs one dialogue to its end, and yields its chunks; cancels the request if the caller stops early."""
+        chunks = asyncio.Queue[Chunk | None]()
+        following = asyncio.create_task(self.follow(dialogue, chunks.put_nowait))
+        following.add_done_callback(lambda _: chunks.put_nowait(None))
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            following.result()
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+
+    async def follow(self, dialogue: Dialogue, grown: Grown) -> None:
+        """Runs one dialogue to its end; calls `grown` with each chunk in the event loop's turn that receives it."""
+        while True:
+            try:
+                await self.once(dialogue, grown)
+                return
+            except self.moves_on as error:
+                await asyncio.sleep(dialogue.retry(error))
+
+    @abstractmethod
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        """Runs the dialogue with one server, without retries; cancels the request if the caller stops early."""
+
+    @abstractmethod
+    async def end(self, dialogue: Dialogue) -> None:
+        """Asks the server to end a dialogue in progress."""
+
+
+class AsyncStream(BaseStream):
+    """A completion in progress: iterate once with `async for`, then read its `result`; or `follow` it.
+
+    A second iteration raises InvalidRequest. `async with` closes it on exit.
+    """
+
+    def __init__(self, client: AsyncBaseClient, dialogue: Dialogue) -> None:
+        self._client = client
+        self._dialogue = dialogue
+        self._reading: Callable[[], AsyncGenerator[Chunk, None] | None] = lambda: None
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        self._dialogue.begin()
+        reading = self._client.exchange(self._dialogue)
+        self._reading = weakref.ref(reading)
+        return reading
+
+    async def close(self) -> None:
+        """Cancels the request unless it is finished, which ends a loop in another task. A second call does nothing."""
+        if self._dialogue.is_closed:
+            return
+        self._dialogue.is_closed = True
+        reading = self._reading()
+        if reading is None or cast("AsyncGeneratorType[Chunk, None]", reading).ag_running:
+            await self.end()  # another task reads, or `follow` does; the server's answer ends it
+        else:
+            await reading.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def follow(self, grown: Grown) -> GenerationResult:
+        """Reads the stream to its end; calls `grown`, which must be quick, with each chunk as soon as it arrives."""
+        self._dialogue.begin()
+        await self._client.follow(self._dialogue, grown)
+        return self.result
+
+    @property
+    def request(self) -> str:
+        """The request id, as in the logs of client and server."""
+        return self._dialogue.request
+
+    async def end(self) -> None:
+        """Asks the server to end the text; the loop continues until the end arrives, with finish_reason cancelled."""
+        await self._client.end(self._dialogue)
+
+
+class AsyncClient(Connecting, AsyncBaseClient):
+    """A client of the server at `endpoint`; see `Client` for the calls' arguments, results and errors."""
+
+    @cached_property
+    def _open(self) -> dict[str, AsyncSocket]:
+        """The sockets of the dialogues in progress, by request id."""
+        return {}
+
+    async def stats(self) -> Stats:
+        """Returns the server's workers and totals."""
+        answers: list[Stats] = []
+
+        def handle(answer: Message) -> bool:
+            answers.extend((answer,) if isinstance(answer, Stats) else ())
+            return bool(answers)
+
+        patience = self.patience()
+        socket = AsyncSocket(self.connected(), handle)
+        try:
+            socket.send(patience.on_silence())
+            await socket.until_over(patience)
+        finally:
+            socket.close()
+        return answers[0]
+
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        def handle(message: Message) -> bool:
+            chunk = dialogue.take(message)
+            if chunk is not None:
+                grown(chunk)
+            return dialogue.over
+
+        patience = self.patience()
+        socket = AsyncSocket(self.connected(), handle)
+        try:
+            socket.send(dialogue.opening)
+            dialogue.was_sent = True
+            self._open[dialogue.request] = socket
+            await socket.until_over(patience, dialogue.request)
+        finally:
+            self._open.pop(dialogue.request, None)
+            if not dialogue.over:
+                socket.send(dialogue.cancel_message)
+            socket.close(FLUSH_MS)
+
+    async def end(self, dialogue: Dialogue) -> None:
+        """Asks the server to end a dialogue in progress."""
+        socket = self._open.get(dialogue.request)
+        if socket is not None:
+            socket.send(dialogue.cancel_message)
+
+
+class AsyncResumed(AsyncBaseClient):
+    """`Resumed` for asyncio."""
+
+    moves_on = MOVES_ON
+
+    def __init__(self, clients: Sequence[AsyncClient]) -> None:
+        super().__init__()
+        self._sources: Sources[AsyncClient] = Sources(clients)
+        self.sources = len(clients)
+
+    def __repr__(self) -> str:
+        return f"AsyncResumed({self._sources.all!r})"
+
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        with self._sources.one() as client:
+            await client.once(dialogue, grown)
+
+    async def end(self, dialogue: Dialogue) -> None:
+        for client in self._sources.all:
+            await client.end(dialogue)
