@@ -385,6 +385,16 @@ def settings_from(given: Settings) -> ServeSettings:
     return ServeSettings(**cast("dict[str, Any]", given))
 
 
+def described(separator: str) -> str:
+    """Returns a list of the settings for a docstring: each name, its default if it is a flag, and its help."""
+    lines = []
+    for field in dataclasses.fields(ServeSettings):
+        switch = f" {field.default}; {not field.default}" if isinstance(field.default, bool) else ""
+        help_ = field.metadata["help"].format(default=field.default).replace(" --", " ")
+        lines.append(f"- `{field.name}`{switch}: {help_}.")
+    return separator.join(lines)
+
+
 def flags(settings: ServeSettings) -> list[str]:
     """Returns the settings as command-line flags, without defaults."""
     line = []

@@ -14,10 +14,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Unpack
 
-from outrider.orchestrator.client.client import AsyncClient, Client
+from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import Announcement, Failure, ServerReady, Stage, Unfinished, announcements
 from outrider.orchestrator.machine.spawn import child_environment, python
-from outrider.orchestrator.settings import Settings, flags, settings_from
+from outrider.orchestrator.settings import Settings, described, flags, settings_from
 from outrider.protocol import values
 from outrider.protocol.errors import ServerStopped, WorkerError, as_error
 
@@ -28,44 +29,9 @@ class LocalCluster:
     """Orchestrator, target worker and draft workers on this machine, from creation to `close`; a context manager.
 
     `progress` is called with each stage of the start. All settings are keywords, named like the flags of `outrider
-    serve`; defaults follow the names:
+    serve`:
 
-    - `model`, `draft_model` None: Hugging Face ids, folders or GGUF files; both None: SmolLM2 (docs/models.md).
-      `gguf_keep_precision` False: blocks of a GGUF file that MLX has no format for are quantized again; True keeps them
-      in half precision.
-    - `draft_backend` "mlx": what drafts: mlx, coreml, replay, ngram, none, a head in the target's process (dflash,
-      eagle3, redrafter or mtp), or auto, by the kind of `draft_model`. `replay`: the replay drafter's script.
-    - `head`: heads that also draft, in the target's process: one or several ids or folders, "mtp" or "early-exit" for
-      the model's own; heads that can't be used are left out with a note.
-    - `drafters` 1: draft processes, which share a round's outcomes.
-    - `draft_prefill` "auto": what reads prompts for a drafter on MLX: auto, mlx, coreml, or a package's folder.
-    - `draft_device` "auto": the device of draft workers on MLX: auto, the target's, or cpu.
-    - `mode` "auto": ar, sd, ssd, or auto for the fastest as measured; a request may choose another.
-    - `num_draft_tokens`, `branches` None: tokens of a chain (K), outcomes prepared in a round (B); None: 4 and 16, or
-      with mode auto what `outrider tune` found.
-    - `head_in` "target": the process that a head drafts in: target, or draft-worker, where it works ahead.
-    - `fan_out` "best-first": how outcomes are chosen: best-first, geometric or uniform.
-    - `branch_depth` "auto": "full" waits until branches are K tokens deep.
-    - `ngrams` True: copy drafts from earlier text where the drafter has none.
-    - `trees` False: True verifies several drafts at once, as a tree, where that pays and the target can.
-    - `colocate` False: True drafts in the target's process, in turn with verifying.
-    - `shards` 1: ranks of the target on this machine, each with a part of each layer.
-    - `await_target` False: True starts no target, and waits for one to join (`outrider worker target`).
-    - `endpoint` None: where clients connect, ipc://PATH or tcp://HOST:PORT; None: a new socket.
-    - `threads` 1: threads of each worker for matrix products. `cpu_kernels` "auto": what computes on a CPU: mlx, or
-      auto for ONNX Runtime where it serves the model. `pin_cores` True: on a machine of two cores, target and drafter
-      have one each. `max_active` None: requests in flight at once; None: as many as fit in memory, at most 16.
-    - `kv_memory` None: memory for keys and values in all workers, in bytes or like "2GB"; None: by the machine.
-    - `prompt_cache` True: keep the keys and values of ended texts, for texts with the same beginning.
-    - `memory` True: mode auto loads and saves what it learned about this pair on this machine.
-    - `max_waiting` 256: requests that may wait. `worker_timeout` 10: seconds of silence until a worker is lost.
-    - `workers_endpoint` None: where drafters of other machines join, tcp://HOST:PORT. `keys`: the folder of your keys;
-      None: that of `outrider keys`. `keyed` False: True requires keys also on endpoints of this machine only.
-      `advertise` False: True announces `workers_endpoint` on the local network.
-    - `prefill_workers` 0: processes that read prompts of `prefill_from` tokens and more (None: what tune found, else
-      512) instead of the target; `prefill_backend` "mlx" or "coreml".
-    - `trace`: a file for a timeline. `simulate`: a latency profile to imitate. `log_level` "warning".
-    - `log_format` "text", or "json" for one object per line on stderr, from every process.
+    {settings}
 
     Raises:
         OutriderError: the cluster can't start; the class and message say why.
@@ -180,3 +146,6 @@ class LocalCluster:
         if code is not None:
             how = f"died (signal {-code})" if code < 0 else f"ended with code {code}"
             raise ServerStopped(f"the server {how} during this request; start it again")
+
+
+LocalCluster.__doc__ = (LocalCluster.__doc__ or "").replace("{settings}", described("\n    "))
