@@ -28,7 +28,6 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.heads import DRAFT_MODEL, JOINT
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
@@ -61,6 +60,16 @@ class KVBudget:
         """Returns a worker's part in bytes, given its own `cost`, in proportion to a text of this many tokens."""
         return self.limit * cost.of(tokens) // max(self.cost.of(tokens), 1)
 
+    def shortage(self, context: int, name: str) -> str:
+        """Returns why no text as long as the context of model `name` fits; empty: one does."""
+        needed = self.cost.of(context)
+        if needed <= self.limit:
+            return ""
+        return (
+            f"kv_memory is {in_mb(self.limit)}, and one text of {context} tokens, the context of {name}, takes"
+            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
+        )
+
 
 def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) -> KVBudget:
     """Returns the budget of the workers that are in use or restarting.
@@ -72,20 +81,6 @@ def kv_budget(limit: int | None, workers: Iterable[WorkerStats], memory: int) ->
     used = [worker for worker in workers if worker.state in ("ready", "frozen", "restarting")]
     left = max(memory - sum(worker.weight_bytes for worker in used), 0)
     return KVBudget(left // _PART if limit is None else limit, sum((worker.kv for worker in used), KvCost()))
-
-
-def check_holds(budget: KVBudget, context: int, name: str) -> None:
-    """Checks that one text as long as the context of model `name` fits.
-
-    Raises:
-        InvalidRequest: it does not.
-    """
-    needed = budget.cost.of(context)
-    if needed > budget.limit:
-        raise InvalidRequest(
-            f"kv_memory is {in_mb(budget.limit)}, and one text of {context} tokens, the context of {name}, takes"
-            f" {in_mb(needed)} in all workers; expected at least that, or no kv_memory, to use what the machine has"
-        )
 
 
 def in_mb(count: int) -> str:

@@ -46,29 +46,21 @@ def run(options: argparse.Namespace) -> int:
     drain = values.whole("drain_timeout", options.drain_timeout, 0, MOST_SECONDS)
     if options.parent_fd is not None:
         return _for_parent(settings, http, socket.socket(fileno=options.parent_fd))
-    if settings.log_format == "json":
-        return _in_json(settings, http, drain)
     board = StatusBoard(Screen())
+    in_json = settings.log_format == "json"  # then all that goes to stderr is logged
+    announce_, status = (_log, None) if in_json else (board.announce, board.status)
     try:
-        unfinished = serve.run(settings, board.announce, status=board.status, http=http, drain_timeout=drain)
-    finally:
-        board.clear()
-    if unfinished is not None:
-        raise as_error(unfinished.kind, unfinished.message)
-    return 0
-
-
-def _in_json(settings: ServeSettings, http: HttpSettings | None, drain: int) -> int:
-    """Runs the server; everything that goes to stderr is logged, so that all of it is JSON."""
-    try:
-        unfinished = serve.run(settings, _log, http=http, drain_timeout=drain)
+        unfinished = serve.run(settings, announce_, status=status, http=http, drain_timeout=drain)
+        if unfinished is not None:
+            raise as_error(unfinished.kind, unfinished.message)
     except OutriderError as error:
+        if not in_json:
+            raise
         log.error("%s", error)
         return error.exit_code
-    if unfinished is None:
-        return 0
-    log.error("%s", unfinished.message)
-    return as_error(unfinished.kind, unfinished.message).exit_code
+    finally:
+        board.clear()
+    return 0
 
 
 def _log(announcement: Announcement) -> None:

@@ -40,7 +40,7 @@ class Screen:
     """Shows progress on stderr. Call `clear` before printing to stdout, so that no half line stays before the text."""
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty()
         self._shown = ""
 
     def show(self, text: str) -> None:
@@ -48,7 +48,7 @@ class Screen:
         if text == self._shown:
             return
         self._shown = text
-        if self._live:
+        if self.live:
             width = shutil.get_terminal_size().columns - 1
             say(f"\r\x1b[K{text[:width]}", end="")
         else:
@@ -56,13 +56,9 @@ class Screen:
 
     def clear(self) -> None:
         """Removes the text shown."""
-        if self._live and self._shown:
+        if self.live and self._shown:
             say("\r\x1b[K", end="")
         self._shown = ""
-
-    @property
-    def live(self) -> bool:
-        return self._live
 
 
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -211,15 +211,14 @@ class Admission:
         notes = self._text.pair.notes
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbelow(SEEDS))
-        if self.context_length is not None and prompt_tokens + sampling.max_tokens > self.context_length:
-            room = self.context_length - prompt_tokens
-            notes += (f"max tokens was reduced from {sampling.max_tokens} to {room}: the context is full then",)
-            sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-        if self.kv_budget is not None and prompt_tokens + sampling.max_tokens > self.kv_budget.tokens:
-            room = self.kv_budget.tokens - prompt_tokens
-            limit = in_mb(self.kv_budget.limit)
-            notes += (f"max tokens was reduced from {sampling.max_tokens} to {room}: kv_memory ({limit}) is full then",)
-            sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+        limits = [] if self.context_length is None else [(self.context_length, "the context")]
+        if self.kv_budget is not None:
+            limits.append((self.kv_budget.tokens, f"kv_memory ({in_mb(self.kv_budget.limit)})"))
+        for tokens, what in limits:
+            room = tokens - prompt_tokens
+            if sampling.max_tokens > room:
+                notes += (f"max tokens was reduced from {sampling.max_tokens} to {room}: {what} is full then",)
+                sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
         if self.draft_context is not None and prompt_tokens + sampling.max_tokens > self.draft_context:
             notes += (f"the draft model's context ends at {self.draft_context} tokens: no drafting after that",)
         if sampling.is_residual and self._settings.draft_backend not in DRAWING_BACKENDS:

@@ -32,7 +32,6 @@ from outrider.orchestrator.events import (
     ThreadQueues,
     ToFront,
     WorkersChanged,
-    check_holds,
     together,
 )
 from outrider.orchestrator.front.admission import Admission, FairQueue, QueuePath, Ticket, log_ticket
@@ -274,8 +273,8 @@ class Front:
             self._announce(Stage(event.stage))
         if event.fatal and not self._fatal:
             self._give_up("WorkerError", event.fatal)
-        elif event.ready and not self._ready and (error := self._too_little_memory()):
-            self._give_up(kind_of(error), str(error))
+        elif event.ready and not self._ready and (why := self._too_little_memory()):
+            self._give_up(InvalidRequest.__name__, why)
         elif event.ready and not self._ready:
             notes = (*self._pair.notes, *event.notes)
             self._announce(ServerReady(self._clients.endpoint, notes=notes))
@@ -286,16 +285,12 @@ class Front:
         self._fail_all(kind, why)
         self._announce(Failure(kind, why))
 
-    def _too_little_memory(self) -> InvalidRequest | None:
-        """Returns why the cluster can't start with its `kv_memory`, or None."""
+    def _too_little_memory(self) -> str:
+        """Returns why the cluster can't start with its `kv_memory`; empty: it can."""
         budget, context = self._admission.kv_budget, self._admission.context_length
         if budget is None or context is None or self._pair.settings.kv_memory is None:
-            return None
-        try:
-            check_holds(budget, context, self._pair.target.name)
-        except InvalidRequest as error:
-            return error
-        return None
+            return ""
+        return budget.shortage(context, self._pair.target.name)
 
     def _started(self, ticket: Ticket, event: RequestBegan) -> None:
         admit = ticket.accepted.admit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, check_holds, kv_budget
+from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, kv_budget
 from outrider.orchestrator.front.admission import Admission
 from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
@@ -54,9 +54,8 @@ def test_the_machines_memory_is_that_of_its_container(tmp_path: Path):
 
 def test_less_than_one_context_is_refused_with_the_numbers():
     words = "kv_memory is 0.0 MB, and one text of 1024 tokens, the context of m, takes 30.7 MB in all workers"
-    with pytest.raises(InvalidRequest, match=words):
-        check_holds(KVBudget(1000, KvCost(0, 30_000)), 1024, "m")
-    check_holds(KVBudget(30_720_000, KvCost(0, 30_000)), 1024, "m")
+    assert KVBudget(1000, KvCost(0, 30_000)).shortage(1024, "m").startswith(words)
+    assert not KVBudget(30_720_000, KvCost(0, 30_000)).shortage(1024, "m")
 
 
 def test_a_request_waits_until_its_text_fits_beside_the_others(make_stand):

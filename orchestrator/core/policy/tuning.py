@@ -184,7 +184,7 @@ def digest(path: Path) -> str:
 
 
 def _tuning(fields: dict[str, Any]) -> Tuning:
-    fields["choices"] = tuple(_choice(**choice) for choice in fields["choices"])
+    fields["choices"] = tuple(_checked(TunedArm(**choice)) for choice in fields["choices"])
     fields["own"] = tuple(
         InProcessKnown(str(own["name"]), _number(own["step_ms"]), _shares(own["acceptance"]))
         for own in fields.get("own", ())
@@ -200,18 +200,10 @@ def _tuning(fields: dict[str, Any]) -> Tuning:
     return Tuning(**fields)
 
 
-def _choice(
-    mode: str,
-    depth: int,
-    branches: int,
-    tokens_per_second: float,
-    measured: bool = False,
-    at_once: int = 1,
-    drafter: str = "",
-    kind: str = "",
-) -> TunedArm:
-    rate, at_once = _number(tokens_per_second), max(int(at_once), 1)
-    return TunedArm(str(mode), int(depth), int(branches), rate, bool(measured), at_once, str(drafter), str(kind))
+def _checked(arm: TunedArm) -> TunedArm:
+    rate, at_once = _number(arm.tokens_per_second), max(int(arm.at_once), 1)
+    numbers = str(arm.mode), int(arm.depth), int(arm.branches), rate
+    return TunedArm(*numbers, bool(arm.measured), at_once, str(arm.drafter), str(arm.kind))
 
 
 def _shares(values: Sequence[Any]) -> tuple[float, ...]:
