@@ -160,7 +160,7 @@ class Core:
                 case Stop():
                     self._scheduler.stop(event.request, event.reason)
                 case ModelVocabulary():
-                    self._pool.admission.language = event
+                    self._pool.set_language(event)
                 case Quit():
                     return False
         return True

@@ -1,6 +1,6 @@
 """The workers' socket: admits workers, pings them, and reports their abilities.
 
-Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerAdmission`
+Converts frames to (worker name, message) and back, and handles messages that are not about requests. `WorkerRegistry`
 decides which workers may join, `Supervisor` which are lost and restarted. Knows nothing of requests.
 
 `WorkerRouter` is the socket itself; it sends without waiting. A message that does not fit is
@@ -27,13 +27,12 @@ from outrider.orchestrator.core.worker_registry import (
     TARGET,
     Heartbeat,
     Worker,
-    WorkerAdmission,
     WorkerLoss,
     WorkerRegistry,
     misfit,
     reads_alike,
 )
-from outrider.orchestrator.events import KVBudget, kv_budget
+from outrider.orchestrator.events import KVBudget, ModelVocabulary, kv_budget
 from outrider.orchestrator.machine.system import physical
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import Rate, RateLimiter, RouterSocket
@@ -116,7 +115,7 @@ class WorkerPool:
         auth: CurveAuth | None = None,
     ) -> None:
         awaited = digest(Path(settings.model)) if settings.await_target and settings.model else None
-        self._registry, self._settings = WorkerRegistry(not settings.colocate, awaited), settings
+        self._registry, self._settings = WorkerRegistry(not settings.colocate, awaited, auth), settings
         self._memory = physical()
         self.endpoint = f"ipc://{run_dir}/workers"
         self.joining_endpoint = ""
@@ -126,7 +125,6 @@ class WorkerPool:
         self.seconds_a_ping = settings.worker_timeout / SILENT
         self._router = WorkerRouter(context, self.endpoint)
         self.socket, self.limiter = self._router.socket, self._router.limiter
-        self.admission = WorkerAdmission(self._registry, auth)
         if settings.workers_endpoint is not None:
             self._bind_for_joining(settings, settings.workers_endpoint)
         self._supervisor = Supervisor(self._registry, settings, self.endpoint, run_dir, self.seconds_a_ping)
@@ -159,7 +157,7 @@ class WorkerPool:
             counts = ", ".join(f"{INVALID[kind]} ({count})" for kind, count in sorted(worker.invalid.items()))
             why = f"{worker} sent invalid messages: {counts}; disconnected"
             self._supervisor.dismiss(worker, why)
-            self.refuse_key(name, why)
+            self._registry.refuse_key(worker.key, why)
 
     # --- abilities -------------------------------------------------------------------------------------------------
 
@@ -231,6 +229,10 @@ class WorkerPool:
     def stats(self) -> tuple[WorkerStats, ...]:
         return tuple(worker.stats() for worker in self._registry.all())
 
+    def set_language(self, language: ModelVocabulary) -> None:
+        """Sets the vocabulary of this cluster, which that of a joining drafter must equal."""
+        self._registry.language = language
+
     # --- messages -------------------------------------------------------------------------------------------------
 
     def send_target(self, message: Message) -> None:
@@ -253,17 +255,11 @@ class WorkerPool:
         self.flush()
         os.sched_yield()
 
-    def refuse_key(self, name: str, why: str) -> None:
-        """Refuses the key of the worker of this name, and dismisses workers that joined with it."""
-        worker = self._registry.named(name)
-        if worker is not None:
-            self.admission.refuse_key(worker.key, why)
-
     def receive(self) -> Iterator[tuple[str, Message]]:
         """Yields (worker name, message) for the messages about requests; handles the others; never blocks."""
         for first, frames in self._router.arrived():
             identity = first.bytes
-            if self.admission.is_unauthorized(identity, first):
+            if self._registry.is_unauthorized(identity, first):
                 self.rejected += 1
                 continue
             for message in self._decoded(identity, frames) if self._within_rate(identity, frames) else ():
@@ -296,7 +292,7 @@ class WorkerPool:
         self._pinged_ns = clock.now()
         for worker in self._registry.all():
             worker.heartbeat.unanswered += 1
-            if worker.key and not self.admission.may_stay(worker.role, worker.key):
+            if worker.key and not self._registry.may_stay(worker.role, worker.key):
                 worker.unwelcome = NOT_ALLOWED
             if worker.entered:
                 self._router.send(heartbeat_of(routing_id(worker.incarnation)), Ping(self._ping_serial))
@@ -335,7 +331,7 @@ class WorkerPool:
 
     def _bind_for_joining(self, settings: ServeSettings, endpoint: str) -> None:
         """Binds the endpoint for workers of other machines."""
-        keys = self.admission.keys if settings.asks_for_keys(endpoint) else None
+        keys = self._registry.keys if settings.asks_for_keys(endpoint) else None
         if keys is not None:
             endpoints.prepare(self.socket)
         self.joining_endpoint = self.limiter.open(endpoint, MAX_CONNECTIONS, keys).endpoint
@@ -346,7 +342,7 @@ class WorkerPool:
         if worker is not None and worker.state not in ("starting", "restarting"):
             self.rejected += 1
             return
-        why = self.admission.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
+        why = self._registry.refusal(identity, hello, key) if worker is None else worker.other_model(hello)
         if why is not None:
             self.rejected += 1
             self._router.warn("refused %r, a %s worker: %s", hello.name[:MAX_NAME], hello.role, why)

@@ -14,10 +14,9 @@ as it expects; one that loads does not answer yet, and may take ten times as lon
 `WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
 joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
-machines with the holder's key, and a name stays with its incarnation.
-
-`WorkerAdmission` decides which workers may join and stay, by key, description and vocabulary. It changes only the keys
-that `CurveAuth` refuses, and knows nothing of sockets or requests.
+machines with the holder's key, and a name stays with its incarnation. It decides which workers may join and stay, by
+key, description and vocabulary. It changes only the keys that `CurveAuth` refuses, and knows nothing of sockets or
+requests.
 """
 
 from __future__ import annotations
@@ -276,6 +275,7 @@ def misfit(drafter: Hello, target: Hello) -> str:
     )
 
 
+NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
 TARGET = "target-0"
 MAX_WORKERS = 32
 MAX_NAME = 64
@@ -286,11 +286,13 @@ class WorkerRegistry:
     """Every worker by name and by routing id.
 
     `drafters_may_join` is False if the target drafts for itself. `awaited` is the digest of the files of the target
-    that may join (`protocol.digest`); None: none may.
+    that may join (`protocol.digest`); None: none may. `auth` checks keys; None: none are required. `language` is the
+    vocabulary of this cluster, once known.
     """
 
-    def __init__(self, drafters_may_join: bool, awaited: str | None = None) -> None:
-        self._drafters_may_join, self._awaited = drafters_may_join, awaited
+    def __init__(self, drafters_may_join: bool, awaited: str | None = None, auth: CurveAuth | None = None) -> None:
+        self._drafters_may_join, self._awaited, self._auth = drafters_may_join, awaited, auth
+        self.language = ModelVocabulary("", "")
         self._named: dict[str, Worker] = {}
         self._at: dict[bytes, Worker] = {}  # by routing id
         self._shut_out: deque[int] = deque(maxlen=MOST_SHUT_OUT)
@@ -325,8 +327,39 @@ class WorkerRegistry:
         self.take_away(worker)
         self._shut_out.append(worker.incarnation)
 
-    def refusal(self, identity: bytes, hello: Hello) -> str | None:
+    @property
+    def keys(self) -> ServerKeys | None:
+        """The keys of an endpoint for workers of other machines; None: none are required."""
+        return self._auth.keys(DRAFTER) if self._auth is not None else None
+
+    def refuse_key(self, key: str, why: str) -> None:
+        """Refuses a key from now on, and dismisses workers that joined with it; an empty one is no key."""
+        if self._auth is not None and key:
+            self._auth.refuse(key, why)
+
+    def may_stay(self, role: str, key: str) -> bool:
+        allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
+        return self._auth is not None and self._auth.is_allowed(allowed, key)
+
+    def is_unauthorized(self, identity: bytes, first: zmq.Frame) -> bool:
+        """Whether the sender uses a routing id whose worker joined with another key, or without one."""
+        worker = self.at(identity) if self._auth is not None else None
+        return worker is not None and worker.key != key_shown(first)
+
+    def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
         """Returns why a stranger that sent HELLO is refused; None if it may join."""
+        if key and not self.may_stay(hello.role, key):  # it connected before its key was refused
+            return NOT_ALLOWED
+        if key and hello.role == "target":
+            return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
+        if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
+            return "its description is not printable text"
+        ours, theirs = self.language, hello.vocabulary
+        if theirs and ours.vocabulary and theirs != ours.vocabulary:
+            return (
+                f"its model {hello.model} has another vocabulary than this cluster's {ours.model}; expected a"
+                " draft of the target's own family (`outrider pairs` lists some)"
+            )
         if identity != routing_id(hello.incarnation):
             return "its routing id is not that of its incarnation; run the same release of outrider on both sides"
         if hello.incarnation in self._shut_out:
@@ -408,49 +441,3 @@ class WorkerRegistry:
 
 def _shown(hello: Hello) -> str:
     return f"a {hello.role} worker (process {hello.pid}, {hello.model or hello.backend})"
-
-
-NOT_ALLOWED = "its key is not allowed (any more); allow it on the server with `outrider keys allow`"
-
-
-class WorkerAdmission:
-    """`auth` checks keys; None: none are required. `language` is the vocabulary of this cluster, once known."""
-
-    def __init__(self, registry: WorkerRegistry, auth: CurveAuth | None) -> None:
-        self._registry, self._auth = registry, auth
-        self.language = ModelVocabulary("", "")
-
-    @property
-    def keys(self) -> ServerKeys | None:
-        """The keys of an endpoint for workers of other machines; None: none are required."""
-        return self._auth.keys(DRAFTER) if self._auth is not None else None
-
-    def refuse_key(self, key: str, why: str) -> None:
-        """Refuses a key from now on, and dismisses workers that joined with it; an empty one is no key."""
-        if self._auth is not None and key:
-            self._auth.refuse(key, why)
-
-    def may_stay(self, role: str, key: str) -> bool:
-        allowed = PREFILL if role == "prefill" else DRAFTER  # a prefill worker is trusted with the text
-        return self._auth is not None and self._auth.is_allowed(allowed, key)
-
-    def is_unauthorized(self, identity: bytes, first: zmq.Frame) -> bool:
-        """Whether the sender uses a routing id whose worker joined with another key, or without one."""
-        worker = self._registry.at(identity) if self._auth is not None else None
-        return worker is not None and worker.key != key_shown(first)
-
-    def refusal(self, identity: bytes, hello: Hello, key: str) -> str | None:
-        """Returns why a stranger may not join; None if it may."""
-        if key and not self.may_stay(hello.role, key):  # it connected before its key was refused
-            return NOT_ALLOWED
-        if key and hello.role == "target":
-            return "its key is for drafters; expected a target's rank 0 on the server's machine, by its local endpoint"
-        if not all(text.isprintable() for text in (hello.backend, hello.model, hello.note, hello.files)):
-            return "its description is not printable text"
-        ours, theirs = self.language, hello.vocabulary
-        if theirs and ours.vocabulary and theirs != ours.vocabulary:
-            return (
-                f"its model {hello.model} has another vocabulary than this cluster's {ours.model}; expected a"
-                " draft of the target's own family (`outrider pairs` lists some)"
-            )
-        return self._registry.refusal(identity, hello)

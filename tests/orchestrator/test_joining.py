@@ -147,7 +147,7 @@ def test_two_drafters_of_one_name_are_told_of_each_other(door: Door) -> None:
 
 
 def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> None:
-    door.pool.admission.language = ModelVocabulary("target-model", "abc")
+    door.pool.set_language(ModelVocabulary("target-model", "abc"))
     told = reason(door.hello(door.peer(7, MINI), 7, model="/draft", vocabulary="xyz"))
     assert "/draft" in told and "target-model" in told and "`outrider pairs`" in told
     assert isinstance(door.hello(door.peer(8, MINI), 8, vocabulary="abc"), Welcome)
