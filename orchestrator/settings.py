@@ -411,11 +411,6 @@ def flags(settings: ServeSettings) -> list[str]:
     return line
 
 
-def check_draft_tokens(value: object) -> int:
-    """Returns `num_draft_tokens` as an int. Raises InvalidRequest."""
-    return values.whole("num_draft_tokens", value, 1, MAX_DRAFT_TOKENS)
-
-
-def check_branches(value: object) -> int:
-    """Returns `branches` as an int. Raises InvalidRequest."""
-    return values.whole("branches", value, 1, MAX_BRANCHES_ASKED)
+def check_setting(name: str, value: object) -> Any:
+    """Returns a value of the setting `name`, converted. Raises InvalidRequest."""
+    return ServeSettings.__dataclass_fields__[name].metadata["check"](name, value)

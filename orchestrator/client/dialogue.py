@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from outrider.orchestrator.settings import MODES, check_branches, check_draft_tokens
+from outrider.orchestrator.settings import check_setting
 from outrider.protocol import messages, values
 from outrider.protocol.errors import (
     InvalidRequest,
@@ -77,11 +77,10 @@ class GenerateRequest:
         self._keep("prompt", _as_text(self.prompt) if isinstance(self.prompt, str) else _as_tokens(self.prompt))
         if not isinstance(self.sampling, SamplingParams):
             raise InvalidRequest(f"sampling is {self.sampling!r}; expected SamplingParams(...)")
-        self._keep("mode", values.word("mode", self.mode, MODES))
-        if self.num_draft_tokens is not None:
-            self._keep("num_draft_tokens", check_draft_tokens(self.num_draft_tokens))
-        if self.branches is not None:
-            self._keep("branches", check_branches(self.branches))
+        self._keep("mode", check_setting("mode", self.mode))
+        for name in ("num_draft_tokens", "branches"):
+            if getattr(self, name) is not None:
+                self._keep(name, check_setting(name, getattr(self, name)))
         for name in ("chat_template", "origins", "rounds"):
             self._keep(name, values.flag(name, getattr(self, name)))
         for name in ("drafter", "client"):

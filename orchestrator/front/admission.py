@@ -25,7 +25,7 @@ from outrider.orchestrator.events import Admit, KVBudget, in_mb
 from outrider.orchestrator.pairing.model_files import drafters
 from outrider.orchestrator.pairing.pairing import PairText
 from outrider.orchestrator.pairing.tokenizer import ModelText, TextStream, fingerprint
-from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_branches, check_draft_tokens
+from outrider.orchestrator.settings import DRAWING_BACKENDS, NO_SSD_COLOCATED, check_setting
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest, OtherModel, PromptTooLong, UnknownDrafter
@@ -102,10 +102,9 @@ class Admission:
             InvalidRequest: it can't run.
             ModelError: the model's chat template refuses the prompt.
         """
-        if generate.num_draft_tokens is not None:
-            check_draft_tokens(generate.num_draft_tokens)
-        if generate.branches is not None:
-            check_branches(generate.branches)
+        for name in ("num_draft_tokens", "branches"):
+            if getattr(generate, name) is not None:
+                check_setting(name, getattr(generate, name))
         tokens, resumed = self._tokens(generate), _resume_tokens(generate)
         self._check_fingerprint(generate)
         self._check_tokens(tokens, resumed, generate.sampling)

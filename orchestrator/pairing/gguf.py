@@ -68,31 +68,28 @@ class GgufFile:
         return self.text("general.architecture")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        value = self._of(key, default, "a whole number", lambda value: isinstance(value, int))
-        return int(value)  # type: ignore[arg-type]
+        return int(self._of(key, default, int, "a whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
         """Returns a number; a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
-        value = self._of(key, default, "a number", lambda value: isinstance(value, int | float))
-        return float(value)  # type: ignore[arg-type]
+        return float(self._of(key, default, (int, float), "a number"))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._of(key, default, "true or false", lambda value: value in (True, False), of=(bool,))
-        return bool(value)
+        return bool(self._of(key, default, bool, "true or false"))
 
     def text(self, key: str, default: str | None = None) -> str:
-        return str(self._of(key, default, "a text", lambda value: isinstance(value, str)))
+        return str(self._of(key, default, str, "a text"))
 
     def texts(self, key: str) -> list[str]:
-        value = self._of(key, None, "a list of texts", lambda value: isinstance(value, list))
-        return value  # type: ignore[return-value]
+        texts: list[str] = self._of(key, None, list, "a list of texts")
+        return texts
 
     def numbers(self, key: str) -> NDArray[np.generic] | None:
         """Returns the list, or None if there is no such key."""
         if key not in self.metadata:
             return None
-        value = self._of(key, None, "a list of numbers", lambda value: isinstance(value, np.ndarray))
-        return value  # type: ignore[return-value]
+        numbers: NDArray[np.generic] = self._of(key, None, np.ndarray, "a list of numbers")
+        return numbers
 
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         """Reads a tensor's bytes [rows, bytes of a row], where the last dimension of the tensor is a row."""
@@ -105,18 +102,11 @@ class GgufFile:
         rows = prod(place.shape[:-1])
         return np.frombuffer(data, np.uint8).reshape(rows, -1)
 
-    def _of(
-        self,
-        key: str,
-        default: Value | None,
-        expected: str,
-        fits: Callable[[Value], bool],
-        of: tuple[type, ...] = (),
-    ) -> Value:
+    def _of(self, key: str, default: Value | None, kind: type | tuple[type, ...], expected: str) -> Any:
         value = self.metadata.get(key, default)
         if value is None:
             raise ModelError(f"{self.path} has no {key} in its metadata; choose another file of this model")
-        if not fits(value) or isinstance(value, bool) is not (bool in of):
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
             raise ModelError(f"{self.path}: {key} is {_describe(value)}; expected {expected}")
         return value
 

@@ -153,11 +153,14 @@ def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
         os.replace(written, path)
 
 
-def load(path: Path) -> tuple[Tuning, ...]:
-    """Returns the records in a file, at most one of each class; none of another format."""
+def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
+    """Returns the records in a file, at most one of each class; none of another format.
+
+    `after`: the digest of the file that they must have begun from; None: any.
+    """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields["format"] != FORMAT:
+        if fields["format"] != FORMAT or (after is not None and fields["after"] != after):
             return ()
         return tuple(_tuning(record) for record in fields["tunings"])
     except (FileNotFoundError, NotADirectoryError):
@@ -165,14 +168,6 @@ def load(path: Path) -> tuple[Tuning, ...]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         log.warning("ignoring %s: %s", path, error)
         return ()
-
-
-def after(path: Path) -> str:
-    """Returns the digest of the file that the records at `path` began from; empty if it is not known."""
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["after"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def digest(path: Path) -> str:
@@ -235,9 +230,7 @@ class PolicyStore:
         The file names that tuning by its digest, since clocks do not show which file is newer.
         """
         self._after = digest(tuned)
-        if self._path is None or after(self._path) != self._after:
-            return ()
-        return load(self._path)
+        return () if self._path is None else load(self._path, self._after)
 
     def is_due(self, now_ns: int) -> bool:
         """Whether the last write was more than `SECONDS` ago."""
