@@ -259,15 +259,6 @@ RECONNECT_SECONDS, RETRY_SECONDS = 120.0, 0.25
 MOST_WORKER_ERRORS = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """When the server was lost (monotonic seconds), the tokens received by then, and the tries since."""
-
-    since: float = 0.0
-    tokens: int = 0
-    tries: int = 0
-
-
 class Dialogue:
     """One request's exchange with a server, and with the next one if that server goes away before the end.
 
@@ -285,7 +276,8 @@ class Dialogue:
         self._begun = False
         self._progress = progress
         self._sources = sources
-        self._lost = Disconnect()
+        self._lost_at = 0.0  # when the server was lost, in monotonic seconds; 0: it was not
+        self._tokens_then = self._tries = 0
         self._worker_errors = 0
         self._started: Started | None = None
         self._texts: list[str] = []
@@ -309,10 +301,10 @@ class Dialogue:
             OutriderError: `error` itself, if the text may not continue, or no server was found for too long.
         """
         now, had = time.monotonic(), len(self._tokens)
-        if self._lost.since == 0.0 or had > self._lost.tokens:
-            self._lost = Disconnect(now, had)
-        self._lost = replace(self._lost, tries=self._lost.tries + 1)
-        if not self._may_retry(error) or now - self._lost.since > RECONNECT_SECONDS:
+        if not self._lost_at or had > self._tokens_then:
+            self._lost_at, self._tokens_then, self._tries = now, had, 0
+        self._tries += 1
+        if not self._may_retry(error) or now - self._lost_at > RECONNECT_SECONDS:
             raise error
         self.over = False
         if self._started is not None:
@@ -324,14 +316,14 @@ class Dialogue:
                 resume_chars=sum(map(len, self._texts)),
                 fingerprint=self._started.fingerprint,
             )
-        return 0.0 if self._lost.tries % self._sources else RETRY_SECONDS
+        return 0.0 if self._tries % self._sources else RETRY_SECONDS
 
     def _may_retry(self, error: OutriderError) -> bool:
         """Returns False if no server took the request, all refuse it, or workers seem to die of it again."""
         if type(error) is WorkerError:
             self._worker_errors += 1
         begun = self._tokens or (self.was_sent and not isinstance(error, ServerBusy))
-        tried_all = self._lost.tries >= self._sources
+        tried_all = self._tries >= self._sources
         hopeless = isinstance(error, OtherModel) or not begun
         return self._sources > 0 and self._worker_errors <= MOST_WORKER_ERRORS and not (tried_all and hopeless)
 
