@@ -8,15 +8,15 @@ rows of the batch read. Implements `engine.kv_rows.KVRows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
 
-from outrider.engine.cache import is_attention, leaves_of, stand_in, window_of
-from outrider.engine.flat import Ints
-from outrider.engine.kv_rows import KVRowCache, NewRows, TreeAttentionMetadata, gather, prefill, restore, saved
+from outrider.engine.cache import is_attention, leaves_of, window_of
+from outrider.engine.flat import Bools, FlatCache, Ints, NodeSegment
+from outrider.engine.kv_rows import NewRows, TreeRows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
@@ -33,8 +33,13 @@ class _After:
     row: int
 
 
-class _BatchCache(KVRowCache):
+class _BatchCache(FlatCache):
     """A row of columns that all rows of a batch, of one token each, write and read."""
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        mask = super().make_mask(n, return_array, window_size)
+        batched = isinstance(self._frame.alone, NodeSegment) and mask is not None
+        return mask[:, None, None] if batched else mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         rows = keys.shape[0]
@@ -42,6 +47,30 @@ class _BatchCache(KVRowCache):
             return super().update_and_fetch(keys, values)
         keys, values = super().update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
         return mx.broadcast_to(keys, (rows, *keys.shape[1:])), mx.broadcast_to(values, (rows, *values.shape[1:]))
+
+
+class _BatchRows(TreeRows):
+    """One tree, whose tokens are the rows of a batch. Recurrent layers keep the model's own caches."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
+        super().__init__(model.model)
+        leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self.recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
+        for leaf in leaves:
+            if type(leaf) not in (_BatchCache, ArraysCache):
+                raise ModelError(
+                    f"{model.model_type} keeps a {type(leaf).__name__}, which can't be copied for branches"
+                )
+
+    def _stand_in(self, early: int, cache: Any) -> Any:
+        return _BatchCache(self._frame, window_of(cache), early) if is_attention(cache) else cache
+
+    def batch(self, tokens: mx.array, row: int, start: int, positions: Ints, seen: Bools) -> mx.array:
+        """Feeds tokens [R], each as a row of a batch. Returns their logits [R, V]. Lazy."""
+        self._frame.begin([NodeSegment(row, start, tokens.shape[0], places=positions, visible=seen)])
+        logits: mx.array = self.model(tokens[:, None], cache=self._caches)
+        return logits[:, 0]
 
 
 class RecurrentKVRows:
@@ -52,21 +81,9 @@ class RecurrentKVRows:
 
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
-        self._model = model.model
-        self._frame = TreeAttentionMetadata()
-
-        def branching(leaf: Any) -> Any:
-            if is_attention(leaf):
-                return _BatchCache(self._frame, window_of(leaf))
-            if type(leaf) is not ArraysCache:
-                raise ModelError(
-                    f"{model.model_type} keeps a {type(leaf).__name__}, which can't be copied for branches"
-                )
-            return leaf
-
-        self._caches = [stand_in(cache, branching) for cache in make_prompt_cache(model.model)]
-        self._leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
-        self._recurrent = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
+        self._rows = _BatchRows(model)
+        self._sequence = self._rows.open()
+        self._recurrent = self._rows.recurrent
         self._after: dict[int, _After] = {}
 
     def prefill(
@@ -75,7 +92,7 @@ class RecurrentKVRows:
         if start == len(tokens):
             return
         self._put_states([start - 1])
-        prefill(self._model, self._frame, self._caches, tokens, progress, total, start)
+        self._rows.prefill(self._sequence, tokens, progress, total, start)
         self._after = {len(tokens) - 1: _After(self._states(), 0)}
 
     @staticmethod
@@ -94,9 +111,9 @@ class RecurrentKVRows:
             for first, last in _runs(columns):
                 rows = list(range(first - start, last - start + 1))
                 self._put_states([parents[row] for row in rows])
-                self._frame.tree(first, positions[: last + 1], seen[rows, : last + 1], rows=True)
-                batch = tokens[first - start : last - start + 1][:, None]
-                logits.append(self._model(batch, cache=self._caches)[:, 0])
+                batch = tokens[first - start : last - start + 1]
+                own = positions[: last + 1], seen[rows, : last + 1]
+                logits.append(self._rows.batch(batch, self._sequence.row, first, *own))
                 states = self._states()
                 self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
                 order += rows
@@ -106,17 +123,22 @@ class RecurrentKVRows:
         return mx.concatenate(logits)[mx.array(back)]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        gather(self._leaves, prefix, columns)
+        self._sequence.keep(prefix, columns)
         kept = [(prefix - 1, prefix - 1), *enumerate(columns.tolist(), prefix)]
         self._after = {new: self._after[old] for new, old in kept if old in self._after}
 
     def save(self, count: int) -> SavedPrefix:
         after = self._after[count - 1]
-        return saved(self._leaves, count, tuple(tuple(a[after.row : after.row + 1] for a in s) for s in after.states))
+        states = tuple(tuple(a[after.row : after.row + 1] for a in own) for own in after.states)
+        mx.eval(states)
+        return replace(self._rows.save(self._sequence, count), states=states)
 
     def restore(self, start: CachedPrefix) -> None:
-        restore(self._frame, self._leaves, start)
+        self._rows.adopt(self._sequence, start)
         self._after = {start.length - 1: _After(start.saved.states, 0)}
+
+    def close(self) -> None:
+        """Does nothing: the tree has buffers of its own."""
 
     def _states(self) -> States:
         return tuple(tuple(cache.cache) for cache in self._recurrent)

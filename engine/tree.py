@@ -240,6 +240,7 @@ class Tree:
             self._compact()
             self._cache.keep(self._committed, self.kv_rows.save(len(self._committed)))
         self._nodes.clear()
+        self.kv_rows.close()
 
     def _compact(self) -> None:
         """Keeps only the committed columns."""

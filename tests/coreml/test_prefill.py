@@ -98,7 +98,7 @@ def test_keys_come_in_the_models_own_number_format(bench: Callable[..., Bench], 
     kv_rows = DenseKVRows(model)
     (read,) = reader_of(made).read(text[:10])
     kv_rows.adopt(0, read)
-    assert {cache.keys.dtype for cache in kv_rows.leaves if cache.keys is not None} == {mx.bfloat16}
+    assert {cache.keys.dtype for cache in kv_rows.rows._layers if cache.keys is not None} == {mx.bfloat16}
 
 
 def test_short_prompts_are_left_to_the_model(bench: Callable[..., Bench], text: list[int]) -> None:

@@ -27,9 +27,10 @@ FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
 VISIBLE = {"loss_type": "variable_prefix"}
 
 
-def opened(head: DFlash, length: int, n: int = 0, **params: Any) -> BlockTree:
+def opened(head: DFlash, length: int, n: int = 0, drafter: AheadHead | None = None, **params: Any) -> BlockTree:
     """A tree of the first tokens of a text, told all rows that can be."""
-    tree = AheadHead(head, "dflash", V).open(TEXTS[n][:length].tolist(), SamplingParams(**params))
+    drafter = drafter or AheadHead(head, "dflash", V)
+    tree = drafter.open(TEXTS[n][:length].tolist(), SamplingParams(**params))
     assert isinstance(tree, BlockTree)
     tell(tree, head, 0, length - 1, n)
     return tree
@@ -52,7 +53,7 @@ def test_a_block_with_a_known_beginning_says_what_an_independent_forward_does(tm
     """Outcomes of two texts, with beginnings of any length, in one forward; then along each block's own choices."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
     drafter, lengths = AheadHead(head, "dflash", V), (9, 30)
-    trees = [opened(head, length, n) for n, length in enumerate(lengths)]
+    trees = [opened(head, length, n, drafter) for n, length in enumerate(lengths)]
     feeds = []
     for tree in trees:
         at = tree.next_node
