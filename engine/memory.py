@@ -11,7 +11,6 @@ import logging
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -62,25 +61,17 @@ class PeakMemory:
             give_back()
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimits:
-    """Limits in bytes."""
-
-    wired: int
-    cache: int
+def wired_limit(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> int:
+    """Returns the bytes to wire for weights, KV caches and a margin: at most what the device recommends for all
+    processes."""
+    return min(weight_bytes + kv_bytes + _MARGIN, recommended)
 
 
-def plan_limits(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits:
-    """Returns limits for weights, KV caches and a margin, at most what the device recommends for all processes."""
-    return MemoryLimits(min(weight_bytes + kv_bytes + _MARGIN, recommended), _CACHE)
-
-
-def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits | None:
-    """Sets and returns this process's limits; None without Metal."""
+def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> None:
+    """Sets this process's limits; does nothing without Metal."""
     if not mx.metal.is_available():
-        return None
-    limits = plan_limits(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
-    mx.set_wired_limit(limits.wired)
-    mx.set_cache_limit(limits.cache)
-    log.info("wired limit %d MiB, cache limit %d MiB", limits.wired >> 20, limits.cache >> 20)
-    return limits
+        return
+    wired = wired_limit(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
+    mx.set_wired_limit(wired)
+    mx.set_cache_limit(_CACHE)
+    log.info("wired limit %d MiB, cache limit %d MiB", wired >> 20, _CACHE >> 20)
