@@ -10,6 +10,7 @@ a forward like the target's texts, else `DenseKVRows`, with one tree per forward
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import Bools, FlatRows, FlatSequence, Floats, Ints, NodeSegment, Segment, one_column
-from outrider.engine.kv_transfer import FillableKVRows, KeysValues
+from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward, room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 _PREFILL = 512
 _ORT_PREFILL = 128  # as fast per token as 512, and other requests wait less
@@ -159,11 +162,17 @@ class TreeRows(FlatRows):
 _rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, TreeRows]] = defaultdict(WeakKeyDictionary)
 
 
-class DenseKVRows(FillableKVRows):
-    """`KVRows` of a model with attention layers only, with one tree per forward."""
+class DenseKVRows:
+    """`KVRows` of a model with attention layers only, with one tree per forward.
+
+    A `reader` may read prompts instead of the model; `read`: the tokens that it has read so far. If it fails, only time
+    is lost: the model continues from there.
+    """
 
     lazy = True
     whole = False
+    reader: PromptReader | None = None
+    read = 0
 
     def __init__(self, model: LoadedModel) -> None:
         known = _rows_of[type(self)]
@@ -173,12 +182,32 @@ class DenseKVRows(FillableKVRows):
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
 
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        done = start
+        wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
+        if self.reader is not None:
+            log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
+        try:
+            for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
+                self.adopt(done, piece)
+                done += piece.count
+                if progress is not None and done < len(tokens):
+                    progress(done, total)
+        except ReadingFault as error:
+            log.warning("%s; the model reads the prompt from token %d on", error, done)
+        self.read += done - start
+        self._prefill(tokens, progress, total, done)
+
     def _prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
+        """Does `prefill` by the model alone."""
         self.rows.prefill(self.sequence, tokens, progress, total, start)
 
     def adopt(self, start: int, read: KeysValues) -> None:
+        """Fills the columns from `start` on."""
         dtype = self.rows.number_format
         pairs = zip(read.keys, read.values, strict=True)
         self.sequence.length = start

@@ -34,7 +34,7 @@ from outrider.engine.cache import KVState, leaves_of
 from outrider.engine.hidden_states import backbone_of, final_norm
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
-from outrider.engine.kv_transfer import FillableKVRows, PromptReader
+from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtFlat, alone
 from outrider.engine.prompt_cache import PromptCache
@@ -541,7 +541,7 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
     kv_rows: KVRows = tree_form(model)(model)
-    if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
+    if isinstance(kv_rows, DenseKVRows):  # a recurrent state comes from the model alone
         kv_rows.reader = reader
     return kv_rows
 

@@ -31,7 +31,7 @@ from outrider.drafters.coreml.interpreter import NAMES, runtime_of
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import os_build
 from outrider.drafters.coreml.selection import OfCheckpoint, OnePackage, PackageSource, read, write
-from outrider.engine.kv_transfer import FillableKVRows
+from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.loading import load as load_model
@@ -211,7 +211,7 @@ def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
     def by_package(tokens: list[int]) -> None:
         kv_rows = open_kv_rows(model, reader)
         kv_rows.prefill(tokens, None, len(tokens))
-        if not isinstance(kv_rows, FillableKVRows) or kv_rows.read != len(tokens):
+        if not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens):
             raise OutriderError("the package did not read the prompt")
 
     prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
