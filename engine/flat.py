@@ -420,8 +420,10 @@ class FlatSequence:
 class FlatRows:
     """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
+        """`keeps_buffers`: the buffers stay after the last text, for the next one."""
         install(model)
+        self._keeps_buffers = keeps_buffers
         self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
@@ -449,7 +451,8 @@ class FlatRows:
         self._dropped.append(sequence)
 
     def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row, to which the last row moves. Frees the buffers after the last text."""
+        """Frees a text's row, to which the last row moves. After the last text it also frees the buffers, unless
+        it keeps them."""
         if sequence.row < 0:
             return
         last = self._sequences.pop()
@@ -459,7 +462,7 @@ class FlatRows:
             last.row = sequence.row
             self._sequences[sequence.row] = last
         sequence.row = -1
-        if not self._sequences:
+        if not self._sequences and not self._keeps_buffers:
             for cache in self._layers:
                 cache.clear()
 

@@ -113,8 +113,8 @@ class KVRows(Protocol):
 class TreeRows(FlatRows):
     """The rows of all trees of `model`, and its forwards over them."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
+        super().__init__(model, keeps_buffers)
         self.model = model
 
     def forward(self, tokens: mx.array, segments: Sequence[Segment]) -> mx.array:
@@ -177,7 +177,8 @@ class DenseKVRows:
     def __init__(self, model: LoadedModel) -> None:
         known = _rows_of[type(self)]
         if model not in known:
-            known[model] = TreeRows(model.model)
+            # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
+            known[model] = TreeRows(model.model, keeps_buffers=model.cpu is not None)
         self.rows = known[model]
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
