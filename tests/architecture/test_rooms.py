@@ -64,7 +64,7 @@ WITHIN = {
 FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
-        "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host", "kv_rows",
+        "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host",
         "trial", "selection", "drafter", "prompts", "doctor", "convert",
     ),
     "drafters/heads": (
