@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.heads import AHEAD
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
 
 class TokenTree(Protocol):

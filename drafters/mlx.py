@@ -13,9 +13,9 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 
 
 class MlxDrafter:

@@ -4,26 +4,32 @@
 at chain position i is right with probability `acceptance[i]`, and after a wrong one the true token has a rank drawn
 from `bonus_ranks`. Every draw is a function of (seed, position), so a run can be repeated exactly. There is no model.
 
-`PacedDrafter` wraps a drafter: each forward of its trees takes the profile's time for its rows.
+`PacedDrafter` wraps a drafter: each forward of its trees takes the profile's time for its rows. `SlowLink` is the link
+of a distant drafter: every message takes the profile's time each way. It has no thread of its own: messages that are
+due are sent whenever the worker sends, receives or naps.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
-from outrider.engine.pace import Pace
+from outrider.engine.pace import AWAKE_SECONDS, Pace
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Message
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import Candidate, TreeFeed
+from outrider.protocol.worker_link import WorkerLink
 
 _MASK = 2**64 - 1
 # The purpose of a draw; the serial number of a wrong candidate is added to the last one.
@@ -307,3 +313,63 @@ class PacedTree:
         self.inner.read(tokens, more)
         self._pace.end(len(tokens))
         self._pace.wait()
+
+
+SLICE_SECONDS = 0.0003  # how long a message may wait while this thread sleeps
+
+
+class SlowLink:
+    """Delays messages of `link` by `link_ms` each way.
+
+    `heard`: when the message last returned by `receive` arrived, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(self, link: WorkerLink, link_ms: float) -> None:
+        self.heard = 0.0
+        self._link = link
+        self._delay = link_ms / 1000
+        self._coming: deque[tuple[float, Message]] = deque()
+        self._going: deque[tuple[float, Message]] = deque()
+
+    @property
+    def name(self) -> str:
+        return self._link.name
+
+    def send(self, message: Message) -> None:
+        self._going.append((time.perf_counter() + self._delay, message))
+        self._deliver()
+
+    def receive(self, wait: bool) -> Message | None:
+        while True:
+            self._deliver()
+            if self._coming and self._coming[0][0] <= time.perf_counter():
+                self.heard, message = self._coming.popleft()
+                return message
+            if not wait:
+                return None
+            if self._coming or self._going:
+                time.sleep(SLICE_SECONDS)
+            else:
+                self._arrived(self._link.receive(wait=True))
+
+    def expect(self, milliseconds: float) -> None:
+        self._link.expect(milliseconds)
+
+    def nap(self, seconds: float) -> None:
+        """Sleeps, and delivers messages meanwhile."""
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            self._deliver()
+            if left > AWAKE_SECONDS:
+                time.sleep(min(left - AWAKE_SECONDS, SLICE_SECONDS))
+
+    def _deliver(self) -> None:
+        now = time.perf_counter()
+        while self._going and self._going[0][0] <= now:
+            self._link.send(self._going.popleft()[1])
+        while (message := self._link.receive(wait=False)) is not None:
+            self._arrived(message)
+
+    def _arrived(self, message: Message | None) -> None:
+        if message is not None:
+            self._coming.append((time.perf_counter() + self._delay, message))

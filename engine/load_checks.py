@@ -42,7 +42,6 @@ from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import (
     CannotDraft,
@@ -56,7 +55,7 @@ from outrider.protocol.errors import (
 from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import lines
+from outrider.protocol.trees import TreeFeed, lines
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,16 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.noise import Purpose, exponential_numpy, gumbel_at, gumbel_numpy, stream
-from outrider.engine.sampling import Floats, History, Sampler
+from outrider.engine.sampling import (
+    Floats,
+    History,
+    Purpose,
+    Sampler,
+    exponential_numpy,
+    gumbel_at,
+    gumbel_numpy,
+    stream,
+)
 from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest

@@ -23,10 +23,9 @@ from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
-from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
 _ROOM = 256  # the window's initial columns
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import DraftBatcher
-from outrider.drafters.growth import ReadyBranches
+from outrider.drafters.growth import Continuation, ReadyBranches
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.protocol.errors import OutriderError
 
 # Trees are fed one by one whatever the drafter, where there is one.

@@ -31,11 +31,11 @@ from outrider.engine.loading import outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import TreeFeed
 
 
 class HeadTree(Tree):

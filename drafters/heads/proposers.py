@@ -19,8 +19,8 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.continuation import WIDTH, AlternativesAt, ChainAlternatives, Continuation
 from outrider.drafters.fan_out import Calibration
+from outrider.drafters.growth import WIDTH, AlternativesAt, ChainAlternatives, Continuation
 from outrider.drafters.heads.head import BlockHead, Head, MaskedHead, StepHead
 from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
@@ -34,9 +34,8 @@ from outrider.drafters.heads.pair_kv_cache import (
 from outrider.engine.flat import FlatSequence
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
-from outrider.engine.tree_feed import Candidate
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.trees import one_hot
+from outrider.protocol.trees import Candidate, one_hot
 
 
 class FollowedText(Protocol):

@@ -14,10 +14,10 @@ from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
 from outrider.drafters.work_ahead import WorkAhead
-from outrider.engine.noise import gumbel_numpy
-from outrider.engine.tree_feed import TreeFeed
+from outrider.engine.sampling import gumbel_numpy
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 from tests.alone import advanced, continued
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import ENOUGH, Capacity, DraftBatcher
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import POLICIES, BranchRequest, Calibration, ForkPoint, shares
-from outrider.drafters.growth import BranchTask, ReadyBranches
+from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.work_ahead import ENOUGH, Capacity, DraftBatcher, WorkAhead
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams

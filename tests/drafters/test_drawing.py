@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.continuation import Continuation
 from outrider.drafters.drafter import DrawingDrafter
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import BranchTask
+from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.drafters.work_ahead import WorkAhead

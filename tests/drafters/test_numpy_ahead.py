@@ -10,16 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import DraftBatcher
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import BranchTask
+from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import GuessingHead
 from outrider.drafters.heads.kv_rows import PairKVRows
 from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.engine import numpy_net
 from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel

@@ -10,7 +10,7 @@ import pytest
 import scipy
 
 from outrider.engine import noise
-from outrider.engine.noise import Purpose, gumbel, gumbel_numpy, stream
+from outrider.engine.sampling import Purpose, gumbel, gumbel_numpy, stream
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G

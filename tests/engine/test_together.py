@@ -15,9 +15,9 @@ from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 
 Loaded = Callable[..., LoadedModel]
 KINDS = (
