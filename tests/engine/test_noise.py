@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine import noise
+from outrider.engine import sampling as noise
 from outrider.engine.sampling import Purpose, gumbel, gumbel_numpy, stream
 
 KNOWN = [
