@@ -26,7 +26,13 @@ class TokenTree(Protocol):
     order of feeding: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's node. Scores
     are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or without noise
     (residual sampling).
+
+    For residual sampling a tree may draw: a node's own continuation, `best` or a fed None, is drawn from a known q.
+    Each drawn chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
     """
+
+    @property
+    def draws(self) -> bool: ...
 
     @property
     def root(self) -> int: ...
@@ -53,8 +59,9 @@ class TokenTree(Protocol):
         """Returns the token of every committed KV column, in order; they must equal the committed tokens."""
         ...
 
-    def child(self, node: int, token: int) -> int | None:
-        """Returns the fed node for `token` right after `node`, or None. May evaluate."""
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
+        """Returns the fed node for `token` right after `node`, or None; only one that was fed as a token (`given` True)
+        or as None (False). May evaluate."""
         ...
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -71,6 +78,11 @@ class TokenTree(Protocol):
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         """Returns the `count` best continuations of each node, best first. Waits for them."""
+        ...
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
+        nodes, or if they are not drawn. Waits for them."""
         ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
@@ -114,44 +126,14 @@ class Drafter(Protocol):
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
         Tokens that `constraint` excludes score -inf; a drafter without scores may ignore it, because the target does
-        not.
+        not. For residual sampling the tree draws if the drafter can; Saguaro's factor then lowers the weight of
+        `cached` continuations of a node. A drafter that can't draw proposes its best tokens.
         """
-        ...
-
-
-class DrawingTree(TokenTree, Protocol):
-    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
-
-    Each chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
-    """
-
-    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
-        """The same as `TokenTree.child`, limited to nodes fed as a token (`given` True) or as None (False)."""
-        ...
-
-    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
-        nodes. Waits for them."""
-        ...
-
-
-@runtime_checkable
-class DrawingDrafter(Drafter, Protocol):
-    """A drafter that can draw. One that can't proposes its best tokens for residual sampling too."""
-
-    def open_drawing(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        cached: int,
-        progress: Callable[[int, int], None] | None = None,
-        constraint: Constraint | None = None,
-    ) -> DrawingTree:
-        """The same as `open`; Saguaro's factor lowers the weight of `cached` continuations of a node."""
         ...
 
 

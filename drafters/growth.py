@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeVar
 
-from outrider.drafters.drafter import DrawingTree, TokenTree
+from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, ranks
 from outrider.protocol.messages import Alternatives, Branch
 from outrider.protocol.schema import MAX_BESIDE
@@ -135,19 +135,10 @@ def rank(tokens: Sequence[int], token: int) -> int | None:
 
 
 class Paths:
-    """Paths through `tree`; `drawing` is the same tree if its continuations are drawn."""
+    """Paths through `tree`."""
 
-    def __init__(self, tree: TokenTree, drawing: DrawingTree | None = None) -> None:
+    def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
-        self._drawing = drawing
-
-    @property
-    def are_drawn(self) -> bool:
-        return self._drawing is not None
-
-    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """Returns the distributions that the tokens after these nodes were drawn from, if they were drawn."""
-        return self._drawing.drawn_from(nodes) if self._drawing is not None else None
 
     def child(self, node: int, token: int, given: bool) -> int | None:
         """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
@@ -155,9 +146,7 @@ class Paths:
         A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
         earlier position, which may also have drawn the chain under verification.
         """
-        if self._drawing is None:
-            return self.tree.child(node, token)
-        return self._drawing.child(node, token, given)
+        return self.tree.child(node, token, given if self.tree.draws else None)
 
     def along(self, node: int, tokens: Sequence[int]) -> list[int]:
         """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
@@ -299,13 +288,13 @@ class BranchGrowth:
             branch.chain.append(token)
         self._growing = [branch for branch in grown if len(branch.chain) < self._depth]
         ready, self._complete = self._complete + grown, []
-        for branch in ready if self._task.min_prob < 1.0 and not self._paths.are_drawn else ():
+        for branch in ready if self._task.min_prob < 1.0 and not self._tree.draws else ():
             if len(branch.chain) >= self._depth:
                 branch.alternatives = self._alternatives(branch)
         entries = tuple(
             Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain[: self._depth]), b.alternatives) for b in ready
         )
-        q = self._paths.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
+        q = self._tree.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
     def learn(self, tokens: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from outrider.protocol.messages import Message
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import Candidate, TreeFeed
+from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 from outrider.protocol.worker_link import WorkerLink
 
 _MASK = 2**64 - 1
@@ -115,6 +115,7 @@ class ReplayDrafter:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
         start = tuple(tokens)
         text = next((text for text in self._script.texts if text[: len(start)] == start), start)
@@ -134,6 +135,7 @@ class ReplayTree:
         self.next_node = 1
 
     cached = 0
+    draws = False
 
     @property
     def committed_len(self) -> int:
@@ -146,7 +148,7 @@ class ReplayTree:
     def column_tokens(self) -> list[int]:
         return list(self._committed)
 
-    def child(self, node: int, token: int) -> int | None:
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         return self._children.get((node, token))
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -169,6 +171,9 @@ class ReplayTree:
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         return [self._ranked(self._nodes[node], count) for node in nodes]
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        return None
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         for token in tokens:
@@ -249,8 +254,9 @@ class PacedDrafter:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
-        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint), self._pace, self._ready)
+        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint, cached), self._pace, self._ready)
 
     def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
         """Feeds the trees in the time of one forward on the profile's machine."""
@@ -270,7 +276,8 @@ class PacedTree:
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
         self.inner, self._pace, self._ready = tree, pace, ready
         self.column_tokens, self.child = tree.column_tokens, tree.child
-        self.commit, self.close = tree.commit, tree.close
+        self.commit, self.close, self.drawn_from = tree.commit, tree.close, tree.drawn_from
+        self.draws = tree.draws
 
     @property
     def root(self) -> int:

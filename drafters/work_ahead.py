@@ -20,8 +20,6 @@ from outrider.drafters.drafter import (
     BatchingDrafter,
     Drafter,
     DrafterFault,
-    DrawingDrafter,
-    DrawingTree,
     FeatureTree,
     TokenTree,
 )
@@ -62,11 +60,9 @@ class WorkAhead:
         eos: Collection[int],
         fan_out: FanOut,
         calibration: Calibration,
-        drawing: DrawingTree | None = None,
     ) -> None:
-        """`drawing` is `tree` itself if its continuations are drawn."""
         self.tree = tree
-        self._paths = Paths(tree, drawing)
+        self._paths = Paths(tree)
         self._feature_tree = tree if isinstance(tree, FeatureTree) else None
         self._eos = frozenset(eos)
         self._fan_out = fan_out
@@ -141,8 +137,8 @@ class WorkAhead:
         for wanted in range(depth - 1, 0, -1):
             nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
         chain = tuple(self.tree.best(nodes))
-        if self._task.min_prob >= 1.0 or self._paths.are_drawn:
-            return Continuation(chain, self._paths.drawn_from(nodes))
+        if self._task.min_prob >= 1.0 or self.tree.draws:
+            return Continuation(chain, self.tree.drawn_from(nodes))
         self.proposed = ChainAlternatives(chain, self._paths.places(chain, nodes, len(self._eos)))
         return Continuation.of(self.proposed.tree(self._calibration, self._task.min_prob))
 
@@ -224,10 +220,7 @@ def begin(
             f" {drafter.context_length}; drafting is off"
             " for this request"
         )
-    if sampling.is_residual and isinstance(drafter, DrawingDrafter):
-        drawing = drafter.open_drawing(tokens, sampling, cached, progress, constraint)
-        return WorkAhead(drawing, eos, fan_out, calibration, drawing)
-    return WorkAhead(drafter.open(tokens, sampling, progress, constraint), eos, fan_out, calibration)
+    return WorkAhead(drafter.open(tokens, sampling, progress, constraint, cached), eos, fan_out, calibration)
 
 
 def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:

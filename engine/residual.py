@@ -139,8 +139,9 @@ class Draws:
     cached: int
 
     @classmethod
-    def of(cls, params: SamplingParams, cached: int) -> Draws:
-        return cls(params.seed or 0, params.q_width, params.saguaro, cached)
+    def of(cls, params: SamplingParams, cached: int) -> Draws | None:
+        """Returns the draws of a request; None unless it uses residual sampling."""
+        return cls(params.seed or 0, params.q_width, params.saguaro, cached) if params.is_residual else None
 
     def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
         """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""

@@ -162,6 +162,10 @@ class Tree:
             undo.pop_all()
 
     @property
+    def draws(self) -> bool:
+        return self._draws is not None
+
+    @property
     def root(self) -> int:
         return self._root
 

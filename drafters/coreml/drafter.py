@@ -231,32 +231,14 @@ class CoreMLDrafter:
         sampling: SamplingParams,
         progress: Progress | None = None,
         constraint: Constraint | None = None,
-    ) -> CoreMLTree:
-        return self._open(tokens, sampling, progress, None, constraint)
-
-    def open_drawing(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        cached: int,
-        progress: Progress | None = None,
-        constraint: Constraint | None = None,
-    ) -> CoreMLTree:
-        return self._open(tokens, sampling, progress, Draws.of(sampling, cached), constraint)
-
-    def _open(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        progress: Progress | None,
-        draws: Draws | None,
-        constraint: Constraint | None,
+        cached: int = 1,
     ) -> CoreMLTree:
         if not 0 < len(tokens) <= self.context_length:
             raise DrafterFault(
                 f"{len(tokens)} tokens to read; expected 1 to {self.context_length}, the draft's context"
             )
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+        draws = Draws.of(sampling, cached)
         return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, tokens, progress, draws)
 
     def close(self) -> None:

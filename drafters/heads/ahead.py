@@ -232,6 +232,7 @@ class AheadHead:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
         """Returns a tree that reads `tokens` when their features arrive."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)

@@ -13,7 +13,7 @@ import pytest
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLTree
 from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
-from outrider.drafters.drafter import DrafterFault, DrawingDrafter, TokenTree
+from outrider.drafters.drafter import DrafterFault, TokenTree
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask
 from outrider.drafters.mlx import MlxDrafter
@@ -186,8 +186,7 @@ def test_residual_sampling_draws_as_the_mlx_drafter_draws(bench: Callable[..., B
     sampling = SamplingParams(temp=1.0, seed=8, rule="residual", saguaro=0.5, q_width=6)
     coreml, mlx = made.drafter(), MlxDrafter.load(str(made.model_path), lambda stage: None)
     for drafter in (coreml, mlx):
-        assert isinstance(drafter, DrawingDrafter)
-        tree = drafter.open_drawing(text[:20], sampling, 2)
+        tree = drafter.open(text[:20], sampling, cached=2)
         nodes = [tree.root, *tree.feed([tree.root, tree.root], [5, 6])]
         for _ in range(3):
             nodes += tree.feed(nodes[-2:], [None, None])

@@ -42,7 +42,7 @@ def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
     trees = []
     for number, params in enumerate(KINDS):
         sampler = Sampler(params, model.vocab_size, normalised=False)
-        draws = Draws.of(params, 2) if params.is_residual else None
+        draws = Draws.of(params, 2)
         prompt = [2 + (7 + number) * i % 250 for i in range(5 + 13 * number)]
         trees.append(Tree(form(model), sampler, model.context_length, prompt, draws=draws))
     return trees
