@@ -33,12 +33,11 @@ from mlx_lm.models.cache import KVCache as MlxKVCache
 from outrider.engine.cache import KVState, leaves_of
 from outrider.engine.hidden_states import backbone_of, final_norm
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtFlat, alone
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together

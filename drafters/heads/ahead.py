@@ -22,9 +22,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.block_kv_rows import BlockKVRows, NewBlocks, OpenedBlock
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, GuessingHead
-from outrider.drafters.heads.kv_rows import PairKVRows
+from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, OpenedBlock, PairKVRows
 from outrider.drafters.heads.load import features_of, host_of, read
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, NumpyHead, PairKVCache
 from outrider.engine.loading import outline

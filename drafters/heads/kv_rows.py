@@ -1,16 +1,21 @@
-"""The KV rows of a head's tree: columns of pairs in place of a model's columns of tokens.
+"""The KV rows of a head's tree: columns of pairs, or slots of blocks, in place of a model's columns of tokens.
 
 A pair is a token and the feature of the token before it: the target's, if that has arrived, or else a stand-in. A
 masked head has learned one stand-in for any feature; for other heads it is the head's vector of the pair before, so
-consecutive tokens without features are fed one a forward. Knows columns and rows; nothing of nodes or sampling.
+consecutive tokens without features are fed one a forward. `FeatureBuffer` holds features that have arrived and are not
+fed yet, of consecutive committed tokens. Only the newest of many are kept.
 
-`FeatureBuffer` holds features that have arrived and are not fed yet, of consecutive committed tokens. Only the newest
-of many are kept.
+A block follows the features of all tokens before its first token, its *anchor*. It consists of the known tokens from
+the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by
+the caller opens a block, which also has slots for the next tokens, so that continuing with the block's own choice needs
+no forward. All blocks that are opened together, of all texts, share a forward. Features keep their positions, so
+missing ones only leave a gap. Knows columns and rows; nothing of nodes or sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 from weakref import finalize
@@ -20,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.head import NO_NUMBERS, GuessingHead, MaskedHead
-from outrider.drafters.heads.pair_kv_cache import PairKVCache
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache, places_in
 from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
@@ -223,3 +228,180 @@ def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
         whole = indices == list(range(array.shape[0]))
         parts.append(array if whole else mx.take(array, mx.array(indices), axis=0))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedBlock:
+    """A block to open: its first position, the known tokens from there on, and its number of slots."""
+
+    anchor: int
+    tokens: Sequence[int]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks(NewRows):
+    """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before."""
+
+    opened: Sequence[OpenedBlock | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSlot:
+    """The slot that predicts the token after `position`: row `row` of a forward's result. `left`: slots after it."""
+
+    logits: mx.array
+    hidden: mx.array
+    row: int
+    left: int
+    anchor: int
+    position: int
+
+    @property
+    def next(self) -> BlockSlot:
+        return replace(self, row=self.row + 1, left=self.left - 1, position=self.position + 1)
+
+
+class BlockKVRows:
+    """`engine.kv_rows.KVRows` of one text; a column is the slot of a token that was fed."""
+
+    lazy = True
+    whole = False
+
+    def __init__(self, kv_cache: FeatureKVCache) -> None:
+        self.kv_cache, self._depth = kv_cache, kv_cache.head.depth
+        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))  # type: ignore[attr-defined]
+        self.sequence = kv_cache.open()
+        finalize(self, kv_cache.drop, self.sequence)
+        self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
+        self.end = 0  # the first position whose feature has not arrived
+        self._waiting: list[tuple[int, mx.array]] = []
+        self._slots: dict[int, BlockSlot] = {}
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """Adds the features of committed tokens from `position` on, without known ones. Reads and evaluates them if
+        there are many."""
+        known = max(self.end - position, 0)
+        if known >= len(rows):
+            return
+        self._waiting.append((position + known, mx.array(rows[known:]).astype(self._dtype)))
+        self.end = position + len(rows)
+        if sum(part.shape[0] for _, part in self._waiting) >= PIECE:
+            _read([self])
+            mx.eval(self.kv_cache.state())
+
+    def anchor(self, position: int) -> int:
+        """Returns where a block begins whose last known token is at `position`.
+
+        That is the first token without a feature, or later if the block would have no slot left.
+        """
+        return max(min(self.end, position), position - self._depth + 1)
+
+    def reach(self, position: int) -> int:
+        """Returns the most tokens that such a block drafts."""
+        return self._depth - max(position - self.end, 0)
+
+    def goes_on(self, column: int) -> bool:
+        """Whether the block of this column's token has a slot after its own choice."""
+        return self._slots[column].left > 0
+
+    def is_stale(self, column: int) -> bool:
+        """Whether features have arrived for tokens that its block read without them."""
+        slot = self._slots[column]
+        return slot.anchor < min(self.end, slot.position)
+
+    def is_sound(self, column: int) -> bool:
+        """Whether its block's vectors are finite. Waits."""
+        return bool(mx.isfinite(self._slots[column].hidden).all().item())
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        """Does nothing: only features are read."""
+
+    @staticmethod
+    def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
+        """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
+        head = texts[0].kv_cache.head
+        pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
+        _read(texts)
+        _open(pairs)
+        slots = []
+        for text, rows in pairs:
+            for column, parent, block in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
+                if block is None:
+                    text._slots[column] = text._slots[parent].next
+                slots.append(text._slots[column])
+        logits = picked([(slot.logits, slot.row) for slot in slots], mx.float32)
+        if head.link is None:
+            return logits
+        before = mx.concatenate([rows.lazy_tokens() for rows in new])
+        return head.link.over(logits, before, picked([(slot.hidden, slot.row) for slot in slots], texts[0]._dtype))
+
+    def keep(self, prefix: int, columns: Ints) -> None:
+        kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
+        self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
+
+    def save(self, count: int) -> SavedPrefix:
+        """Returns an empty prefix: nothing is kept for other texts."""
+        return SavedPrefix(0, ())
+
+    def restore(self, start: CachedPrefix) -> None:
+        """Does nothing: no prefix is kept."""
+
+    def close(self) -> None:
+        self.kv_cache.close(self.sequence)
+
+
+def _read(texts: Sequence[BlockKVRows]) -> None:
+    """Reads the waiting features of all texts in one forward. Lazy."""
+    segments, features = [], []
+    for text in texts:
+        if text._waiting:
+            own = np.concatenate([at + np.arange(rows.shape[0]) for at, rows in text._waiting]).astype(np.int32)
+            row, start, unseen = text.sequence.row, len(text.places), np.zeros((len(own), 0), np.bool_)
+            text.places = np.concatenate([text.places, own])
+            segments.append(NodeSegment(row, start, len(own), places=text.places, visible=unseen))
+            features += [rows for _, rows in text._waiting]
+            text._waiting, text.sequence.length = [], len(text.places)
+    if segments:
+        texts[0].kv_cache.read_features(mx.concatenate(features), segments)
+
+
+def _open(pairs: Sequence[tuple[BlockKVRows, NewBlocks]]) -> None:
+    """Computes the new blocks; the first slot of each becomes that of the column that opens it. Lazy."""
+    opened = [
+        (text, column, block)
+        for text, new in pairs
+        for column, block in enumerate(new.opened, new.start)
+        if block is not None
+    ]
+    if not opened:
+        return
+    kv_cache = pairs[0][0].kv_cache
+    known = np.array([len(block.tokens) for *_, block in opened], np.int32)
+    lengths = known - 1 + np.array([block.slots for *_, block in opened], np.int32) + kv_cache.masks_more
+    mask, segments, tokens, first = kv_cache.head.mask_token, [], list[int](), 0
+    for text, new in pairs:
+        own = [block for block in new.opened if block is not None]
+        counts = lengths[first : first + len(own)]
+        first += len(own)
+        if own:
+            segments.append(_segment(text, own, counts))
+        for block, count in zip(own, counts.tolist(), strict=True):
+            tokens += [*block.tokens, *[mask] * (count - len(block.tokens))]
+    hidden = kv_cache.block(mx.array(tokens, mx.int32), lengths, known, segments)
+    logits, row = kv_cache.head.logits(hidden), 0
+    for text, column, block in opened:
+        last = block.anchor + len(block.tokens) - 1
+        text._slots[column] = BlockSlot(logits, hidden, row, block.slots - 1, block.anchor, last)
+        row += block.slots
+
+
+def _segment(text: BlockKVRows, blocks: Sequence[OpenedBlock], lengths: Ints) -> NodeSegment:
+    """Returns the segment of a text's blocks. Each row sees the features before its block's anchor, and its block."""
+    anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
+    number = np.arange(len(blocks)).repeat(lengths)
+    seen = np.concatenate([text.places < anchors[:, None], number[:, None] == number], axis=1)
+    places = np.concatenate([text.places, places_in(lengths) + anchors])
+    return NodeSegment(text.sequence.row, len(text.places), len(anchors), places=places, visible=seen)

@@ -68,7 +68,7 @@ IN_ORDER = {
         "trial", "selection", "drafter", "prompts", "doctor", "convert",
     ),
     "drafters/heads": (
-        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "block_kv_rows", "dflash", "eagle3", "mtp",
+        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
         "redrafter", "proposers", "drafter", "early_exit", "load", "ahead",
     ),
 }  # fmt: skip

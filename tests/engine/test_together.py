@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.loading import LoadedModel
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.load_checks import open_slots, open_tree, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
