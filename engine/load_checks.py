@@ -30,9 +30,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
 
-from outrider.engine.cache import KVState, leaves_of
+from outrider.engine.cache import leaves_of
 from outrider.engine.hidden_states import backbone_of, final_norm
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, KVState, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
@@ -198,15 +198,18 @@ def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
     _feed(model, kv, _tokens(model, _TEXT) + read)
     if before and not read:
         leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
+        count = next(made_up[0].shape[2] for made_up in before if made_up is not None)
+        kv.begin(count)
         for leaf, made_up in zip(leaves, before, strict=True):
             if made_up is not None:
                 leaf.update_and_fetch(*made_up)
-        kv.length += next(made_up[0].shape[2] for made_up in before if made_up is not None)
+        kv.length += count
     return kv
 
 
 def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
     """Feeds tokens, and returns their logits [N, V], evaluated."""
+    kv.begin(len(tokens))
     logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
     kv.length += len(tokens)
     mx.eval(logits, kv.state)
