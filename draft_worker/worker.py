@@ -233,7 +233,7 @@ class DraftWorker:
         self._memory = memory
         self._compiler = compiler
         self._calibration = Calibration()
-        self._batcher = DraftBatcher(drafter, self._calibration)
+        self._batcher = DraftBatcher(self._calibration)
         self._inbox = Inbox(link)
         self._running: dict[str, DraftRequest] = {}
         self._stale = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
@@ -69,6 +69,14 @@ class TokenTree(Protocol):
 
         A token of None is the parent's best continuation, kept on the device: feeding is lazy and never waits. A parent
         may be a node of this same call if its token comes earlier in the list and the child's token is not None.
+        """
+        ...
+
+    @staticmethod
+    def feed_together(trees: Sequence[Any], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """Feeds several trees of one drafter as `feed` does, in one forward if they can share it.
+
+        A call that fails leaves every tree as it was.
         """
         ...
 
@@ -155,15 +163,6 @@ class FeatureDrafter(Drafter, Protocol):
     """A drafter whose trees read the target's features. `features` names their source, which must be the target's."""
 
     features: str
-
-
-@runtime_checkable
-class BatchingDrafter(Drafter, Protocol):
-    """A drafter whose trees can grow in one forward. The trees of other drafters are fed one after the other."""
-
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """Feeds each tree as `TokenTree.feed` does; a call that fails leaves every tree as it was."""
-        ...
 
 
 class DrafterFault(OutriderError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from outrider.drafters.coreml.host import PackageReader
 from outrider.drafters.drafter import TokenTree
@@ -12,10 +11,8 @@ from outrider.engine.load_checks import open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
-from outrider.engine.tree import Tree, feed_together
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
-from outrider.protocol.trees import TreeFeed
 
 
 class MlxDrafter:
@@ -57,6 +54,3 @@ class MlxDrafter:
     ) -> TokenTree:
         draws = Draws.of(sampling, cached)
         return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache, constraint)
-
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        return feed_together(cast(Sequence[Tree], trees), feeds)

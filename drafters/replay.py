@@ -17,9 +17,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
-from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
+from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.engine.pace import AWAKE_SECONDS, Pace
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
@@ -166,6 +165,10 @@ class ReplayTree:
             self.next_node += 1
         return fed
 
+    @staticmethod
+    def feed_together(trees: Sequence[ReplayTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
+
     def best(self, nodes: Sequence[int]) -> list[int]:
         return [self._proposal(self._nodes[node]) for node in nodes]
 
@@ -258,17 +261,6 @@ class PacedDrafter:
     ) -> TokenTree:
         return PacedTree(self._drafter.open(tokens, sampling, progress, constraint, cached), self._pace, self._ready)
 
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """Feeds the trees in the time of one forward on the profile's machine."""
-        inner = [cast(PacedTree, tree).inner for tree in trees]
-        self._pace.begin(self._ready())
-        if isinstance(self._drafter, BatchingDrafter):
-            nodes = self._drafter.feed_together(inner, feeds)
-        else:
-            nodes = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(inner, feeds, strict=True)]
-        self._pace.end(sum(len(fed) for fed in nodes))
-        return nodes
-
 
 class PacedTree:
     """A `TokenTree` that answers when the profile's machine would."""
@@ -303,6 +295,15 @@ class PacedTree:
         self._pace.begin(self._ready())
         nodes = self.inner.feed(parents, tokens)
         self._pace.end(len(nodes))
+        return nodes
+
+    @staticmethod
+    def feed_together(trees: Sequence[PacedTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """Feeds the trees in the time of one forward on the profile's machine."""
+        first, inner = trees[0], [tree.inner for tree in trees]
+        first._pace.begin(first._ready())
+        nodes = type(first.inner).feed_together(inner, feeds)
+        first._pace.end(sum(len(fed) for fed in nodes))
         return nodes
 
     def best(self, nodes: Sequence[int]) -> list[int]:

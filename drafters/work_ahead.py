@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 from outrider.drafters.drafter import (
-    BatchingDrafter,
     Drafter,
     DrafterFault,
     FeatureTree,
@@ -273,11 +272,10 @@ Value = TypeVar("Value")
 
 
 class DraftBatcher:
-    """Makes the forwards of `drafter` for all requests that need one."""
+    """Makes a drafter's forwards for all requests that need one."""
 
-    def __init__(self, drafter: Drafter, calibration: Calibration | None = None) -> None:
+    def __init__(self, calibration: Calibration | None = None) -> None:
         self.capacity = Capacity()
-        self._joining = drafter if isinstance(drafter, BatchingDrafter) else None
         self._calibration = calibration or Calibration()
 
     def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
@@ -326,10 +324,10 @@ class DraftBatcher:
         return rows
 
     def _feed(self, jobs: Sequence[_Job[Result]]) -> list[list[int] | OutriderError]:
-        """Makes one forward, or one for each job if they can't be joined; returns each job's new nodes."""
-        if self._joining is not None and len(jobs) > 1:
-            trees, feeds, join = [job.tree for job in jobs], [job.wanted() for job in jobs], self._joining.feed_together
-            nodes = _try(lambda: join(trees, feeds))
+        """Makes one forward, or one for each job if that fails; returns each job's new nodes."""
+        if len(jobs) > 1:
+            trees, feeds = [job.tree for job in jobs], [job.wanted() for job in jobs]
+            nodes = _try(lambda: type(trees[0]).feed_together(trees, feeds))
             if not isinstance(nodes, OutriderError):
                 return list(nodes)
         return [_try(job.feed_alone) for job in jobs]

@@ -195,6 +195,10 @@ class Tree:
         (nodes,) = feed_together([self], [TreeFeed(parents, tokens)])
         return nodes
 
+    @staticmethod
+    def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return feed_together(trees, feeds)
+
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
         if len(unread) > 1:

@@ -182,7 +182,7 @@ class InProcessModel:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.batcher = DraftBatcher(drafter)
+        self.batcher = DraftBatcher()
         self.calibration = Calibration()
 
     def session_of(

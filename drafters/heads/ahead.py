@@ -239,9 +239,6 @@ class AheadHead:
             return BlockTree(self._kv_cache, sampler, tokens)
         return HeadTree(cast(GuessingHead, self.head), self._kv_cache, sampler, tokens)
 
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        return feed_together(cast(Sequence[Tree], trees), feeds)
-
 
 def _note(head: GuessingHead | BlockHead, backend: str) -> str:
     """Returns a note for users about a head that works ahead. Raises CannotDraft: it can't."""

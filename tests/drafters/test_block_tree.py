@@ -15,6 +15,7 @@ from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
 from outrider.drafters.work_ahead import WorkAhead
 from outrider.engine.sampling import gumbel_numpy
+from outrider.engine.tree import feed_together
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import TreeFeed
@@ -58,7 +59,7 @@ def test_a_block_with_a_known_beginning_says_what_an_independent_forward_does(tm
     for tree in trees:
         at = tree.next_node
         feeds.append(TreeFeed([tree.root, at, tree.root, at + 1], [11, 12, 13, 14], [1, 1, 3, 2]))
-    nodes = drafter.feed_together(trees, feeds)
+    nodes = feed_together(trees, feeds)
     paths = ([11], [11, 12], [13], [11, 12, 14])
     wanted = (1, 1, 3, 2)
     for n, tree in enumerate(trees):
@@ -87,7 +88,7 @@ def test_a_blocks_own_choices_cost_no_forward_and_one_that_has_ended_is_followed
         assert forwards == []
         (token,) = tree.best([bonus])
         assert tree.child(bonus, token, given=False) is not None and tree.child(bonus, token) is None
-        ((short,),) = AheadHead(head, "dflash", V).feed_together([tree], [TreeFeed([tree.root], [8], [1])])
+        ((short,),) = feed_together([tree], [TreeFeed([tree.root], [8], [1])])
         (node,) = tree.feed([short], [None])
     assert forwards == [3, BLOCK]  # the anchor, 8 and a mask; then the anchor, 8, what it chose, and masks to the end
     features, last = truth.fuse(ROWS[0][:19]), int(TEXTS[0][19])

@@ -64,7 +64,7 @@ class Played:
     def __init__(self, head: GuessingHead, target: LoadedModel, numpy: NumpyHead | None, temp: float) -> None:
         draws = np.random.default_rng(1)
         drafter = AheadHead(head, "mtp", target.vocab_size, numpy=numpy)
-        self.together, self.texts = DraftBatcher(drafter), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
+        self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.heard = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
         self.rows = np.array(head.fuse(mx.array(raw, mx.float32)))
