@@ -164,14 +164,6 @@ class TreeRows(FlatRows):
         ]
         return cpu(tokens, segments, layers, np.arange(wanted))["logits"]
 
-    @cached_property
-    def number_format(self) -> mx.Dtype:
-        """The format of the model's keys, without computing any."""
-        caches: list[Any] = make_prompt_cache(self.model)
-        self.model(mx.zeros((1, 1), mx.int32), cache=caches)
-        dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
-        return dtype
-
 
 _rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, TreeRows]] = defaultdict(WeakKeyDictionary)
 
@@ -223,11 +215,19 @@ class DenseKVRows:
 
     def adopt(self, start: int, read: KeysValues) -> None:
         """Fills the columns from `start` on."""
-        dtype = self.rows.number_format
+        dtype = self.number_format
         pairs = zip(read.keys, read.values, strict=True)
         self.sequence.length = start
         layers = tuple((mx.array(keys[None], dtype), mx.array(values[None], dtype)) for keys, values in pairs)
         self.rows.extend(self.sequence, layers, read.count)
+
+    @cached_property
+    def number_format(self) -> mx.Dtype:
+        """The format of the columns, without computing any."""
+        caches: list[Any] = make_prompt_cache(self.rows.model)
+        self.rows.model(mx.zeros((1, 1), mx.int32), cache=caches)
+        dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
+        return dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -274,6 +274,7 @@ class OrtKVRows(DenseKVRows):
             raise ModelError("ONNX Runtime does not compute trees of this model")
         super().__init__(model)
         self._cpu = model.cpu
+        self.number_format = mx.array(np.zeros(0, model.cpu.kv_dtype)).dtype
 
     def _prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
