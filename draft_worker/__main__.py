@@ -8,14 +8,12 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.draft_worker.inbox import DraftLink, SlowLink
-from outrider.draft_worker.worker import DraftWorker
+from outrider.draft_worker.worker import DraftLink, DraftWorker
 from outrider.drafters.drafter import NAMES, FeatureDrafter, make
 from outrider.drafters.fan_out import POLICIES
-from outrider.drafters.replay import PacedDrafter, ReplayDrafter
-from outrider.engine.memory import PeakMemory
+from outrider.drafters.replay import PacedDrafter, ReplayDrafter, SlowLink
 from outrider.engine.models_only import models_only
-from outrider.engine.pace import Pace
+from outrider.engine.pace import Pace, PeakMemory
 from outrider.grammar.compiler import TOKENIZER, Compiler
 from outrider.protocol import process, worker_link
 from outrider.protocol.messages import Hello, Loading, WorkerNote

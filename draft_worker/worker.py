@@ -1,6 +1,7 @@
 """The draft worker's loop: receives OPEN and COMMIT, sends BRANCHES and DRAFTED, runs one forward at a time.
 
-It handles messages between two forwards, so a new outcome redirects the work at once. Owns a `DraftRequest` with one
+It handles messages between two forwards, so a new outcome redirects the work at once. `Inbox` lets it look at new
+messages while it reads a long prompt; messages that are not yet handled stay in order. Owns a `DraftRequest` with one
 token tree for each request; acts only on the newest commit; sends RESYNC if it has missed one. `OpLatency` measures its
 operations, so that it can announce how long the next one should take. Knows nothing of models.
 """
@@ -9,18 +10,17 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-from outrider.draft_worker.inbox import DraftLink, Inbox, ReadCancelled
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import DraftBatcher
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import Calibration, FanOut
-from outrider.drafters.growth import BranchTask, ReadyBranches
-from outrider.drafters.work_ahead import WorkAhead, begin, check_known
-from outrider.engine.memory import PeakMemory
+from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
+from outrider.engine.pace import PeakMemory
 from outrider.grammar.compiler import Compiler
 from outrider.grammar.constraint import Constraint
 from outrider.protocol import clock
@@ -43,6 +43,73 @@ from outrider.protocol.messages import (
     Span,
 )
 from outrider.protocol.stats import CacheUse
+
+
+class DraftLink(Protocol):
+    """The part of `protocol.worker_link.WorkerLink` that the worker needs."""
+
+    @property
+    def name(self) -> str: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self, wait: bool) -> Message | None: ...
+
+    def expect(self, milliseconds: float) -> None:
+        """Sets how long the next piece of work should take at most; 0: not known."""
+        ...
+
+
+class ReadCancelled(Exception):
+    """The prompt that is being read is no longer needed."""
+
+
+class Inbox:
+    """The messages of `link`, in the order of their arrival."""
+
+    def __init__(self, link: DraftLink) -> None:
+        self._link = link
+        self._kept: deque[Message] = deque()
+
+    def next(self, wait: bool) -> Message | None:
+        """Returns the oldest message; if there is none, waits, or returns None if `wait` is False."""
+        return self._kept.popleft() if self._kept else self._link.receive(wait=wait)
+
+    def clear(self) -> None:
+        """Drops the messages that are not yet handled."""
+        self._kept.clear()
+
+    def look(self, request: str) -> None:
+        """Receives the messages that arrived while a prompt of `request` was read.
+
+        Raises:
+            ReadCancelled: the worker shuts down, or the request was closed or opened again; earlier messages about it
+                are dropped.
+        """
+        while (message := self._link.receive(wait=False)) is not None:
+            self._kept.append(message)
+        for index, message in enumerate(self._kept):
+            if isinstance(message, Shutdown):
+                raise ReadCancelled
+            if isinstance(message, Open | Close) and message.request == request:
+                kept = list(self._kept)
+                others = [earlier for earlier in kept[:index] if getattr(earlier, "request", None) != request]
+                self._kept = deque([*others, *kept[index:]])
+                raise ReadCancelled
+
+    def of_others(self, request: str) -> list[Commit | Close]:
+        """Removes and returns messages about other open requests; messages that follow an OPEN stay."""
+        waiting, taken, kept = {request}, list[Commit | Close](), list(self._kept)
+        self._kept.clear()
+        for message in kept:
+            if isinstance(message, Commit | Close) and message.request not in waiting:
+                taken.append(message)
+                continue
+            self._kept.append(message)
+            if isinstance(message, Open):
+                waiting.add(message.request)
+        return taken
+
 
 FADE = 0.95
 
@@ -166,7 +233,7 @@ class DraftWorker:
         self._memory = memory
         self._compiler = compiler
         self._calibration = Calibration()
-        self._batcher = DraftBatcher(drafter, self._calibration)
+        self._batcher = DraftBatcher(self._calibration)
         self._inbox = Inbox(link)
         self._running: dict[str, DraftRequest] = {}
         self._stale = 0

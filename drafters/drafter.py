@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest, OutriderError
 from outrider.protocol.heads import AHEAD
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
 
 class TokenTree(Protocol):
@@ -27,7 +26,13 @@ class TokenTree(Protocol):
     order of feeding: the i-th node of a `feed` gets `next_node + i`. `root` is the last committed token's node. Scores
     are warped log-probabilities plus the request's Gumbel noise at that position (coupled sampling), or without noise
     (residual sampling).
+
+    For residual sampling a tree may draw: a node's own continuation, `best` or a fed None, is drawn from a known q.
+    Each drawn chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
     """
+
+    @property
+    def draws(self) -> bool: ...
 
     @property
     def root(self) -> int: ...
@@ -54,8 +59,9 @@ class TokenTree(Protocol):
         """Returns the token of every committed KV column, in order; they must equal the committed tokens."""
         ...
 
-    def child(self, node: int, token: int) -> int | None:
-        """Returns the fed node for `token` right after `node`, or None. May evaluate."""
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
+        """Returns the fed node for `token` right after `node`, or None; only one that was fed as a token (`given` True)
+        or as None (False). May evaluate."""
         ...
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -66,12 +72,25 @@ class TokenTree(Protocol):
         """
         ...
 
+    @staticmethod
+    def feed_together(trees: Sequence[Any], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """Feeds several trees of one drafter as `feed` does, in one forward if they can share it.
+
+        A call that fails leaves every tree as it was.
+        """
+        ...
+
     def best(self, nodes: Sequence[int]) -> list[int]:
         """Returns each node's best continuation. Waits for it."""
         ...
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         """Returns the `count` best continuations of each node, best first. Waits for them."""
+        ...
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
+        nodes, or if they are not drawn. Waits for them."""
         ...
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
@@ -115,44 +134,14 @@ class Drafter(Protocol):
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
         """Prefills `tokens` (at least one) and returns the tree whose root is the last of them.
 
         Tokens that `constraint` excludes score -inf; a drafter without scores may ignore it, because the target does
-        not.
+        not. For residual sampling the tree draws if the drafter can; Saguaro's factor then lowers the weight of
+        `cached` continuations of a node. A drafter that can't draw proposes its best tokens.
         """
-        ...
-
-
-class DrawingTree(TokenTree, Protocol):
-    """A tree for residual sampling: a node's own continuation, `best` or a fed None, is drawn from a known q.
-
-    Each chain has noise of its own, and begins after a token that the caller gave (`engine.residual`).
-    """
-
-    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
-        """The same as `TokenTree.child`, limited to nodes fed as a token (`given` True) or as None (False)."""
-        ...
-
-    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """Returns the distributions that the nodes' continuations were drawn from, one row for each node; None without
-        nodes. Waits for them."""
-        ...
-
-
-@runtime_checkable
-class DrawingDrafter(Drafter, Protocol):
-    """A drafter that can draw. One that can't proposes its best tokens for residual sampling too."""
-
-    def open_drawing(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        cached: int,
-        progress: Callable[[int, int], None] | None = None,
-        constraint: Constraint | None = None,
-    ) -> DrawingTree:
-        """The same as `open`; Saguaro's factor lowers the weight of `cached` continuations of a node."""
         ...
 
 
@@ -174,15 +163,6 @@ class FeatureDrafter(Drafter, Protocol):
     """A drafter whose trees read the target's features. `features` names their source, which must be the target's."""
 
     features: str
-
-
-@runtime_checkable
-class BatchingDrafter(Drafter, Protocol):
-    """A drafter whose trees can grow in one forward. The trees of other drafters are fed one after the other."""
-
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """Feeds each tree as `TokenTree.feed` does; a call that fails leaves every tree as it was."""
-        ...
 
 
 class DrafterFault(OutriderError):

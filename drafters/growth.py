@@ -2,45 +2,143 @@
 
 Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds. `Paths` follows tokens through a
 tree, so that nothing is fed twice. The work is a generator (`Steps`) that yields whenever it needs a forward, so that
-several requests can share one (`draft_batcher`).
+several requests can share one (`work_ahead`).
+
+A `Continuation` is what a drafter proposes after the committed text: a chain, or a tree of a chain and alternatives to
+its tokens. An alternative to token k of a chain covers one outcome (k, t); `fan_out.Calibration` estimates the
+probabilities.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeVar
 
-from outrider.drafters.continuation import (
-    WIDTH,
-    AlternativesAt,
-    Continuation,
-    common,
-    rank,
-    with_alternatives,
-    worthwhile,
-)
-from outrider.drafters.drafter import DrawingTree, TokenTree
+from outrider.drafters.drafter import TokenTree
 from outrider.drafters.fan_out import MAX_RANK, BranchRequest, Calibration, FanOut, ForkPoint, ranks
-from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.messages import Alternatives, Branch
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.schema import MAX_BESIDE
+from outrider.protocol.trees import Candidate, DraftTree, SparseQ, TreeFeed, line, spine
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The proposal for the committed text, and the distributions that it was drawn from, if it was.
+
+    With `parents` the tokens are a tree (`protocol.trees`), whose first branch is the drafter's chain. `odds` holds the
+    probability that each token is accepted if the one before it is; (): not known.
+    """
+
+    chain: tuple[int, ...] = ()
+    q: SparseQ | None = None
+    parents: tuple[int, ...] = ()
+    odds: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> Continuation:
+        return cls(tree.tokens, None, tree.parents, tree.odds)
+
+    @property
+    def tree(self) -> DraftTree:
+        return DraftTree(self.chain, self.parents, self.odds)
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The chain, or the first branch of the tree."""
+        return tuple(self.chain[node] for node in spine(self.parents)) if self.parents else self.chain
+
+    @property
+    def alternatives(self) -> Alternatives | None:
+        """The alternatives of a tree, whose nodes begin with the first branch."""
+        count = len(spine(self.parents))
+        return Alternatives(self.chain[count:], self.parents[count:], self.odds[count:]) if self.parents else None
+
+
+WIDTH = 3
+"""The most tokens that may follow a token: the chain's own and its alternatives."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlternativesAt:
+    """The alternatives at one position of a chain, best first, and their gaps."""
+
+    others: tuple[int, ...]
+    point: ForkPoint
+
+    @classmethod
+    def of(cls, token: int, candidates: Sequence[Candidate]) -> AlternativesAt:
+        """Returns the alternatives to the chain's `token`, given the `candidates` at its position, best first."""
+        others = [candidate for candidate in candidates if candidate.token != token]
+        gaps = tuple(candidate.gap for candidate in others)
+        own_gap = next((candidate.gap for candidate in candidates if candidate.token == token), 0.0)
+        return cls(tuple(candidate.token for candidate in others), ForkPoint(gaps[0] - own_gap if gaps else None, gaps))
+
+
+def worthwhile(count: int, calibration: Calibration, least: float) -> int:
+    """Returns for how many of a chain's first tokens an alternative can have a probability of more than `least`."""
+    mass, worth = 1.0, 0
+    for position in range(count):
+        rate = calibration.acceptance(position)
+        if mass * (1.0 - rate) > least:
+            worth = position + 1
+        mass *= rate
+    return worth
+
+
+def with_alternatives(
+    chain: Sequence[int], places: Sequence[AlternativesAt], calibration: Calibration, least: float
+) -> DraftTree:
+    """Returns a tree of the chain, then the alternatives with a probability of more than `least`, by position."""
+    tokens, parents, odds = list(chain), list(line(len(chain))), [0.0] * len(chain)
+    mass = 1.0
+    for index, place in enumerate(places):
+        odds[index] = rate = calibration.acceptance(index, place.point.own_gap)
+        for rank, token in enumerate(place.others[: WIDTH - 1]):
+            share = (1.0 - rate) * calibration.bonus_share(False, rank, place.point)
+            if mass * share > least and len(tokens) - len(chain) < MAX_BESIDE:
+                tokens.append(token)
+                parents.append(index - 1)
+                odds.append(share)
+        mass *= rate
+    return DraftTree(tuple(tokens), tuple(parents) if len(tokens) > len(chain) else (), tuple(odds))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainAlternatives:
+    """A chain and the alternatives at each of its positions."""
+
+    chain: tuple[int, ...]
+    places: Sequence[AlternativesAt]
+
+    def tree(self, calibration: Calibration, least: float) -> DraftTree:
+        """See `with_alternatives`."""
+        return with_alternatives(self.chain, self.places, calibration, least)
+
+    def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
+        """Updates the calibration by the tokens that became final."""
+        accepted = common(self.chain, tokens[:-1])
+        points = [place.point for place in self.places[: accepted + 1]]
+        others = self.places[accepted].others if accepted < len(self.places) else ()
+        calibration.learn(points, len(self.chain), accepted, rank(others, tokens[accepted]))
+
+
+def common(chain: Sequence[int], tokens: Sequence[int]) -> int:
+    """Returns the length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chain, tokens, strict=False)))
+
+
+def rank(tokens: Sequence[int], token: int) -> int | None:
+    """Returns the token's index; None: it is not there."""
+    return tokens.index(token) if token in tokens else None
 
 
 class Paths:
-    """Paths through `tree`; `drawing` is the same tree if its continuations are drawn."""
+    """Paths through `tree`."""
 
-    def __init__(self, tree: TokenTree, drawing: DrawingTree | None = None) -> None:
+    def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
-        self._drawing = drawing
-
-    @property
-    def are_drawn(self) -> bool:
-        return self._drawing is not None
-
-    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        """Returns the distributions that the tokens after these nodes were drawn from, if they were drawn."""
-        return self._drawing.drawn_from(nodes) if self._drawing is not None else None
 
     def child(self, node: int, token: int, given: bool) -> int | None:
         """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
@@ -48,9 +146,7 @@ class Paths:
         A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
         earlier position, which may also have drawn the chain under verification.
         """
-        if self._drawing is None:
-            return self.tree.child(node, token)
-        return self._drawing.child(node, token, given)
+        return self.tree.child(node, token, given if self.tree.draws else None)
 
     def along(self, node: int, tokens: Sequence[int]) -> list[int]:
         """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
@@ -192,13 +288,13 @@ class BranchGrowth:
             branch.chain.append(token)
         self._growing = [branch for branch in grown if len(branch.chain) < self._depth]
         ready, self._complete = self._complete + grown, []
-        for branch in ready if self._task.min_prob < 1.0 and not self._paths.are_drawn else ():
+        for branch in ready if self._task.min_prob < 1.0 and not self._tree.draws else ():
             if len(branch.chain) >= self._depth:
                 branch.alternatives = self._alternatives(branch)
         entries = tuple(
             Branch((*self._chain[: b.accepted], b.bonus), tuple(b.chain[: self._depth]), b.alternatives) for b in ready
         )
-        q = self._paths.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
+        q = self._tree.drawn_from([node for branch in ready for node in branch.nodes[: self._depth]])
         return ReadyBranches(entries, max((len(entry.chain) for entry in entries), default=0), not self.busy, q)
 
     def learn(self, tokens: Sequence[int]) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from outrider.drafters.coreml.host import PackageReader
-from outrider.drafters.drafter import DrawingTree, TokenTree
+from outrider.drafters.drafter import TokenTree
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.load_checks import open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
-from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.sampling import SamplingParams
 
@@ -53,19 +50,7 @@ class MlxDrafter:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
-        return open_tree(self.model, tokens, sampling, progress, None, self._reader, self.prompt_cache, constraint)
-
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        return feed_together(cast(Sequence[Tree], trees), feeds)
-
-    def open_drawing(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        cached: int,
-        progress: Callable[[int, int], None] | None = None,
-        constraint: Constraint | None = None,
-    ) -> DrawingTree:
         draws = Draws.of(sampling, cached)
         return open_tree(self.model, tokens, sampling, progress, draws, self._reader, self.prompt_cache, constraint)

@@ -4,26 +4,31 @@
 at chain position i is right with probability `acceptance[i]`, and after a wrong one the true token has a rank drawn
 from `bonus_ranks`. Every draw is a function of (seed, position), so a run can be repeated exactly. There is no model.
 
-`PacedDrafter` wraps a drafter: each forward of its trees takes the profile's time for its rows.
+`PacedDrafter` wraps a drafter: each forward of its trees takes the profile's time for its rows. `SlowLink` is the link
+of a distant drafter: every message takes the profile's time each way. It has no thread of its own: messages that are
+due are sent whenever the worker sends, receives or naps.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
-from outrider.drafters.drafter import BatchingDrafter, Drafter, TokenTree
-from outrider.engine.pace import Pace
+from outrider.drafters.drafter import Drafter, TokenTree
+from outrider.engine.pace import AWAKE_SECONDS, Pace
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
+from outrider.protocol.messages import Message
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
+from outrider.protocol.worker_link import WorkerLink
 
 _MASK = 2**64 - 1
 # The purpose of a draw; the serial number of a wrong candidate is added to the last one.
@@ -109,6 +114,7 @@ class ReplayDrafter:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
         start = tuple(tokens)
         text = next((text for text in self._script.texts if text[: len(start)] == start), start)
@@ -128,6 +134,7 @@ class ReplayTree:
         self.next_node = 1
 
     cached = 0
+    draws = False
 
     @property
     def committed_len(self) -> int:
@@ -140,7 +147,7 @@ class ReplayTree:
     def column_tokens(self) -> list[int]:
         return list(self._committed)
 
-    def child(self, node: int, token: int) -> int | None:
+    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
         return self._children.get((node, token))
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
@@ -158,11 +165,18 @@ class ReplayTree:
             self.next_node += 1
         return fed
 
+    @staticmethod
+    def feed_together(trees: Sequence[ReplayTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(trees, feeds, strict=True)]
+
     def best(self, nodes: Sequence[int]) -> list[int]:
         return [self._proposal(self._nodes[node]) for node in nodes]
 
     def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
         return [self._ranked(self._nodes[node], count) for node in nodes]
+
+    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
+        return None
 
     def read(self, tokens: Sequence[int], more: bool = False) -> None:
         for token in tokens:
@@ -243,19 +257,9 @@ class PacedDrafter:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
-        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint), self._pace, self._ready)
-
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        """Feeds the trees in the time of one forward on the profile's machine."""
-        inner = [cast(PacedTree, tree).inner for tree in trees]
-        self._pace.begin(self._ready())
-        if isinstance(self._drafter, BatchingDrafter):
-            nodes = self._drafter.feed_together(inner, feeds)
-        else:
-            nodes = [tree.feed(feed.parents, feed.tokens) for tree, feed in zip(inner, feeds, strict=True)]
-        self._pace.end(sum(len(fed) for fed in nodes))
-        return nodes
+        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint, cached), self._pace, self._ready)
 
 
 class PacedTree:
@@ -264,7 +268,8 @@ class PacedTree:
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
         self.inner, self._pace, self._ready = tree, pace, ready
         self.column_tokens, self.child = tree.column_tokens, tree.child
-        self.commit, self.close = tree.commit, tree.close
+        self.commit, self.close, self.drawn_from = tree.commit, tree.close, tree.drawn_from
+        self.draws = tree.draws
 
     @property
     def root(self) -> int:
@@ -292,6 +297,15 @@ class PacedTree:
         self._pace.end(len(nodes))
         return nodes
 
+    @staticmethod
+    def feed_together(trees: Sequence[PacedTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        """Feeds the trees in the time of one forward on the profile's machine."""
+        first, inner = trees[0], [tree.inner for tree in trees]
+        first._pace.begin(first._ready())
+        nodes = type(first.inner).feed_together(inner, feeds)
+        first._pace.end(sum(len(fed) for fed in nodes))
+        return nodes
+
     def best(self, nodes: Sequence[int]) -> list[int]:
         best = self.inner.best(nodes)
         self._pace.wait()
@@ -307,3 +321,63 @@ class PacedTree:
         self.inner.read(tokens, more)
         self._pace.end(len(tokens))
         self._pace.wait()
+
+
+SLICE_SECONDS = 0.0003  # how long a message may wait while this thread sleeps
+
+
+class SlowLink:
+    """Delays messages of `link` by `link_ms` each way.
+
+    `heard`: when the message last returned by `receive` arrived, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(self, link: WorkerLink, link_ms: float) -> None:
+        self.heard = 0.0
+        self._link = link
+        self._delay = link_ms / 1000
+        self._coming: deque[tuple[float, Message]] = deque()
+        self._going: deque[tuple[float, Message]] = deque()
+
+    @property
+    def name(self) -> str:
+        return self._link.name
+
+    def send(self, message: Message) -> None:
+        self._going.append((time.perf_counter() + self._delay, message))
+        self._deliver()
+
+    def receive(self, wait: bool) -> Message | None:
+        while True:
+            self._deliver()
+            if self._coming and self._coming[0][0] <= time.perf_counter():
+                self.heard, message = self._coming.popleft()
+                return message
+            if not wait:
+                return None
+            if self._coming or self._going:
+                time.sleep(SLICE_SECONDS)
+            else:
+                self._arrived(self._link.receive(wait=True))
+
+    def expect(self, milliseconds: float) -> None:
+        self._link.expect(milliseconds)
+
+    def nap(self, seconds: float) -> None:
+        """Sleeps, and delivers messages meanwhile."""
+        end = time.perf_counter() + seconds
+        while (left := end - time.perf_counter()) > 0:
+            self._deliver()
+            if left > AWAKE_SECONDS:
+                time.sleep(min(left - AWAKE_SECONDS, SLICE_SECONDS))
+
+    def _deliver(self) -> None:
+        now = time.perf_counter()
+        while self._going and self._going[0][0] <= now:
+            self._link.send(self._going.popleft()[1])
+        while (message := self._link.receive(wait=False)) is not None:
+            self._arrived(message)
+
+    def _arrived(self, message: Message | None) -> None:
+        if message is not None:
+            self._coming.append((time.perf_counter() + self._delay, message))

@@ -1,31 +1,45 @@
-"""A drafter's work for one request: feeds tokens, and grows the branches that are pushed.
+"""A drafter's work: feeds tokens, grows the branches that are pushed, and batches the forwards of several requests.
 
 A commit makes tokens final: they stay in the token tree, update the calibration, and are fed if they were not drafted;
 then the branches of the next chain under verification grow (`growth`). One `advance` is one forward of the drafter, so
-that its caller can read messages between two. Knows nothing of sockets.
+that its caller can read messages between two. `begin` opens a request: the drafter reads its text, with drawn
+continuations if the request's sampling needs them.
 
-`begin` opens a request: the drafter reads its text, with drawn continuations if the request's sampling needs them.
+`DraftBatcher` feeds the tokens that several requests want to feed in one forward, under one budget of branches. If a
+joint forward fails, each request is tried alone, so that only a request whose own forward fails ends. `Capacity`
+estimates how many branches can be ready before the target's outcome, from the time of a forward by its rows and the
+length of a round; old measurements fade. Knows nothing of sockets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
-from outrider.drafters.continuation import ChainAlternatives, Continuation
 from outrider.drafters.drafter import (
     Drafter,
     DrafterFault,
-    DrawingDrafter,
-    DrawingTree,
     FeatureTree,
     TokenTree,
 )
-from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut
-from outrider.drafters.growth import BranchGrowth, BranchTask, Paths, ReadyBranches, Steps
-from outrider.engine.tree_feed import TreeFeed
+from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, shares
+from outrider.drafters.growth import (
+    BranchGrowth,
+    BranchTask,
+    ChainAlternatives,
+    Continuation,
+    Paths,
+    ReadyBranches,
+    Result,
+    Steps,
+)
+from outrider.engine.pace import FADE, ForwardCost
 from outrider.grammar.constraint import Constraint
+from outrider.protocol import clock
+from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Halves
+from outrider.protocol.trees import TreeFeed
 
 _PIECE = 256  # committed tokens a forward, if there are more than _BESIDE, which are fed together with the chain
 _BESIDE = 16
@@ -45,11 +59,9 @@ class WorkAhead:
         eos: Collection[int],
         fan_out: FanOut,
         calibration: Calibration,
-        drawing: DrawingTree | None = None,
     ) -> None:
-        """`drawing` is `tree` itself if its continuations are drawn."""
         self.tree = tree
-        self._paths = Paths(tree, drawing)
+        self._paths = Paths(tree)
         self._feature_tree = tree if isinstance(tree, FeatureTree) else None
         self._eos = frozenset(eos)
         self._fan_out = fan_out
@@ -124,8 +136,8 @@ class WorkAhead:
         for wanted in range(depth - 1, 0, -1):
             nodes += yield TreeFeed(nodes[-1:], [None], [wanted])
         chain = tuple(self.tree.best(nodes))
-        if self._task.min_prob >= 1.0 or self._paths.are_drawn:
-            return Continuation(chain, self._paths.drawn_from(nodes))
+        if self._task.min_prob >= 1.0 or self.tree.draws:
+            return Continuation(chain, self.tree.drawn_from(nodes))
         self.proposed = ChainAlternatives(chain, self._paths.places(chain, nodes, len(self._eos)))
         return Continuation.of(self.proposed.tree(self._calibration, self._task.min_prob))
 
@@ -207,10 +219,7 @@ def begin(
             f" {drafter.context_length}; drafting is off"
             " for this request"
         )
-    if sampling.is_residual and isinstance(drafter, DrawingDrafter):
-        drawing = drafter.open_drawing(tokens, sampling, cached, progress, constraint)
-        return WorkAhead(drawing, eos, fan_out, calibration, drawing)
-    return WorkAhead(drafter.open(tokens, sampling, progress, constraint), eos, fan_out, calibration)
+    return WorkAhead(drafter.open(tokens, sampling, progress, constraint, cached), eos, fan_out, calibration)
 
 
 def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:
@@ -225,3 +234,155 @@ def check_known(drafter: Drafter, tokens: Sequence[int]) -> None:
             f"token {foreign} is not among the {drafter.vocab_size} tokens of the draft model; drafting is off"
             " from here on"
         )
+
+
+# Below this many measurements there is no estimate.
+ENOUGH = 8.0
+
+
+class Capacity:
+    """Live estimates of a drafter's forwards and of the rounds."""
+
+    def __init__(self) -> None:
+        self._cost = ForwardCost()
+        self._rounds = self._round_ms = 0.0
+
+    def forward(self, rows: int, ms: float) -> None:
+        """Records a forward of `rows` tokens, which took `ms`."""
+        self._cost.add(rows, ms)
+
+    def round(self, ms: float) -> None:
+        """Records the time between two commits of a request in SSD."""
+        self._rounds = self._rounds * FADE + 1.0
+        self._round_ms = self._round_ms * FADE + ms
+
+    def branches(self, depth: int) -> int | None:
+        """Returns how many branches of this depth can grow in a round, over all requests; None: not known yet.
+
+        They take one forward more than their depth, because branches of full acceptance begin with the second.
+        """
+        if min(self._rounds, self._cost.seen) < ENOUGH:
+            return None
+        fixed, each = self._cost.line
+        room = self._round_ms / self._rounds / (depth + 1) - fixed
+        return max(int(room / each), 0)
+
+
+Value = TypeVar("Value")
+
+
+class DraftBatcher:
+    """Makes a drafter's forwards for all requests that need one."""
+
+    def __init__(self, calibration: Calibration | None = None) -> None:
+        self.capacity = Capacity()
+        self._calibration = calibration or Calibration()
+
+    def advance(self, works: Sequence[WorkAhead], active: int = 1) -> list[ReadyBranches | OutriderError | None]:
+        """Makes one forward for all `works`; returns their branches, or the error of one that failed.
+
+        `active`: the number of requests that share the drafter's time.
+        """
+        started_ns = clock.now()
+        wishes = [_try(work.wish) for work in works]
+        self._grant(
+            [(work, wish) for work, wish in zip(works, wishes, strict=True) if isinstance(wish, BranchRequest)], active
+        )
+        failed = {id(work): wish for work, wish in zip(works, wishes, strict=True) if isinstance(wish, OutriderError)}
+        sound = [work for work in works if id(work) not in failed]
+        jobs = [_Job(work.tree, work.advance()) for work in sound]
+        rows = self._run(jobs)
+        if rows:
+            self.capacity.forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
+        results = (job.result() for job in jobs)
+        return [failed[id(work)] if id(work) in failed else next(results) for work in works]
+
+    def _grant(self, requests: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
+        """Divides the branches that can be ready in time; a share is left for requests that come later in the round."""
+        wishes = [wish for _, wish in requests]
+        budget = self.capacity.branches(max((wish.depth for wish in wishes), default=0)) if active > 1 else None
+        if budget is not None:
+            budget = budget * len(wishes) // active
+        for (work, wish), share in zip(requests, shares(wishes, budget, self._calibration), strict=True):
+            work.grant(wish, share)
+
+    def continuations(self, works: Sequence[WorkAhead], depths: Sequence[int]) -> list[Continuation | OutriderError]:
+        """Returns the `depths` tokens after each committed text, or the error of one that failed."""
+        jobs = [_Job(work.tree, work.continuation(depth)) for work, depth in zip(works, depths, strict=True)]
+        self._run(jobs)
+        return [job.result() for job in jobs]
+
+    def _run(self, jobs: Sequence[_Job[Result]]) -> int:
+        """Runs all jobs to their end. Returns the number of tokens that were fed."""
+        rows = 0
+        for job in jobs:
+            job.begin()
+        while waiting := [job for job in jobs if job.feed is not None]:
+            rows += sum(len(job.wanted().tokens) for job in waiting)
+            for job, nodes in zip(waiting, self._feed(waiting), strict=True):
+                job.go_on(nodes)
+        return rows
+
+    def _feed(self, jobs: Sequence[_Job[Result]]) -> list[list[int] | OutriderError]:
+        """Makes one forward, or one for each job if that fails; returns each job's new nodes."""
+        if len(jobs) > 1:
+            trees, feeds = [job.tree for job in jobs], [job.wanted() for job in jobs]
+            nodes = _try(lambda: type(trees[0]).feed_together(trees, feeds))
+            if not isinstance(nodes, OutriderError):
+                return list(nodes)
+        return [_try(job.feed_alone) for job in jobs]
+
+
+class _Job(Generic[Result]):
+    """One request's work, which waits for `feed`; None: it has ended."""
+
+    def __init__(self, tree: TokenTree, steps: Steps[Result]) -> None:
+        self.tree, self._steps = tree, steps
+        self.feed: TreeFeed | None = None
+        self._result: list[Result | OutriderError] = []
+
+    def begin(self) -> None:
+        self._step(lambda: next(self._steps))
+
+    def go_on(self, nodes: list[int] | OutriderError) -> None:
+        if isinstance(nodes, OutriderError):
+            self.feed = None
+            self._result.append(nodes)
+        else:
+            self._step(lambda: self._steps.send(nodes))
+
+    def wanted(self) -> TreeFeed:
+        if self.feed is None:
+            raise ValueError("this job has ended; only one that waits can be fed")
+        return self.feed
+
+    def feed_alone(self) -> list[int]:
+        feed = self.wanted()
+        return self.tree.feed(feed.parents, feed.tokens)
+
+    def result(self) -> Result | OutriderError:
+        return self._result[0]
+
+    def _step(self, step: Callable[[], TreeFeed]) -> None:
+        def run() -> TreeFeed | None:
+            try:
+                return step()
+            except StopIteration as ended:
+                self._result.append(ended.value)
+                return None
+
+        feed = _try(run)
+        if isinstance(feed, OutriderError):
+            self._result.append(feed)
+            self.feed = None
+        else:
+            self.feed = feed
+
+
+def _try(task: Callable[[], Value]) -> Value | OutriderError:
+    """Returns the result of `task`, or its error."""
+    try:
+        with named_errors("the draft's forward"):
+            return task()
+    except OutriderError as error:
+        return error

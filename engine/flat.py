@@ -7,15 +7,18 @@ supply positions and masks, and the attention function of their modules asks the
 A `Segment` is one text's part of a flat row: the number of its tokens, their columns, their positions, and what each
 sees. Ordinary tokens follow one another and see all tokens before them. The nodes of a tree of drafts have a column
 each, too, but their depth's position, and see only their ancestors. `FlatRows` opens, closes and copies the rows of the
-buffers; rows in use come first, so that a forward sees a block of rows. Knows rows, columns and lengths; knows nothing
-of tokens' meaning or of requests.
+buffers; rows in use come first, so that a forward sees a block of rows. The texts of a target and of a head have this
+form, and so do a drafter's token trees. Knows rows, columns and lengths; knows nothing of tokens' meaning or of
+requests.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +27,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import EARLY, LayerCache, narrowed, window_of, with_room
+from outrider.engine.cache import EARLY, LayerCache, leaves_of, narrowed, stand_in, window_of, with_room
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
@@ -53,9 +56,19 @@ class Segment:
         return self.start + self.count
 
     @property
+    def place(self) -> slice | Ints:
+        """The columns of its tokens, as an index."""
+        return slice(self.start, self.end)
+
+    @property
     def is_apart(self) -> bool:
         """True if its tokens see other columns than those up to their own, or have other positions than columns."""
         return self.whole or bool(self.parents)
+
+    @property
+    def is_in_order(self) -> bool:
+        """True if the position of each token is its column."""
+        return not self.parents
 
     @property
     def trunk(self) -> int:
@@ -88,25 +101,43 @@ class Segment:
 class NodeSegment(Segment):
     """Nodes of a token tree, in the order in which they were fed.
 
-    `places`: the absolute position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
+    `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end]. `columns`:
+    the nodes' columns, ascending, [count]; None: those from `start` on.
     """
 
     places: Ints
     visible: Bools
+    columns: Ints | None = None
+
+    @property
+    def end(self) -> int:
+        return len(self.places)
+
+    @property
+    def place(self) -> slice | Ints:
+        columns = self.columns
+        if columns is None:
+            return slice(self.start, self.start + self.count)
+        contiguous = columns[-1] - columns[0] + 1 == len(columns)
+        return slice(int(columns[0]), int(columns[-1]) + 1) if contiguous else columns
 
     @property
     def is_apart(self) -> bool:
         return True
 
     @property
+    def is_in_order(self) -> bool:
+        return False
+
+    @property
     def positions(self) -> Ints:
-        return self.places[self.start :]
+        return self.places[self.place]
 
     def seen(self, end: int, window: int | None) -> Bools:
-        """As `Segment.seen`, for its own `end` only."""
-        if window is None:
-            return self.visible
-        return self.visible & (self.places > self.positions[:, None] - window)
+        seen = self.visible
+        if window is not None:
+            seen = seen & (self.places > self.positions[:, None] - window)
+        return seen if end == self.end else np.pad(seen, ((0, 0), (0, end - self.end)))
 
 
 def _ancestry(parents: tuple[int, ...]) -> Bools:
@@ -136,7 +167,8 @@ class SegmentGroup:
         self.width, self.end = max(p.count for p in segments), max(p.end for p in segments)
         rows = self.stop - self.first
         self.begin, self.count = begins[0], sum(p.count for p in segments)
-        self.even = len(segments) == rows and all(p.count == self.width for p in segments)
+        in_order = [p.row for p in segments] == list(range(self.first, self.stop))
+        self.even = in_order and all(p.count == self.width for p in segments)
         starts, padded = np.zeros(rows, np.int32), np.full((rows, self.width), self.begin, np.int32)
         spread = []
         for segment, begin in zip(segments, begins, strict=True):
@@ -182,8 +214,9 @@ class FlatAttentionMetadata:
         self.groups: list[SegmentGroup] = []
         self.offset: int | mx.array = 0
         self.rows: mx.array = mx.array(0)
-        self.columns: mx.array = mx.array(0)
+        self.columns: slice | mx.array = slice(0)  # of the tokens; a slice only if there is one segment
         self.reach = (0, 0)  # how many rows and columns the buffers need
+        self._masks: dict[tuple[int | None, bool], mx.array | None] = {}
 
     @property
     def alone(self) -> Segment | None:
@@ -191,12 +224,14 @@ class FlatAttentionMetadata:
         return self.segments[0] if len(self.segments) == 1 else None
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Sets the segments of the next forward, in their order."""
-        self.segments = tuple(segments)
+        """Sets the segments of the next forward: short ones, then long ones."""
+        self.segments, self._masks = tuple(segments), {}
         self.reach = max(p.row for p in segments) + 1, max(p.end for p in segments)
         if len(segments) == 1:
             (alone,) = segments
-            self.offset = mx.array(alone.positions) if alone.parents else alone.start
+            self.offset = alone.start if alone.is_in_order else mx.array(alone.positions)
+            place = alone.place
+            self.columns = place if isinstance(place, slice) else mx.array(place)
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
         short = [(p, b) for p, b in zip(segments, begins, strict=True) if not p.long]
@@ -204,11 +239,21 @@ class FlatAttentionMetadata:
         self.groups = [
             SegmentGroup(*zip(*part, strict=True)) for part in ([short] if short else []) + [[pair] for pair in long]
         ]
-        places = np.concatenate([np.arange(p.start, p.end) for p in segments]).astype(np.int32)
-        self.offset = self.columns = mx.array(places)
-        if any(p.parents for p in segments):
+        places = [p.place for p in segments]
+        columns = [np.arange(place.start, place.stop) if isinstance(place, slice) else place for place in places]
+        self.columns = mx.array(np.concatenate(columns).astype(np.int32))
+        self.offset = self.columns
+        if not all(p.is_in_order for p in segments):
             self.offset = mx.array(np.concatenate([p.positions for p in segments]))
         self.rows = mx.array(np.repeat([p.row for p in segments], [p.count for p in segments]).astype(np.int32))
+
+    def mask(self, alone: Segment, window: int | None, return_array: bool) -> mx.array | None:
+        """Returns what the tokens of the only segment see, [count, end]; None: everything."""
+        key = window, return_array
+        if key not in self._masks:
+            seen = alone.seen(alone.end, window)
+            self._masks[key] = None if seen.all() and not return_array else mx.array(seen)
+        return self._masks[key]
 
 
 class FlatCache(LayerCache):
@@ -229,7 +274,7 @@ class FlatCache(LayerCache):
         if alone is None:
             return WindowMask(window)
         if alone.is_apart:
-            return SegmentGroup([alone], [0]).mask(window)
+            return self._frame.mask(alone, window, return_array)
         window = narrowed(window, alone.end)
         return create_attention_mask(n, offset=alone.start, return_array=return_array, window_size=window)
 
@@ -240,11 +285,15 @@ class FlatCache(LayerCache):
         """
         self._host = None
         self.keys, self.values = self._written(self.keys, keys), self._written(self.values, values)
+        return (keys, values) if self._frame.alone is None else self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Returns those of the only text, also for layers that share them. Raises AttributeError if there are more."""
         alone = self._frame.alone
-        if alone is None:
-            return keys, values
-        place = slice(alone.row, alone.row + 1)
-        return self.keys[place, :, : alone.end], self.values[place, :, : alone.end]
+        if alone is None or self.keys is None or self.values is None:
+            raise AttributeError("nothing has been fed yet")
+        row = slice(alone.row, alone.row + 1)
+        return self.keys[row, :, : alone.end], self.values[row, :, : alone.end]
 
     def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
         """Computes the attention of flat queries [1, H, T, D], each over its own text."""
@@ -273,27 +322,29 @@ class FlatCache(LayerCache):
         frame = self._frame
         buffer = with_room(buffer, *frame.reach, new, self._early)
         if len(frame.segments) == 1:
-            segment = frame.segments[0]
-            buffer[segment.row : segment.row + 1, :, segment.start : segment.end] = new
+            row = frame.segments[0].row
+            buffer[row : row + 1, :, frame.columns] = new
         else:
             buffer[frame.rows, :, frame.columns] = new[0].swapaxes(0, 1)
         return buffer
 
     def move(self, source: int, target: int, columns: int) -> None:
         """Copies the first columns of a row to another row."""
-        self._host = None
-        for buffer in (self.keys, self.values):
+        for buffer in self._host or (self.keys, self.values):
             if buffer is not None and source < buffer.shape[0] and columns:
                 buffer[target : target + 1, :, :columns] = buffer[source : source + 1, :, :columns]
 
     def gather(self, row: int, start: int, columns: Ints) -> None:
         """Moves column `columns[i]` (ascending) of a row to its column `start` + i."""
-        self._host = None
+        end = start + len(columns)
+        if self._host is not None:
+            for host in self._host:
+                host[row, :, start:end] = host[row][:, columns]
+            return
         source = mx.array(columns)
         for buffer in (self.keys, self.values):
             if buffer is not None:
-                kept = mx.take(buffer[row : row + 1], source, axis=2)
-                buffer[row : row + 1, :, start : start + len(columns)] = kept
+                buffer[row : row + 1, :, start:end] = mx.take(buffer[row : row + 1], source, axis=2)
 
     def adopt(self, row: int, keys: mx.array, values: mx.array, start: int = 0) -> None:
         """Writes a row's columns from `start` on."""
@@ -306,6 +357,12 @@ class FlatCache(LayerCache):
     def clear(self) -> None:
         """Frees the buffers."""
         self.keys = self.values = self._host = None
+
+
+@lru_cache
+def one_column(kv_heads: int, width: int, dtype: Any = np.float32) -> mx.array:
+    """Returns keys of one column, in this format of numpy's; see `FlatCache.on_host`."""
+    return mx.array(np.zeros((1, kv_heads, 1, width), dtype))
 
 
 def install(model: nn.Module) -> None:
@@ -351,44 +408,66 @@ class FlatSequence:
         """Rolls back to `length`; the next forward overwrites the later columns."""
         self.length = min(length, self.length)
 
-    def keep(self, length: int, columns: Sequence[int]) -> None:
+    def keep(self, length: int, columns: Sequence[int] | Ints) -> None:
         """Keeps only these columns (ascending) after the first `length` tokens."""
-        for cache in self._caches:
-            cache.gather(self.row, length, np.array(columns, np.int32))
-        self.length = length + len(columns)
+        kept = np.asarray(columns, np.int32)
+        moved = np.flatnonzero(kept != np.arange(length, length + len(kept)))
+        for cache in self._caches if len(moved) else ():
+            cache.gather(self.row, length + int(moved[0]), kept[moved[0] :])
+        self.length = length + len(kept)
 
 
 class FlatRows:
     """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
+        """`keeps_buffers`: the buffers stay after the last text, for the next one."""
         install(model)
+        self._keeps_buffers = keeps_buffers
         self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
-            FlatCache(self._frame, window_of(cache), EARLY * number // len(made)) for number, cache in enumerate(made)
+            stand_in(cache, partial(self._stand_in, EARLY * number // len(made))) for number, cache in enumerate(made)
+        ]
+        self._layers: list[FlatCache] = [
+            leaf for cache in self._caches for leaf in leaves_of(cache) if isinstance(leaf, FlatCache)
         ]
         self._sequences: list[FlatSequence] = []
+        self._dropped: deque[FlatSequence] = deque()
         self.is_lazy = True
 
+    def _stand_in(self, early: int, cache: Any) -> Any:
+        """Returns the cache that replaces one of the model's own; `early`: see `with_room`."""
+        return FlatCache(self._frame, window_of(cache), early)
+
     def open(self) -> FlatSequence:
-        self._sequences.append(FlatSequence(len(self._sequences), self._caches, self))
+        while self._dropped:
+            self.close(self._dropped.popleft())
+        self._sequences.append(FlatSequence(len(self._sequences), self._layers, self))
         return self._sequences[-1]
 
+    def drop(self, sequence: FlatSequence) -> None:
+        """Closes a text, if it is open, at the next `open`; for finalizers, which run at any moment."""
+        self._dropped.append(sequence)
+
     def close(self, sequence: FlatSequence) -> None:
-        """Frees a text's row, to which the last row moves. Frees the buffers after the last text."""
+        """Frees a text's row, to which the last row moves. After the last text it also frees the buffers, unless
+        it keeps them."""
+        if sequence.row < 0:
+            return
         last = self._sequences.pop()
         if last is not sequence:
-            for cache in self._caches:
+            for cache in self._layers:
                 cache.move(last.row, sequence.row, last.length)
             last.row = sequence.row
             self._sequences[sequence.row] = last
-        if not self._sequences:
-            for cache in self._caches:
+        sequence.row = -1
+        if not self._sequences and not self._keeps_buffers:
+            for cache in self._layers:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        saved = SavedPrefix(length, tuple(cache.saved(length, sequence.row) for cache in self._caches))
+        saved = SavedPrefix(length, tuple(cache.saved(length, sequence.row) for cache in self._layers))
         mx.eval(saved.layers)
         return saved
 
@@ -397,14 +476,14 @@ class FlatRows:
 
     def extend(self, sequence: FlatSequence, layers: Layers, count: int) -> None:
         """Appends keys and values of `count` tokens to a text: [1, H, count, D] of each layer."""
-        for cache, (keys, values) in zip(self._caches, layers, strict=True):
+        for cache, (keys, values) in zip(self._layers, layers, strict=True):
             cache.adopt(sequence.row, keys, values, sequence.length)
         sequence.length += count
         mx.eval(self.state())
 
     def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
         """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
-        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._caches)
+        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._layers)
         mx.eval(layers)
         return layers
 

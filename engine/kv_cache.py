@@ -7,6 +7,7 @@ its sampler, and its sequence in the KV cache. Knows tokens and logits; knows no
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +16,11 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine import hidden_states
-from outrider.engine.cache import KVState
-from outrider.engine.flat import FlatRows, Segment
+from outrider.engine.cache import RollbackError, is_attention, leaves_of, stand_in, window_of
+from outrider.engine.flat import FlatAttentionMetadata, FlatCache, FlatRows, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, Takes
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtFlat
@@ -200,6 +202,131 @@ class FlatKVCache(FlatRows):
         return [row for i, feed in enumerate(feeds) for row in range(ends[i] - feed.wanted, ends[i])]
 
 
+_MARKS_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The layers' state after `length` tokens: recurrent states by reference, other caches as copies.
+
+    MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
+    """
+
+    length: int
+    states: tuple[tuple[Any, ...], ...]
+    copies: tuple[dict[str, Any], ...]
+
+
+class KVState:
+    """The caches of all layers for one text that has its own forwards. `length`: the tokens fed so far.
+
+    Attention layers get a `FlatCache` of one row, at full length if they have a window, which is in the mask: it rolls
+    back in O(1) by a shorter length. State that can't be shortened (a recurrent layer's) is kept by reference at marked
+    lengths and restored; any other cache is copied at the marks.
+    """
+
+    def __init__(self, model: nn.Module, own_caches: bool = False) -> None:
+        """`own_caches`: use the model's own caches only (see `engine.load_checks.abilities`)."""
+        made, self._frame = make_prompt_cache(model), FlatAttentionMetadata()
+        self.caches = made if own_caches else [stand_in(cache, self._suitable) for cache in made]
+        self.length = 0
+        leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
+        self._flat = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
+        self._recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
+        self._others = [leaf for leaf in leaves if not isinstance(leaf, FlatCache | ArraysCache)]
+        self._marks: list[_Mark] = []
+
+    def begin(self, count: int) -> None:
+        """Prepares the forward of the next `count` tokens, at the end of which the caller sets `length`."""
+        self._frame.begin([Segment(0, self.length, count)])
+
+    @property
+    def marks_freely(self) -> bool:
+        """True if a mark costs nothing; otherwise the next forward copies the marked caches."""
+        return not self._others
+
+    @property
+    def exact(self) -> bool:
+        """True when a rollback reaches every length; otherwise only marked ones."""
+        return not self._others and not self._recurrent
+
+    @property
+    def state(self) -> list[Any]:
+        """Everything to evaluate after a forward."""
+        return [cache.state for cache in self.caches]
+
+    def mark(self) -> None:
+        """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
+        if self.exact:
+            return
+        states = tuple(tuple(cache.cache) for cache in self._recurrent)
+        self._marks.append(_Mark(self.length, states, tuple(copy.deepcopy(vars(cache)) for cache in self._others)))
+        del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
+
+    def roll_back(self, length: int) -> None:
+        """Rolls back to `length` tokens, or to the last mark before them; `self.length` is the result.
+
+        Raises:
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
+        """
+        if length >= self.length:
+            if length > self.length:
+                raise RollbackError(f"can't roll back to {length} tokens: only {self.length} have been fed")
+            return
+        if not self.exact:
+            length = self._restore(length)
+        self.length = length
+
+    def save(self, length: int) -> SavedPrefix:
+        """Returns a copy of the state after `length` tokens, or at the last mark before them, evaluated.
+
+        Raises:
+            RollbackError: the model keeps state that can't be shortened, and there is no mark that early.
+        """
+        states: tuple[Any, ...] = ()
+        if not self.exact:
+            mark = self._mark_at(length)
+            length, states = mark.length, (mark.states, mark.copies)
+        saved = SavedPrefix(length, tuple(cache.saved(length) for cache in self._flat), states)
+        mx.eval(saved.layers, states)
+        return saved
+
+    def adopt(self, start: CachedPrefix) -> None:
+        """Fills an empty text with a saved prefix."""
+        for cache, (keys, values) in zip(self._flat, start.saved.columns(start.length), strict=True):
+            cache.adopt(0, keys, values)
+        self.length = start.length
+        if start.saved.states:
+            states, copies = start.saved.states
+            self._put_back(_Mark(start.length, states, copies))
+        mx.eval(self.state)
+
+    def _mark_at(self, length: int) -> _Mark:
+        """Returns the mark at `length` tokens, or the last one before."""
+        if self.length <= length:
+            self.mark()
+        marks = [mark for mark in self._marks if mark.length <= length]
+        if not marks:
+            raise RollbackError(f"no state was marked at or before {length} tokens")
+        return marks[-1]
+
+    def _restore(self, length: int) -> int:
+        self._marks = [mark for mark in self._marks if mark.length <= length]
+        if not self._marks:
+            raise RollbackError(f"no state was marked at or before {length} tokens")
+        self._put_back(self._marks[-1])
+        return self._marks[-1].length
+
+    def _put_back(self, mark: _Mark) -> None:
+        for cache, state in zip(self._recurrent, mark.states, strict=True):
+            cache.cache = list(state)
+        for cache, held in zip(self._others, mark.copies, strict=True):
+            vars(cache).update(copy.deepcopy(held))  # copied, since the mark may be restored again
+
+    def _suitable(self, cache: Any) -> Any:
+        return FlatCache(self._frame, window_of(cache)) if is_attention(cache) else cache
+
+
 class SeparateKVCache:
     """Feeds texts one after another, each with its own caches: for state that can't share a row."""
 
@@ -239,6 +366,7 @@ class SeparateKVCache:
         return parts[0] if len(parts) == 1 else mx.concatenate(parts) if parts else mx.zeros((0, 1))
 
     def _alone(self, feed: Feed) -> mx.array:
+        feed.sequence.begin(feed.count)
         logits: mx.array = self._model(_joined([feed.tokens])[None], cache=feed.sequence.caches)[0]
         return logits
 

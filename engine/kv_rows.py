@@ -1,34 +1,54 @@
-"""The keys and values of token trees: one row of columns for each tree, the committed prefix first, then the nodes.
+"""The keys and values of token trees: a row of columns for each tree, the committed prefix first, then the nodes.
 
-mlx-lm models run unmodified. Their cache objects supply the columns, the mask by which a node sees only its ancestors,
-and a position for each token (`engine.positions`). Knows columns and positions; knows nothing of nodes or sampling.
+All trees of a model share one buffer for each layer (`engine.flat`), and mlx-lm models run unmodified. A node's mask
+and its position are those of its `NodeSegment`. Knows columns and positions; knows nothing of nodes or sampling.
 
 `KVRows` has a form for each kind of model: `OrtKVRows` if ONNX Runtime computes, else `JointKVRows`, whose trees share
-a forward like the target's texts (`engine.flat`), else `DenseKVRows`, with one tree per forward, and `RecurrentKVRows`
-(`engine.recurrent_rows`) for recurrent layers. `engine.load_checks` chooses.
+a forward like the target's texts, else `DenseKVRows`, with one tree per forward, and `RecurrentKVRows` for recurrent
+layers (hybrids of attention and recurrence). `engine.load_checks` chooses.
+
+A recurrent state can't be masked, so there a forward over R tokens is a batch of R rows of one token, each with its
+parent's state; every column keeps the state after it, by reference. Attention layers have one shared row of columns,
+which all rows of the batch read.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from outrider.engine.cache import LayerCache, leaves_of, narrowed, stand_in, window_of, with_room
-from outrider.engine.flat import Bools, Floats, Ints, NodeSegment, Segment, WindowMask, install
-from outrider.engine.kv_transfer import FillableKVRows, KeysValues
+from outrider.engine.cache import is_attention, leaves_of, window_of
+from outrider.engine.flat import (
+    Bools,
+    FlatCache,
+    FlatRows,
+    FlatSequence,
+    Floats,
+    Ints,
+    NodeSegment,
+    Segment,
+    one_column,
+)
+from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
 
+log = logging.getLogger(__name__)
+
 _PREFILL = 512
+_ORT_PREFILL = 128  # as fast per token as 512, and other requests wait less
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,335 +119,339 @@ class KVRows(Protocol):
         """Fills the first columns, which are empty."""
         ...
 
-
-class TreeAttentionMetadata:
-    """The columns and positions of one forward's tokens, for the caches of all layers of a tree."""
-
-    def __init__(self) -> None:
-        self.start, self.end = 0, 0
-        self.offset: int | mx.array = 0
-        self._positions: Ints | None = None
-        self._seen: Bools | None = None
-        self._masks: dict[int | None, mx.array | None] = {}
-
-    def plain(self, start: int, count: int) -> None:
-        """Prepares a forward of ordinary text."""
-        self.start, self.end, self.offset, self._seen = start, start + count, start, None
-
-    def tree(self, start: int, positions: Ints, seen: Bools, *, rows: bool = False) -> None:
-        """Prepares a forward of nodes; with `rows` they are a batch of rows of one token each."""
-        self.start, self.end, self.offset = start, len(positions), mx.array(positions[start:])
-        self._positions, self._seen, self._masks = positions, seen[:, None, None, :] if rows else seen, {}
-
-    def mask(self, n: int, return_array: bool, window: int | None) -> Any:
-        """Returns the mask of layers with this window (None: all columns), computed once for each forward."""
-        if self._seen is None or self._positions is None:
-            window = narrowed(window, self.start + n)
-            return create_attention_mask(n, offset=self.start, return_array=return_array, window_size=window)
-        if window not in self._masks:
-            seen = self._seen
-            if window is not None:
-                near = self._positions[self.start :, None] - self._positions < window
-                seen = seen & near.reshape(seen.shape)
-            self._masks[window] = None if seen.all() and not return_array else mx.array(seen)
-        return self._masks[window]
+    def close(self) -> None:
+        """Frees the columns."""
+        ...
 
 
-class KVRowCache(LayerCache):
-    """One attention layer's columns: a buffer [1, H, capacity, D], written in place; replaces a `KVCache`.
+class TreeRows(FlatRows):
+    """The rows of all trees of `model`, and its forwards over them."""
 
-    `window`: the columns that the layer sees if it passes no window.
+    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
+        super().__init__(model, keeps_buffers)
+        self.model = model
+
+    def forward(self, tokens: mx.array, segments: Sequence[Segment]) -> mx.array:
+        """Feeds tokens [T], segment after segment. Returns their logits [T, V]. Lazy."""
+        self._frame.begin(segments)
+        logits: mx.array = self.model(tokens[None], cache=self._caches)
+        return logits[0]
+
+    def prefill(
+        self,
+        sequence: FlatSequence,
+        tokens: Sequence[int],
+        progress: Callable[[int, int], None] | None,
+        total: int,
+        first: int,
+    ) -> None:
+        """Does `KVRows.prefill` from column `first` on."""
+        for start in range(first, len(tokens), _PREFILL):
+            chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
+            self.forward(chunk, [Segment(sequence.row, start, chunk.shape[0])])
+            sequence.length = start + chunk.shape[0]
+            mx.eval(self.state())
+            mx.clear_cache()
+            if progress is not None and len(tokens) > _PREFILL:
+                progress(sequence.length, total)
+
+    def by_ort(self, cpu: OrtForward, tokens: Ints, segments: Sequence[Segment], wanted: int) -> Floats:
+        """Feeds tokens [T] by ONNX Runtime. Returns the logits [wanted, V] of the first `wanted` of them."""
+        reach = cpu.room(segments)
+        layers = [
+            cache.on_host(*reach, one_column(shape.kv_heads, shape.width, cpu.kv_dtype))
+            for cache, shape in zip(self._layers, cpu.shapes, strict=True)
+        ]
+        return cpu(tokens, segments, layers, np.arange(wanted))["logits"]
+
+
+_rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, TreeRows]] = defaultdict(WeakKeyDictionary)
+
+
+class DenseKVRows:
+    """`KVRows` of a model with attention layers only, with one tree per forward.
+
+    A `reader` may read prompts instead of the model; `read`: the tokens that it has read so far. If it fails, only time
+    is lost: the model continues from there.
     """
-
-    def __init__(self, frame: TreeAttentionMetadata, window: int | None = None) -> None:
-        super().__init__()
-        self.frame, self.window = frame, window
-
-    @property
-    def offset(self) -> int | mx.array:
-        return self.frame.offset
-
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        return self.frame.mask(n, return_array, window_size or self.window)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start, end = self.frame.start, self.frame.end
-        self.keys, self.values = with_room(self.keys, 1, end, keys), with_room(self.values, 1, end, values)
-        self.keys[..., start:end, :] = keys
-        self.values[..., start:end, :] = values
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Returns the columns in use, also for layers that share them."""
-        if self.keys is None or self.values is None:
-            raise AttributeError("nothing has been fed yet")
-        end = self.frame.end
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def move(self, start: int, columns: mx.array) -> None:
-        if self.keys is not None and self.values is not None:
-            end = start + columns.shape[0]
-            self.keys[..., start:end, :] = mx.take(self.keys, columns, axis=2)
-            self.values[..., start:end, :] = mx.take(self.values, columns, axis=2)
-
-
-class DenseKVRows(FillableKVRows):
-    """`KVRows` of a model with attention layers only, with one tree per forward."""
 
     lazy = True
     whole = False
+    reader: PromptReader | None = None
+    read = 0
 
     def __init__(self, model: LoadedModel) -> None:
-        self.model = model.model
-        self.frame = TreeAttentionMetadata()
-        made = make_prompt_cache(model.model)
-        self.caches = [stand_in(cache, lambda leaf: KVRowCache(self.frame, window_of(leaf))) for cache in made]
-        self.leaves = [leaf for cache in self.caches for leaf in leaves_of(cache)]
-        self._dtype: mx.Dtype | None = None  # of the model's own keys
+        known = _rows_of[type(self)]
+        if model not in known:
+            # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
+            known[model] = TreeRows(model.model, keeps_buffers=model.cpu is not None)
+        self.rows = known[model]
+        self.sequence = self.rows.open()
+        finalize(self, self.rows.drop, self.sequence)
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        done = start
+        wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
+        if self.reader is not None:
+            log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
+        try:
+            for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
+                self.adopt(done, piece)
+                done += piece.count
+                if progress is not None and done < len(tokens):
+                    progress(done, total)
+        except ReadingFault as error:
+            log.warning("%s; the model reads the prompt from token %d on", error, done)
+        self.read += done - start
+        self._prefill(tokens, progress, total, done)
 
     def _prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
-        prefill(self.model, self.frame, self.caches, tokens, progress, total, start)
+        """Does `prefill` by the model alone."""
+        self.rows.prefill(self.sequence, tokens, progress, total, start)
 
     def adopt(self, start: int, read: KeysValues) -> None:
-        if self._dtype is None:
-            self._dtype = _dtype_of_keys(self.model)
-        self.frame.plain(start, read.count)
-        for cache, keys, values in zip(self.leaves, read.keys, read.values, strict=True):
-            cache.update_and_fetch(mx.array(keys[None], self._dtype), mx.array(values[None], self._dtype))
-        mx.eval([cache.state for cache in self.caches])
+        """Fills the columns from `start` on."""
+        dtype = self.number_format
+        pairs = zip(read.keys, read.values, strict=True)
+        self.sequence.length = start
+        layers = tuple((mx.array(keys[None], dtype), mx.array(values[None], dtype)) for keys, values in pairs)
+        self.rows.extend(self.sequence, layers, read.count)
+
+    @cached_property
+    def number_format(self) -> mx.Dtype:
+        """The format of the columns, without computing any."""
+        caches: list[Any] = make_prompt_cache(self.rows.model)
+        self.rows.model(mx.zeros((1, 1), mx.int32), cache=caches)
+        dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
+        return dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        logits = [text._alone(rows) for text, rows in zip(texts, new, strict=True)]
+        pairs = zip(texts, new, strict=True)
+        logits = [text.rows.forward(rows.lazy_tokens(), [text.segment(rows)]) for text, rows in pairs]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _alone(self, new: NewRows) -> mx.array:
-        self.frame.tree(new.start, new.positions, new.seen)
-        logits: mx.array = self.model(new.lazy_tokens()[None], cache=self.caches)
-        return logits[0]
+    def segment(self, new: NewRows) -> NodeSegment:
+        """Returns the segment of these tokens, whose columns are in use from now on."""
+        self.sequence.length = new.end
+        return NodeSegment(self.sequence.row, new.start, len(new.parents), places=new.positions, visible=new.seen)
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        gather(self.leaves, prefix, columns)
+        self.sequence.keep(prefix, columns)
 
     def save(self, count: int) -> SavedPrefix:
-        return saved(self.leaves, count)
+        return self.rows.save(self.sequence, count)
 
     def restore(self, start: CachedPrefix) -> None:
-        restore(self.frame, self.leaves, start)
+        self.rows.adopt(self.sequence, start)
 
-
-def prefill(
-    model: Any,
-    frame: TreeAttentionMetadata,
-    caches: Sequence[Any],
-    tokens: Sequence[int],
-    progress: Callable[[int, int], None] | None,
-    total: int,
-    first: int = 0,
-) -> None:
-    """Does `KVRows.prefill`."""
-    for start in range(first, len(tokens), _PREFILL):
-        chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
-        frame.plain(start, chunk.shape[0])
-        model(chunk[None], cache=caches)
-        mx.eval([cache.state for cache in caches])
-        mx.clear_cache()
-        if progress is not None and len(tokens) > _PREFILL:
-            progress(start + chunk.shape[0], total)
-
-
-def _dtype_of_keys(model: Any) -> mx.Dtype:
-    """Returns the number format of the model's keys; computes nothing."""
-    caches: list[Any] = make_prompt_cache(model)
-    model(mx.zeros((1, 1), mx.int32), cache=caches)
-    dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
-    return dtype
-
-
-def gather(caches: Sequence[Any], prefix: int, columns: Ints) -> None:
-    """Does `KVRows.keep`, without touching columns that stay in place."""
-    moved = np.flatnonzero(columns != np.arange(prefix, prefix + len(columns)))
-    if len(moved):
-        index = mx.array(columns[moved[0] :])
-        for cache in caches:
-            if isinstance(cache, KVRowCache):
-                cache.move(prefix + int(moved[0]), index)
-
-
-def saved(caches: Sequence[Any], count: int, states: tuple[Any, ...] = ()) -> SavedPrefix:
-    """Does `KVRows.save`; `states`: the other state after these columns."""
-    layers = tuple(cache.saved(count) for cache in caches if isinstance(cache, KVRowCache))
-    mx.eval(layers, states)
-    return SavedPrefix(count, layers, states)
-
-
-def restore(frame: TreeAttentionMetadata, caches: Sequence[Any], start: CachedPrefix) -> None:
-    """Does `KVRows.restore`."""
-    frame.plain(0, start.length)
-    attention = [cache for cache in caches if isinstance(cache, KVRowCache)]
-    for cache, (keys, values) in zip(attention, start.saved.columns(start.length), strict=True):
-        cache.update_and_fetch(keys, values)
-    mx.eval([cache.state for cache in attention])
+    def close(self) -> None:
+        self.rows.close(self.sequence)
 
 
 class JointKVRows(DenseKVRows):
     """`KVRows` of a model with mlx-lm's common attention (`engine.load_checks` tries it): all trees in one forward."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        super().__init__(model)
-        install(model.model)
-
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        if len(texts) == 1:
-            return DenseKVRows.forward(texts, new)
-        ends = np.cumsum([len(rows.parents) for rows in new]).tolist()
-        spans = [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-        places = mx.array(np.concatenate([rows.positions[rows.start :] for rows in new]))
-        for text, rows in zip(texts, new, strict=True):
-            text.frame.tree(rows.start, rows.positions, rows.seen)
-        numbers = count()
-
-        def joint(_: Any) -> JointKVRowCache:
-            number = next(numbers)
-            return JointKVRowCache([text.leaves[number] for text in texts], spans, places)
-
-        caches = [stand_in(cache, joint) for cache in texts[0].caches]
-        tokens = mx.concatenate([rows.lazy_tokens() for rows in new])
-        logits: mx.array = texts[0].model(tokens[None], cache=caches)
-        return logits[0]
+        tokens = [rows.lazy_tokens() for rows in new]
+        segments = [text.segment(rows) for text, rows in zip(texts, new, strict=True)]
+        return texts[0].rows.forward(tokens[0] if len(tokens) == 1 else mx.concatenate(tokens), segments)
 
 
-class JointKVRowCache:
-    """One attention layer's columns of several trees in one forward; `spans`: each tree's tokens in the forward."""
-
-    def __init__(self, caches: Sequence[KVRowCache], spans: Sequence[slice], places: mx.array) -> None:
-        self._caches, self._spans = caches, spans
-        self.offset = places
-
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> WindowMask:
-        return WindowMask(window_size or self._caches[0].window)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes keys and values [1, H, T, D], each tree's into its own columns. The returned value is not used."""
-        for cache, span in zip(self._caches, self._spans, strict=True):
-            cache.update_and_fetch(keys[:, :, span], values[:, :, span])
-        return keys, values
-
-    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
-        """Computes the attention of flat queries [1, H, T, D], each over its own tree."""
-        outputs = []
-        for cache, span in zip(self._caches, self._spans, strict=True):
-            keys, values = cache.keys_and_values()
-            mask = cache.frame.mask(span.stop - span.start, False, window)
-            own = queries[:, :, span]
-            outputs.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
-        return mx.concatenate(outputs, axis=2)
-
-
-_STEP = 256  # buffers grow by multiples of so many columns
-_ORT_PREFILL = 128  # tokens of a chunk: as fast per token as 512, and other requests wait less
-
-
-class _Store:
-    """The rows of all trees of a model; free rows are reused."""
-
-    def __init__(self, forward: OrtForward) -> None:
-        self.forward = forward
-        self.layers: list[tuple[Floats, Floats]] = []
-        self._free: list[int] = []
-        self._rows = self._columns = 0
-
-    def open(self) -> int:
-        if not self._free:
-            self._free.append(self._rows)
-            self._rows += 1
-        self._free.sort(reverse=True)  # so that rows in use come first
-        return self._free.pop()
-
-    def close(self, row: int) -> None:
-        self._free.append(row)
-
-    def make_room(self, columns: int) -> None:
-        """Grows every row to so many columns, and keeps its contents. Memory that is never written takes no space."""
-        had = self.layers[0][0].shape if self.layers else (0, 0, 0, 0)
-        if self._rows <= had[0] and columns <= had[2]:
-            return
-        rows = max(self._rows, had[0] if self._rows <= had[0] else 2 * had[0])
-        columns = had[2] if columns <= had[2] else -(-(columns + columns // 2) // _STEP) * _STEP
-        old, self.layers = self.layers, []
-        for number, shape in enumerate(self.forward.shapes):
-            grown = [np.zeros((rows, shape.kv_heads, columns, shape.width), self.forward.kv_dtype) for _ in "kv"]
-            for new, buffer in zip(grown, old[number] if old else (), strict=False):
-                new[: had[0], :, : had[2]] = buffer
-            self.layers.append((grown[0], grown[1]))
-
-
-_stores: WeakKeyDictionary[OrtForward, _Store] = WeakKeyDictionary()
-
-
-class OrtKVRows(FillableKVRows):
-    """`KVRows` by ONNX Runtime: all trees of a model share one buffer per layer, one row each, and their forwards.
-
-    Not lazy: a forward returns when it is complete.
-    """
+class OrtKVRows(DenseKVRows):
+    """`KVRows` by ONNX Runtime: all trees in one forward. Not lazy: a forward returns when it is complete."""
 
     lazy = False
-    whole = False
 
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if ONNX Runtime does not compute this model's trees."""
         if model.cpu is None or not model.cpu.masked:
             raise ModelError("ONNX Runtime does not compute trees of this model")
-        store = self._store = _stores.setdefault(model.cpu, _Store(model.cpu))
-        self._row = store.open()
-        finalize(self, store.close, self._row)
+        super().__init__(model)
+        self._cpu = model.cpu
+        self.number_format = mx.array(np.zeros(0, model.cpu.kv_dtype)).dtype
 
     def _prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
     ) -> None:
         for first in range(start, len(tokens), _ORT_PREFILL):
             chunk = np.array(tokens[first : first + _ORT_PREFILL], np.int32)
-            part = Segment(self._row, first, len(chunk), long=True)
-            self._store.make_room(self._store.forward.room([part])[1])
-            self._store.forward(chunk, [part], self._store.layers, np.zeros(0, np.int64))
+            segment = Segment(self.sequence.row, first, len(chunk), long=True)
+            self.rows.by_ort(self._cpu, chunk, [segment], 0)
+            self.sequence.length = segment.end
             if progress is not None and len(tokens) > _ORT_PREFILL:
-                progress(min(first + _ORT_PREFILL, len(tokens)), total)
-
-    def adopt(self, start: int, read: KeysValues) -> None:
-        self._write(start, zip(read.keys, read.values, strict=True), read.count)
+                progress(segment.end, total)
 
     @staticmethod
-    def forward(texts: Sequence[OrtKVRows], new: Sequence[NewRows]) -> mx.array:
-        store = texts[0]._store
+    def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
+        (cpu,) = {text._cpu for text in texts if isinstance(text, OrtKVRows)}
         tokens = np.concatenate([np.array(rows.tokens, np.int32) for rows in new])
-        parts = [text._part(rows) for text, rows in zip(texts, new, strict=True)]
-        store.make_room(store.forward.room(parts)[1])
-        results = store.forward(tokens, parts, store.layers, np.arange(len(tokens)))
-        return mx.array(results["logits"])
+        segments = [text.segment(rows) for text, rows in zip(texts, new, strict=True)]
+        return mx.array(texts[0].rows.by_ort(cpu, tokens, segments, len(tokens)))
+
+
+States = tuple[tuple[mx.array, ...], ...]
+"""One tuple for each recurrent layer; the first axis of each array is the forward's rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _After:
+    """The recurrent state after a column: one row of a forward's states."""
+
+    states: States
+    row: int
+
+
+class _BatchCache(FlatCache):
+    """A row of columns that all rows of a batch, of one token each, write and read."""
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        mask = super().make_mask(n, return_array, window_size)
+        batched = isinstance(self._frame.alone, NodeSegment) and mask is not None
+        return mask[:, None, None] if batched else mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        rows = keys.shape[0]
+        if rows == 1:
+            return super().update_and_fetch(keys, values)
+        keys, values = super().update_and_fetch(keys.swapaxes(0, 2), values.swapaxes(0, 2))
+        return mx.broadcast_to(keys, (rows, *keys.shape[1:])), mx.broadcast_to(values, (rows, *values.shape[1:]))
+
+
+class _BatchRows(TreeRows):
+    """One tree, whose tokens are the rows of a batch. Recurrent layers keep the model's own caches."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
+        super().__init__(model.model)
+        leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self.recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
+        for leaf in leaves:
+            if type(leaf) not in (_BatchCache, ArraysCache):
+                raise ModelError(
+                    f"{model.model_type} keeps a {type(leaf).__name__}, which can't be copied for branches"
+                )
+
+    def _stand_in(self, early: int, cache: Any) -> Any:
+        return _BatchCache(self._frame, window_of(cache), early) if is_attention(cache) else cache
+
+    def batch(self, tokens: mx.array, row: int, start: int, positions: Ints, seen: Bools) -> mx.array:
+        """Feeds tokens [R], each as a row of a batch. Returns their logits [R, V]. Lazy."""
+        self._frame.begin([NodeSegment(row, start, tokens.shape[0], places=positions, visible=seen)])
+        logits: mx.array = self.model(tokens[:, None], cache=self._caches)
+        return logits[:, 0]
+
+
+class RecurrentKVRows:
+    """`KVRows` of a model with recurrent layers."""
+
+    lazy = True
+    whole = True
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Raises ModelError if the model has a kind of cache that can be neither masked nor kept by reference."""
+        self._rows = _BatchRows(model)
+        self._sequence = self._rows.open()
+        self._recurrent = self._rows.recurrent
+        self._after: dict[int, _After] = {}
+
+    def prefill(
+        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
+    ) -> None:
+        if start == len(tokens):
+            return
+        self._put_states([start - 1])
+        self._rows.prefill(self._sequence, tokens, progress, total, start)
+        self._after = {len(tokens) - 1: _After(self._states(), 0)}
+
+    @staticmethod
+    def forward(texts: Sequence[RecurrentKVRows], new: Sequence[NewRows]) -> mx.array:
+        """Feeds one tree after another, because each puts its own state into the caches."""
+        logits = [text._alone(rows) for text, rows in zip(texts, new, strict=True)]
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _alone(self, new: NewRows) -> mx.array:
+        tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
+        logits: list[mx.array] = []
+        order: list[int] = []
+        for level in _levels(start, parents):
+            columns = [start + row for row in level]
+            # The rows of a forward must write adjacent columns.
+            for first, last in _runs(columns):
+                rows = list(range(first - start, last - start + 1))
+                self._put_states([parents[row] for row in rows])
+                batch = tokens[first - start : last - start + 1]
+                own = positions[: last + 1], seen[rows, : last + 1]
+                logits.append(self._rows.batch(batch, self._sequence.row, first, *own))
+                states = self._states()
+                self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
+                order += rows
+        if len(logits) == 1:
+            return logits[0]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return mx.concatenate(logits)[mx.array(back)]
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        end = prefix + len(columns)
-        for pair in self._store.layers:
-            for buffer in pair:
-                buffer[self._row, :, prefix:end] = buffer[self._row][:, columns]
+        self._sequence.keep(prefix, columns)
+        kept = [(prefix - 1, prefix - 1), *enumerate(columns.tolist(), prefix)]
+        self._after = {new: self._after[old] for new, old in kept if old in self._after}
 
     def save(self, count: int) -> SavedPrefix:
-        row = slice(self._row, self._row + 1)
-        return SavedPrefix(
-            count, tuple((k[row, :, :count].copy(), v[row, :, :count].copy()) for k, v in self._store.layers)
-        )
+        after = self._after[count - 1]
+        states = tuple(tuple(a[after.row : after.row + 1] for a in own) for own in after.states)
+        mx.eval(states)
+        return replace(self._rows.save(self._sequence, count), states=states)
 
     def restore(self, start: CachedPrefix) -> None:
-        self._write(0, start.saved.columns(start.length), start.length)
+        self._rows.adopt(self._sequence, start)
+        self._after = {start.length - 1: _After(start.saved.states, 0)}
 
-    def _write(self, start: int, layers: Any, count: int) -> None:
-        self._store.make_room(start + count)
-        for pair, layer in zip(self._store.layers, layers, strict=True):
-            for buffer, new in zip(pair, layer, strict=True):
-                buffer[self._row, :, start : start + count] = new
+    def close(self) -> None:
+        """Does nothing: the tree has buffers of its own."""
 
-    def _part(self, new: NewRows) -> NodeSegment:
-        return NodeSegment(self._row, new.start, len(new.parents), places=new.positions, visible=new.seen)
+    def _states(self) -> States:
+        return tuple(tuple(cache.cache) for cache in self._recurrent)
+
+    def _put_states(self, parents: Sequence[int]) -> None:
+        """Puts the state of each row's parent into the caches; a text's first token has no parent."""
+        if parents[0] < 0:
+            for cache in self._recurrent:
+                cache.cache = [None] * len(cache.cache)
+            return
+        sources = [self._after[parent] for parent in parents]
+        for layer, cache in enumerate(self._recurrent):
+            for i in range(len(cache.cache)):
+                cache.cache[i] = _gather([(source.states[layer][i], source.row) for source in sources])
+
+
+def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
+    """Returns one array of these rows; rows of a single array are taken in one operation."""
+    first = rows[0][0]
+    if all(array is first for array, _ in rows):
+        picks = [row for _, row in rows]
+        return first if picks == list(range(first.shape[0])) else first[mx.array(picks)]
+    return mx.concatenate([array[row : row + 1] for array, row in rows])
+
+
+def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
+    """Returns the rows of a call by their depth, parents before their children."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(depth[parent - start] + 1 if parent >= start else 0)
+    return [[row for row, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)]
+
+
+def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns ranges of adjacent columns: (first, last), both included."""
+    runs: list[tuple[int, int]] = []
+    for column in columns:
+        if runs and runs[-1][1] == column - 1:
+            runs[-1] = (runs[-1][0], column)
+        else:
+            runs.append((column, column))
+    return runs

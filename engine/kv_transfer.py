@@ -3,15 +3,13 @@
 `KVLayout` packs the keys and values of a piece of a text into bytes, from which another process with the same model
 continues. Nothing is rounded: the bytes are in the model's own number format.
 
-`FillableKVRows` lets a `PromptReader` with the same weights read a prompt instead of the model. If a reader fails, only
-time is lost: the model continues from there. Knows arrays; knows nothing of messages or requests.
+A `PromptReader` with the same weights reads prompts instead of the model (`engine.kv_rows`). Knows arrays; knows
+nothing of messages or requests.
 """
 
 from __future__ import annotations
 
-import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +20,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.engine.flat import Floats, Layers
 from outrider.protocol.errors import OutriderError, ProtocolError
-
-log = logging.getLogger(__name__)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -115,38 +111,3 @@ class PromptReader(Protocol):
     def read(self, tokens: Sequence[int]) -> Iterator[KeysValues]:
         """Reads tokens from position 0 on, piece by piece. Raises ReadingFault if it can't continue."""
         ...
-
-
-class FillableKVRows(ABC):
-    """`engine.kv_rows.KVRows` that take keys and values from a `reader`; `read`: the tokens that it has read so far."""
-
-    reader: PromptReader | None = None
-    read = 0
-
-    def prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
-    ) -> None:
-        done = start
-        wanted = self.reader.readable(len(tokens)) if self.reader is not None and start == 0 else 0
-        if self.reader is not None:
-            log.debug("a reader takes %d of %d tokens", wanted, len(tokens))
-        try:
-            for piece in self.reader.read(tokens[:wanted]) if self.reader is not None and wanted else ():
-                self.adopt(done, piece)
-                done += piece.count
-                if progress is not None and done < len(tokens):
-                    progress(done, total)
-        except ReadingFault as error:
-            log.warning("%s; the model reads the prompt from token %d on", error, done)
-        self.read += done - start
-        self._prefill(tokens, progress, total, done)
-
-    @abstractmethod
-    def adopt(self, start: int, read: KeysValues) -> None:
-        """Fills the columns from `start` on."""
-
-    @abstractmethod
-    def _prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
-    ) -> None:
-        """Does `prefill` by the model alone."""

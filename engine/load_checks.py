@@ -30,19 +30,17 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
 
-from outrider.engine.cache import KVState, leaves_of
+from outrider.engine.cache import leaves_of
 from outrider.engine.hidden_states import backbone_of, final_norm
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows
-from outrider.engine.kv_transfer import FillableKVRows, PromptReader
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, KVState, SeparateKVCache
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
+from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtFlat, alone
 from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import (
     CannotDraft,
@@ -56,7 +54,7 @@ from outrider.protocol.errors import (
 from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import lines
+from outrider.protocol.trees import TreeFeed, lines
 
 log = logging.getLogger(__name__)
 
@@ -200,15 +198,18 @@ def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
     _feed(model, kv, _tokens(model, _TEXT) + read)
     if before and not read:
         leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
+        count = next(made_up[0].shape[2] for made_up in before if made_up is not None)
+        kv.begin(count)
         for leaf, made_up in zip(leaves, before, strict=True):
             if made_up is not None:
                 leaf.update_and_fetch(*made_up)
-        kv.length += next(made_up[0].shape[2] for made_up in before if made_up is not None)
+        kv.length += count
     return kv
 
 
 def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
     """Feeds tokens, and returns their logits [N, V], evaluated."""
+    kv.begin(len(tokens))
     logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
     kv.length += len(tokens)
     mx.eval(logits, kv.state)
@@ -541,7 +542,7 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
     kv_rows: KVRows = tree_form(model)(model)
-    if isinstance(kv_rows, FillableKVRows):  # a recurrent state comes from the model alone
+    if isinstance(kv_rows, DenseKVRows):  # a recurrent state comes from the model alone
         kv_rows.reader = reader
     return kv_rows
 

@@ -1,4 +1,4 @@
-"""Limits of wired and cached memory on Metal, the peak of this process, and the return of free memory.
+"""Limits of wired and cached memory on Metal, and the return of free memory.
 
 MLX-LM would wire three quarters of the machine in each process. Since two workers share it, each wires what it needs.
 The sum is not checked; `outrider doctor` shows how much can be wired.
@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import resource
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -20,8 +17,6 @@ log = logging.getLogger(__name__)
 _KV_BUDGET = 2 * 2**30
 _MARGIN = 2**29
 _CACHE = 2**30
-# Free memory is returned after so many ended texts if none runs, and after so many in any case.
-_WHERE_IDLE, _AT_THE_LATEST = 16, 64
 
 
 def give_back() -> None:
@@ -35,52 +30,17 @@ def give_back() -> None:
         trim(0)
 
 
-class PeakMemory:
-    """The most memory that this process has held, weights included.
-
-    On a GPU: MLX's peak since `restart`. On a CPU: the process's peak since its start, since MLX does not count the
-    memory of ONNX Runtime and numpy.
-    """
-
-    def __init__(self) -> None:
-        self._ended = 0
-
-    def restart(self) -> None:
-        mx.reset_peak_memory()
-
-    def bytes(self) -> int:
-        if mx.default_device().type == mx.cpu:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
-        return mx.get_peak_memory()
-
-    def ended(self, idle: bool) -> None:
-        """Counts an ended text; `idle`: no text runs now."""
-        self._ended += 1
-        if self._ended >= (_WHERE_IDLE if idle else _AT_THE_LATEST):
-            self._ended = 0
-            give_back()
+def wired_limit(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> int:
+    """Returns the bytes to wire for weights, KV caches and a margin: at most what the device recommends for all
+    processes."""
+    return min(weight_bytes + kv_bytes + _MARGIN, recommended)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimits:
-    """Limits in bytes."""
-
-    wired: int
-    cache: int
-
-
-def plan_limits(weight_bytes: int, recommended: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits:
-    """Returns limits for weights, KV caches and a margin, at most what the device recommends for all processes."""
-    return MemoryLimits(min(weight_bytes + kv_bytes + _MARGIN, recommended), _CACHE)
-
-
-def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> MemoryLimits | None:
-    """Sets and returns this process's limits; None without Metal."""
+def set_limits(weight_bytes: int, kv_bytes: int = _KV_BUDGET) -> None:
+    """Sets this process's limits; does nothing without Metal."""
     if not mx.metal.is_available():
-        return None
-    limits = plan_limits(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
-    mx.set_wired_limit(limits.wired)
-    mx.set_cache_limit(limits.cache)
-    log.info("wired limit %d MiB, cache limit %d MiB", limits.wired >> 20, limits.cache >> 20)
-    return limits
+        return
+    wired = wired_limit(weight_bytes, int(mx.device_info()["max_recommended_working_set_size"]), kv_bytes)
+    mx.set_wired_limit(wired)
+    mx.set_cache_limit(_CACHE)
+    log.info("wired limit %d MiB, cache limit %d MiB", wired >> 20, _CACHE >> 20)

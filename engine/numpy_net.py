@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import Bools, FlatCache, Floats, Segment
+from outrider.engine.flat import Bools, FlatCache, Floats, Segment, one_column
 from outrider.engine.hidden_states import ReducedLMHead, unwrapped
 from outrider.engine.loading import LoadedModel
 from outrider.engine.positions import Ints, RopeTable
@@ -252,21 +251,15 @@ def spans(
     reach = max(segment.row for segment in segments) + 1, max(segment.end for segment in segments)
     masks = [hidden(segment.seen(segment.end, None)) for segment in segments]
     for layer, own in zip(layers, caches, strict=True):
-        keys, values = own.on_host(*reach, _like(layer.kv_heads, layer.width))
+        keys, values = own.on_host(*reach, one_column(layer.kv_heads, layer.width))
         yield [
             NumpySegment(
                 slice(end - segment.count, end),
                 keys[segment.row],
                 values[segment.row],
-                slice(segment.start, segment.end),
+                segment.place,
                 segment.end,
                 mask,
             )
             for segment, end, mask in zip(segments, ends, masks, strict=True)
         ]
-
-
-@cache
-def _like(kv_heads: int, width: int) -> mx.array:
-    """Returns keys of one column."""
-    return mx.zeros((1, kv_heads, 1, width))

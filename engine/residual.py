@@ -26,8 +26,16 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine.noise import Purpose, exponential_numpy, gumbel_at, gumbel_numpy, stream
-from outrider.engine.sampling import Floats, History, Sampler
+from outrider.engine.sampling import (
+    Floats,
+    History,
+    Purpose,
+    Sampler,
+    exponential_numpy,
+    gumbel_at,
+    gumbel_numpy,
+    stream,
+)
 from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import InvalidRequest
@@ -131,8 +139,9 @@ class Draws:
     cached: int
 
     @classmethod
-    def of(cls, params: SamplingParams, cached: int) -> Draws:
-        return cls(params.seed or 0, params.q_width, params.saguaro, cached)
+    def of(cls, params: SamplingParams, cached: int) -> Draws | None:
+        """Returns the draws of a request; None unless it uses residual sampling."""
+        return cls(params.seed or 0, params.q_width, params.saguaro, cached) if params.is_residual else None
 
     def score(self, asked: SamplingMetadata, logits: mx.array, forks: Sequence[int]) -> Step:
         """Returns the step of one text, as `engine.steps.score`; its best tokens are draws."""

@@ -2,10 +2,15 @@
 
 On the CPU choices are read with numpy from MLX's memory: over 12 x 4,096 an argmax takes 5 us there and 40 us in MLX.
 On a GPU everything stays on the device.
+
+`filtered` applies the filters of `engine.sampling` by numpy: for top-p MLX sorts a whole vocabulary, 4 ms for 12 rows
+of 4,096, numpy 0.2 ms. The kept tokens are the same up to rounding at the border, where a drafter may differ because
+only the target's choice counts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +19,9 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.engine import sampling
 from outrider.engine.sampling import Floats, History, Sampler, best_tokens, joint_noise, joint_words
-from outrider.engine.tree_feed import Candidate
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import Candidate
 
 
 class Step:
@@ -145,10 +150,40 @@ def _finish(asked: Sequence[SamplingMetadata], penalised: Floats) -> Floats:
     sampler, end = asked[0].sampler, 0
     scores: Floats
     if sampler.filters:
-        scores = sampling.filtered(penalised, sampler.params)
+        scores = filtered(penalised, sampler.params)
     else:
         scores = penalised * np.float32(1.0 / sampler.params.temp)
     for rows in asked if sampler.noisy else ():
         start, end = end, end + len(rows.positions)
         rows.sampler.add_noise(scores[start:end], rows.positions)
     return scores
+
+
+def filtered(logits: Floats, params: SamplingParams) -> Floats:
+    """Filters logits [R, V] that are penalised and not normalised, and divides them by the temperature, above 0."""
+    top = logits.max(axis=-1)
+    lowest = np.full(len(logits), -np.inf, dtype=np.float32)
+    if 0 < params.top_p < 1:
+        lowest = _top_p(logits, top, params.top_p)
+    if params.min_p > 0:
+        lowest = np.maximum(lowest, top + math.log(params.min_p))
+    if 0 < params.top_k < logits.shape[1]:
+        lowest = np.maximum(lowest, [row[best_tokens(row, params.top_k)[-1]] for row in logits])
+    kept: Floats = np.where(logits < lowest[:, None], -np.inf, logits * np.float32(1.0 / params.temp))
+    return kept
+
+
+def _top_p(logits: Floats, top: Floats, p: float) -> Floats:
+    """Returns the lowest logit of each row's nucleus: the fewest best tokens whose mass reaches `p`."""
+    mass = np.exp(logits - top[:, None])
+    total = mass.sum(axis=-1)
+    # All tokens below this together have a mass of less than 1 - p, so they can't belong to the nucleus.
+    hopeless = (1.0 - p) * total / logits.shape[1]
+    lowest = np.empty_like(top)
+    for row in range(len(logits)):
+        large = mass[row][mass[row] >= hopeless[row]]
+        order = np.sort(large)[::-1]
+        above = np.cumsum(order) - order
+        last = int(np.searchsorted(above, p * total[row], side="left")) - 1
+        lowest[row] = logits[row][mass[row] >= order[last]].min()
+    return lowest

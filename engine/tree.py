@@ -23,10 +23,9 @@ from outrider.engine.prompt_cache import PromptCache, SavedPrefix
 from outrider.engine.residual import DrawnStep, Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
-from outrider.engine.tree_feed import Candidate, TreeFeed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import SparseQ
+from outrider.protocol.trees import Candidate, SparseQ, TreeFeed
 
 _ROOM = 256  # the window's initial columns
 
@@ -163,6 +162,10 @@ class Tree:
             undo.pop_all()
 
     @property
+    def draws(self) -> bool:
+        return self._draws is not None
+
+    @property
     def root(self) -> int:
         return self._root
 
@@ -191,6 +194,10 @@ class Tree:
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         (nodes,) = feed_together([self], [TreeFeed(parents, tokens)])
         return nodes
+
+    @staticmethod
+    def feed_together(trees: Sequence[Tree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
+        return feed_together(trees, feeds)
 
     def best(self, nodes: Sequence[int]) -> list[int]:
         unread = [step.pending for step in self._steps(nodes) if not step.is_read]
@@ -240,6 +247,7 @@ class Tree:
             self._compact()
             self._cache.keep(self._committed, self.kv_rows.save(len(self._committed)))
         self._nodes.clear()
+        self.kv_rows.close()
 
     def _compact(self) -> None:
         """Keeps only the committed columns."""

@@ -18,9 +18,9 @@ import numpy as np
 from outrider.engine.hidden_states import Takes
 from outrider.engine.kv_cache import CacheSlot, Feed, KVCache
 from outrider.engine.residual import ResidualSampler
-from outrider.engine.sampling import History, RowLogprobs, Sampler, joint_noise, joint_words
+from outrider.engine.sampling import History, Sampler, joint_noise, joint_words
 from outrider.protocol.errors import InvalidRequest, ModelFault, OutriderError
-from outrider.protocol.schema import Logprobs
+from outrider.protocol.schema import NEVER, Logprobs
 from outrider.protocol.trees import SparseQ, depths, fault, lines, walk
 
 _MAX_REPLAY = 8  # committed tokens a model with recurrent state may feed again before its next chain
@@ -63,6 +63,32 @@ class PrefillChunk:
 
     slot: CacheSlot
     count: int
+
+
+class RowLogprobs:
+    """Log-probabilities of rows on the device: the whole distribution and the likeliest tokens. Lazy."""
+
+    def __init__(self, logits: mx.array, count: int) -> None:
+        """`logits` [R, V] after penalties, bias and grammar; `count`: the number of likeliest tokens."""
+        logits = logits.astype(mx.float32)
+        self._all = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        width = logits.shape[1]
+        self._top = mx.argpartition(-self._all, kth=min(count, width - 1), axis=-1)[:, :count] if count else None
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """The arrays to evaluate before `of`, so that it does not wait."""
+        return [self._all] if self._top is None else [self._all, self._top]
+
+    def of(self, tokens: Sequence[int], rows: Sequence[int]) -> Logprobs:
+        """Returns the log-probabilities of these rows' tokens and of the likeliest tokens. Waits."""
+        every = np.array(self._all, copy=False)[rows]
+        ids = np.asarray(tokens, np.int32)[:, None]
+        if self._top is not None:
+            top = np.array(self._top)[rows].astype(np.int32)
+            order = np.argsort(-np.take_along_axis(every, top, 1), axis=1, kind="stable")
+            ids = np.concatenate([ids, np.take_along_axis(top, order, 1)], axis=1)
+        return Logprobs(ids, np.maximum(np.take_along_axis(every, ids, 1), np.float32(NEVER)))
 
 
 class BatchForward:

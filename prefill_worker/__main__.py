@@ -27,8 +27,7 @@ def main() -> int:
 
 def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, PrefillWorker]:
     models_only()
-    from outrider.prefill_worker.readers import CoreMLReader, MlxReader
-    from outrider.prefill_worker.worker import PrefillWorker
+    from outrider.prefill_worker.worker import CoreMLReader, MlxReader, PrefillWorker
 
     kind = CoreMLReader if options.backend == "coreml" else MlxReader
     reader = kind.load(options.model, lambda stage: link.send(Loading("prefill", stage)))

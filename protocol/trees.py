@@ -4,6 +4,8 @@
 one, or the committed text (-1). A chain is a tree without forks; empty parents, (), mean a chain. Pure functions of
 numbers.
 
+`TreeFeed` and `Candidate`: what goes into a drafter's own tree, and what may follow its nodes.
+
 `SparseQ`: the drafter's distributions, as sparse as when it drew from them (residual sampling). They are sent with the
 chain, because a chain must be verified with exactly the q it was drawn from. Knows arrays; knows nothing of models.
 """
@@ -169,3 +171,23 @@ def one_hot(tokens: Sequence[int]) -> SparseQ:
     """Returns the q of tokens that were chosen with certainty."""
     ids = np.asarray(tokens, np.int32).reshape(-1, 1)
     return SparseQ(ids, np.ones(ids.shape, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFeed:
+    """The next tokens of a drafter's token tree, one after each parent (`drafters.drafter.TokenTree`).
+
+    `wanted`: how many tokens will be requested after each, for drafters of several tokens at once; (): not known.
+    """
+
+    parents: Sequence[int]
+    tokens: Sequence[int | None]
+    wanted: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that may follow a node; `gap`: the best score after that node minus this token's (nats, >= 0)."""
+
+    token: int
+    gap: float

@@ -16,17 +16,15 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import DraftBatcher
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import BranchTask
+from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads import load as heads
 from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter, SavedPairs
 from outrider.drafters.heads.early_exit import ExitDrafter
 from outrider.drafters.heads.proposers import AlternativesHistory, FollowedText
 from outrider.drafters.mlx import MlxDrafter
-from outrider.drafters.work_ahead import WorkAhead, begin, check_known
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache, KVCache, Listener
 from outrider.engine.loading import LoadedModel
@@ -184,7 +182,7 @@ class InProcessModel:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.batcher = DraftBatcher(drafter)
+        self.batcher = DraftBatcher()
         self.calibration = Calibration()
 
     def session_of(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import DraftBatcher
-from outrider.drafters.growth import ReadyBranches
-from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.growth import Continuation, ReadyBranches
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.protocol.errors import OutriderError
 
 # Trees are fed one by one whatever the drafter, where there is one.
-_ALONE = DraftBatcher(ReplayDrafter(Script((), (1.0,), (), 64)))
+_ALONE = DraftBatcher()
 
 
 def advanced(work: WorkAhead) -> ReadyBranches | None:

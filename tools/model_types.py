@@ -28,7 +28,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 
-from outrider.engine.cache import KVState
+from outrider.engine.kv_cache import KVState
 from outrider.engine.load_checks import abilities, open_form, open_kv_cache, open_slots, tree_agrees, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.verify import verify

@@ -1,193 +1,214 @@
 """The drafter `coreml`: a converted model on the Neural Engine, or in the reference interpreter if there is none.
 
-`CoreMLTree` is a token tree over a converted model; each call gets its own mask and positions. It uses two threads. The
-caller's thread owns the nodes and submits jobs. One predict thread (`kv_rows`) runs them in order, and only it accesses
-the cache and the scores. A job whose nodes were dropped in the meantime is skipped.
+Its token trees are the engine's (`engine.tree`), over columns in a package's cache. A column has a slot there, which it
+keeps: columns that are dropped free theirs, so rollback and commits move nothing. Each call gets its own mask and
+positions. Scores are computed on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from weakref import finalize
 
+import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.drafters.coreml import package, selection
-from outrider.drafters.coreml.host import PackageHost, cache_bytes
+from outrider.drafters.coreml.host import CallOutput, HostRows, PackageHost, cache_bytes
 from outrider.drafters.coreml.interpreter import runtime_of
-from outrider.drafters.coreml.kv_rows import CoreMLKVRows, Node
+from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import Runtime
 from outrider.drafters.coreml.selection import OnePackage, PackageSource, Tell
 from outrider.drafters.drafter import Drafter, DrafterFault
-from outrider.engine.prompt_cache import PromptCache
-from outrider.engine.residual import DrawnStep, Draws
-from outrider.engine.tree_feed import Candidate
+from outrider.engine.flat import Bools, Ints
+from outrider.engine.kv_rows import NewRows
+from outrider.engine.prompt_cache import CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.residual import Draws
+from outrider.engine.sampling import Sampler
+from outrider.engine.steps import Step
+from outrider.engine.tree import Tree, TreeInput
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.protocol.errors import ModelError
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import SparseQ
 
 Progress = Callable[[int, int], None]
 
 
-class CoreMLTree:
-    """Implements `drafters.drafter.DrawingTree`. Node 0 is the last token of the prompt."""
+class SlotMap:
+    """Tracks `count` slots, all free at first."""
 
-    def __init__(
-        self,
-        host: PackageHost,
-        predict: Executor,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        progress: Progress | None = None,
-        draws: Draws | None = None,
-        constraint: Constraint | None = None,
-    ) -> None:
-        """Reads `tokens` (at least one) before it returns; `progress` is called on this thread.
+    def __init__(self, count: int) -> None:
+        self._free: NDArray[np.bool_] = np.ones(count, bool)
 
-        With `draws` a node's own continuation is drawn instead of the best one.
+    def take(self, count: int) -> list[int] | None:
+        """Takes and returns the first `count` free slots; None if there are fewer."""
+        slots = np.flatnonzero(self._free)[:count]
+        if len(slots) < count:
+            return None
+        self._free[slots] = False
+        return [int(slot) for slot in slots]
+
+    def take_run(self, count: int, run: int) -> list[int] | None:
+        """Takes the first `count` of `run` consecutive free slots; the rest stay free but are written. None: no run."""
+        ends = np.convolve(self._free, np.ones(run, int), mode="valid")
+        starts = np.flatnonzero(ends == run)
+        if not starts.size:
+            return None
+        first = int(starts[0])
+        self._free[first : first + count] = False
+        return list(range(first, first + count))
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        self._free[list(slots)] = True
+
+    def clear(self) -> None:
+        self._free[:] = True
+
+
+@dataclass(slots=True, eq=False)
+class _Column:
+    """A fed token, which follows that of `parent`. `slot` -1: it is not in the cache."""
+
+    token: int
+    position: int
+    parent: _Column | None
+    slot: int = -1
+
+
+class CoreMLKVRows:
+    """`engine.kv_rows.KVRows` of one tree on `host`, which nothing is saved of. Not lazy: a forward returns when it is
+    complete."""
+
+    lazy = False
+    whole = True
+
+    def __init__(self, host: PackageHost) -> None:
+        self._host, self._layout = host, host.layout
+        self._cache = host.new_cache()
+        self._give_back = finalize(self, host.give_back, self._cache)
+        self._slots = SlotMap(self._layout.slots)
+        self._columns: list[_Column] = []
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None, total: int, start: int = 0) -> None:
+        self._keep(self._columns[:start])
+        step = self._layout.prefill.rows
+        for first in range(start, len(tokens), step):
+            chunk = tokens[first : first + step]
+            end = first + len(chunk)
+            self._add(chunk, range(first, end), range(first - 1, end - 1))
+            function = self._layout.smallest(len(chunk)) or self._layout.prefill
+            self._call(first, np.tri(len(chunk), end, first, dtype=np.bool_), function)
+            if progress is not None and len(tokens) > step:
+                progress(end, total)
+
+    @staticmethod
+    def forward(texts: Sequence[CoreMLKVRows], new: Sequence[NewRows]) -> mx.array:
+        """Implements `KVRows.forward`, text after text and in pieces of the largest function's rows.
 
         Raises:
-            DrafterFault: the tokens do not fit the context, or the device failed.
+            DrafterFault: the context or the cache is full, a token is unknown, or the logits are not finite.
+            RuntimeFault: the device failed.
         """
-        self._predict, self._layout = predict, host.layout
-        self._columns: CoreMLKVRows = predict.submit(CoreMLKVRows, host, sampling, draws, constraint).result()
-        self._committed: list[Node] = []
-        self._nodes: dict[int, Node] = {}
-        self.root, self.next_node = 0, 0
-        with ExitStack() as undo:  # if the reading fails or is cancelled
-            undo.callback(predict.submit, self._columns.close)
-            self._read(tokens, False, progress)
-            undo.pop_all()
+        logits = [part for text, rows in zip(texts, new, strict=True) for part in text._feed(rows)]
+        return mx.array(np.concatenate(logits))
 
-    cached = 0
+    def _feed(self, new: NewRows) -> list[NDArray[np.float32]]:
+        self._keep(self._columns[: new.start])  # drops what a forward that failed has added
+        tokens = np.array(new.tokens).tolist()
+        self._add(tokens, new.positions[new.start :].tolist(), new.parents)
+        parts, most = [], self._layout.largest.rows
+        for first in range(new.start, new.end, most):
+            end = min(first + most, new.end)
+            seen = new.seen[first - new.start : end - new.start, :end]
+            fresh = self._call(first, seen, self._layout.smallest(end - first) or self._layout.largest)
+            parts += [] if fresh.logits is None else [fresh.logits]
+        return parts
 
-    @property
-    def committed_len(self) -> int:
-        return len(self._committed)
+    def keep(self, prefix: int, columns: Ints) -> None:
+        self._keep([*self._columns[:prefix], *(self._columns[column] for column in columns.tolist())])
 
-    @property
-    def room(self) -> int:
-        return self._layout.context - len(self._committed)
+    def save(self, count: int) -> SavedPrefix:
+        """Returns an empty prefix: nothing is kept for other texts."""
+        return SavedPrefix(0, ())
 
-    def column_tokens(self) -> list[int]:
-        return [node.known_token for node in self._committed]
+    def restore(self, start: CachedPrefix) -> None:
+        """Does nothing: no prefix is kept."""
 
-    def child(self, node: int, token: int, given: bool | None = None) -> int | None:
-        parent = self._node(node)
-        children = [child for child in parent.children if given is None or (child.fork != parent.fork) == given]
-        return next((child.number for child in children if child.known_token == token), None)
+    def close(self) -> None:
+        self._give_back()
 
-    def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
-        first = self.next_node
-        if any(token is None and parent >= first for parent, token in zip(parents, tokens, strict=True)):
-            raise InvalidRequest("a token is None and its parent is fed in the same call; expected a token")
-        fresh = [self._new_node(parent, token) for parent, token in zip(parents, tokens, strict=True)]
-        job = self._predict.submit(self._columns.grow, fresh)
-        for node in fresh:
-            node.job = job
-        return [node.number for node in fresh]
-
-    def best(self, nodes: Sequence[int]) -> list[int]:
-        chosen = [self._node(number) for number in nodes]
-        return [node.known_step.best()[node.row] for node in chosen]
-
-    def candidates(self, nodes: Sequence[int], count: int) -> list[list[Candidate]]:
-        entries = [self._node(number) for number in nodes]
-        return [node.known_step.candidates([node.row], count)[0] for node in entries]
-
-    def drawn_from(self, nodes: Sequence[int]) -> SparseQ | None:
-        steps = [(self._node(number).known_step, self._node(number).row) for number in nodes]
-        qs = [step.q(row) for step, row in steps if isinstance(step, DrawnStep)]
-        return SparseQ(np.stack([ids for ids, _ in qs]), np.stack([probs for _, probs in qs])) if qs else None
-
-    def read(self, tokens: Sequence[int], more: bool = False) -> None:
-        lost = [node for number, node in self._nodes.items() if number != self.root]
-        for node in lost:
-            node.dropped = True
-        self._nodes = {}
-        self._committed[-1].children = []
-        self._predict.submit(self._columns.commit, [], lost)
-        self._read(tokens, more)
-
-    def commit(self, path: Sequence[int]) -> None:
-        if not path:
-            return
-        nodes = [self._node(number) for number in path]
-        for above, node in zip([self._committed[-1], *nodes], nodes, strict=False):
-            if node.parent is not above:
-                raise InvalidRequest(f"node {node.number} can't be committed: it does not follow node {above.number}")
-        kept: dict[int, Node] = {}
-        pending = [nodes[-1]]
-        while pending:
-            node = pending.pop()
-            kept[node.number] = node
-            pending += node.children
-        final = {self.root, *path}
-        lost = [node for number, node in self._nodes.items() if number not in kept and number not in final]
-        for node in lost:
-            node.dropped = True
-        for node in (self._committed[-1], *nodes[:-1]):
-            node.children = []
-        self._predict.submit(self._columns.commit, nodes, lost)
-        self._committed += nodes
-        self._nodes = kept
-        self.root = path[-1]
-
-    def close(self, spoilt: bool = False) -> None:
-        for node in self._nodes.values():
-            node.dropped = True
-        self._nodes = {}
-        self._predict.submit(self._columns.close)
-
-    def _read(self, tokens: Sequence[int], more: bool, progress: Progress | None = None) -> None:
-        """Feeds final tokens: most of them by the prefill, the rest with logits; the last one becomes the root."""
-        done, total = len(self._committed), len(self._committed) + len(tokens)
-        if not done < total <= self._layout.context:
-            raise DrafterFault(f"{total} tokens to read; expected 1 to {self._layout.context}, the draft's context")
-        for position, token in enumerate(tokens, done):
-            above = self._committed[-1] if self._committed else None
-            self._committed.append(Node(-1, above, position, token, position))
-        prefill, scored = self._layout.prefill.rows, self._layout.largest.rows
-        while done < total:
-            left = total - done
-            if more or left > scored:
-                end = done + min(prefill, left if more else left - 1)
-                job = self._predict.submit(self._columns.read_unscored, self._committed[done:end])
-            else:
-                end = total
-                job = self._predict.submit(self._columns.read, self._committed[done:end])
-            job.result()
-            done = end
-            if progress:
-                progress(done, total)
-        if not more:
-            root = self._committed[-1]
-            root.number = self.root = self.next_node
-            self._nodes = {self.root: root}
-            self.next_node += 1
-
-    def _node(self, number: int) -> Node:
-        if number not in self._nodes:
-            raise InvalidRequest(f"node {number} is not in the tree; expected one that was fed and not dropped")
-        return self._nodes[number]
-
-    def _new_node(self, parent: int, token: int | None) -> Node:
-        above = self._node(parent)
-        if above.position + 1 >= self._layout.context:
+    def _add(self, tokens: Sequence[int], positions: Sequence[int], parents: Sequence[int]) -> None:
+        if max(positions) >= self._layout.context:
             raise DrafterFault(
                 f"the draft's context of {self._layout.context} tokens is full; drafting is off from here on"
             )
-        position = above.position + 1
-        node = Node(self.next_node, above, position, token, above.fork if token is None else position)
-        above.children.append(node)
-        self._nodes[node.number] = node
-        self.next_node += 1
-        return node
+        if max(tokens) >= self._layout.architecture.vocab_size:
+            raise DrafterFault(
+                f"token {max(tokens)} is not in the draft's vocabulary of {self._layout.architecture.vocab_size}"
+            )
+        for token, position, parent in zip(tokens, positions, parents, strict=True):
+            self._columns.append(_Column(token, position, self._columns[parent] if parent >= 0 else None))
+
+    def _keep(self, kept: list[_Column]) -> None:
+        """Keeps only these columns, in this order, and frees the slots of the others."""
+        stay = set(map(id, kept))
+        self._slots.give_back(c.slot for c in self._columns if id(c) not in stay and c.slot >= 0)
+        self._columns = kept
+
+    def _call(self, first: int, seen: Bools, function: PackageFunction) -> CallOutput:
+        """Feeds the columns from `first` on, of which each row of `seen` [R, first + R] sees some."""
+        columns = self._columns[first : first + len(seen)]
+        self._place(columns, first, function)
+        past = np.zeros((len(columns), self._layout.slots), bool)
+        past[:, [column.slot for column in self._columns[:first]]] = seen[:, :first]
+        tokens, positions = [column.token for column in columns], [column.position for column in columns]
+        rows = HostRows(tokens, positions, [column.slot for column in columns], past, seen[:, first:])
+        return self._host.forward(rows, self._cache, function)
+
+    def _place(self, columns: Sequence[_Column], fed: int, function: PackageFunction) -> None:
+        """Gives each column a slot: any free one, or consecutive ones if the mode writes runs."""
+        if self._layout.mode is Mode.HYBRID:
+            slots = self._slots.take_run(len(columns), function.rows)
+            if slots is None and fed:
+                self._pack(fed)
+                slots = self._slots.take_run(len(columns), function.rows)
+        else:
+            slots = self._slots.take(len(columns))
+        if slots is None:
+            raise DrafterFault(
+                f"the draft's cache of {self._layout.slots} slots has no {len(columns)} left; "
+                "no drafting for this request"
+            )
+        for column, slot in zip(columns, slots, strict=True):
+            column.slot = slot
+
+    def _pack(self, count: int) -> None:
+        """Feeds the first `count` columns again without gaps, because the free slots are scattered and a run of them is
+        needed."""
+        self._slots.clear()
+        numbers = {id(column): number for number, column in enumerate(self._columns[:count])}
+        seen, step = np.eye(count, dtype=np.bool_), self._layout.prefill.rows
+        for number, column in enumerate(self._columns[:count]):
+            if column.parent is not None:
+                seen[number] |= seen[numbers[id(column.parent)]]
+        for first in range(0, count, step):
+            end = min(first + step, count)
+            self._call(first, seen[first:end, :end], self._layout.prefill)
+
+
+class CoreMLTree(Tree):
+    """A token tree over a package."""
+
+    def scored(self, begun: Sequence[TreeInput], logits: mx.array) -> Step:
+        with mx.stream(mx.cpu):  # on a Mac the GPU is the target's
+            step = super().scored(begun, logits)
+            step.best()
+        return step
 
 
 class CoreMLDrafter:
@@ -202,33 +223,27 @@ class CoreMLDrafter:
         self.parameters = package.manifest.parameters
         self.weight_bytes = package.weight_bytes
         self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes(package.layout)))
-        self._runtime = runtime
-        self._host = PackageHost(package, runtime)
-        self._predict = ThreadPoolExecutor(max_workers=1, thread_name_prefix="predict")
+        self._runtime, self._host = runtime, PackageHost(package, runtime)
 
     def open(
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> CoreMLTree:
-        return CoreMLTree(self._host, self._predict, tokens, sampling, progress, None, constraint)
-
-    def open_drawing(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        cached: int,
-        progress: Callable[[int, int], None] | None = None,
-        constraint: Constraint | None = None,
-    ) -> CoreMLTree:
-        return CoreMLTree(self._host, self._predict, tokens, sampling, progress, Draws.of(sampling, cached), constraint)
+        if not 0 < len(tokens) <= self.context_length:
+            raise DrafterFault(
+                f"{len(tokens)} tokens to read; expected 1 to {self.context_length}, the draft's context"
+            )
+        sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
+        draws = Draws.of(sampling, cached)
+        return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, tokens, progress, draws)
 
     def close(self) -> None:
-        """Ends the predict thread and releases the device."""
-        self._predict.submit(self._runtime.close).result()
-        self._predict.shutdown()
+        """Releases the device."""
+        self._runtime.close()
 
 
 def load(model: str, tell: Tell) -> Drafter:

@@ -31,7 +31,7 @@ from outrider.drafters.coreml.interpreter import NAMES, runtime_of
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.coreml.runtimes import os_build
 from outrider.drafters.coreml.selection import OfCheckpoint, OnePackage, PackageSource, read, write
-from outrider.engine.kv_transfer import FillableKVRows
+from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel
 from outrider.engine.loading import load as load_model
@@ -105,40 +105,38 @@ def _reader(package: Package, units: str, least: int, tell: Tell) -> PackageRead
 
 
 @dataclass(frozen=True, slots=True)
-class PromptTimes:
-    """The median milliseconds to read prompts of `lengths` tokens, by MLX and by the package on `units`."""
-
-    units: str
-    lengths: tuple[int, ...]
-    mlx_ms: tuple[float, ...]
-    package_ms: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PromptTrial:
-    """The measured `times`; None: the trial failed, for this `reason`."""
+    """The median milliseconds to read prompts of `lengths` tokens, by MLX and by the package on `units`.
+
+    With a `reason` the trial failed, and there are none.
+    """
 
     units: str
-    times: PromptTimes | None
+    lengths: tuple[int, ...] = ()
+    mlx_ms: tuple[float, ...] = ()
+    package_ms: tuple[float, ...] = ()
     reason: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> PromptTrial:
+        """Returns the trial of these JSON fields."""
+        columns = {name: tuple(fields[name]) for name in ("lengths", "mlx_ms", "package_ms")}
+        return cls(str(fields["units"]), reason=str(fields.get("reason", "")), **columns)
 
     @property
     def least(self) -> int | None:
         """The shortest prompt in tokens from which on the package is faster; None: it is not."""
-        if self.times is None:
-            return None
         least = None
-        for length, mlx, own in zip(self.times.lengths, self.times.mlx_ms, self.times.package_ms, strict=True):
+        for length, mlx, own in zip(self.lengths, self.mlx_ms, self.package_ms, strict=True):
             faster = own < _WORTH_IT * mlx
             least = (least or length) if faster else None
         return least
 
     @property
     def sentence(self) -> str:
-        if self.times is None:
+        if self.reason:
             return f"prompts are read by MLX: {self.reason}"
-        package_ms, mlx_ms = self.times.package_ms[-1], self.times.mlx_ms[-1]
-        last = f"{self.times.lengths[-1]} tokens: {package_ms:.1f} ms against {mlx_ms:.1f}"
+        last = f"{self.lengths[-1]} tokens: {self.package_ms[-1]:.1f} ms against {self.mlx_ms[-1]:.1f}"
         if self.least is None:
             return f"MLX reads prompts: it is faster than the package on {self.units} ({last})"
         return f"prompts of {self.least} tokens and more are read by the package on {self.units} ({last})"
@@ -146,7 +144,7 @@ class PromptTrial:
 
 def recall(package: Package, memory: Path) -> PromptTrial | None:
     """Returns the trial of `package` that was kept on this machine, or None."""
-    kept = read(_file(package, memory), _prompts)
+    kept = read(_file(package, memory), PromptTrial.of)
     return kept[0] if kept else None
 
 
@@ -158,8 +156,8 @@ def kept_trial(
     if kept is not None and kept.units == units:
         return kept
     ending = (measure or run_measurement)(checkpoint, package, units)
-    times = None if ending.written is None else _times(json.loads(ending.written))
-    prompts = PromptTrial(units, times, ending.reason)
+    failed = PromptTrial(units, reason=ending.reason)
+    prompts = failed if ending.written is None else PromptTrial.of(json.loads(ending.written))
     write(_file(package, memory), [dataclasses.asdict(prompts)])
     return prompts
 
@@ -168,7 +166,7 @@ def trial_here(packages: OfCheckpoint, tell: Tell) -> PromptTrial:
     """Returns `kept_trial` of the package and unit that a drafter would run on this machine. Raises ModelError."""
     placed = selection.place(packages, tell)
     if placed.package is None or placed.units is None:
-        return PromptTrial("no unit", None, placed.sentence)
+        return PromptTrial("no unit", reason=placed.sentence)
     return kept_trial(packages.checkpoint, placed.package, placed.units, converter.probes())
 
 
@@ -184,18 +182,7 @@ def _file(package: Package, memory: Path) -> Path:
     return memory / f"{package.manifest.key}-{os_build()}-{platform.machine()}-{libraries}.prompts.json"
 
 
-def _prompts(fields: dict[str, Any]) -> PromptTrial:
-    times = None if fields["times"] is None else _times(fields["times"])
-    return PromptTrial(str(fields["units"]), times, str(fields["reason"]))
-
-
-def _times(fields: dict[str, Any]) -> PromptTimes:
-    lengths = tuple(int(length) for length in fields["lengths"])
-    mlx_ms, package_ms = (tuple(float(ms) for ms in fields[name]) for name in ("mlx_ms", "package_ms"))
-    return PromptTimes(str(fields["units"]), lengths, mlx_ms, package_ms)
-
-
-def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
+def measure(model: LoadedModel, package: Package, units: str) -> PromptTrial:
     """Measures the reading of prompts as the drafter would read them.
 
     Raises:
@@ -211,7 +198,7 @@ def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
     def by_package(tokens: list[int]) -> None:
         kv_rows = open_kv_rows(model, reader)
         kv_rows.prefill(tokens, None, len(tokens))
-        if not isinstance(kv_rows, FillableKVRows) or kv_rows.read != len(tokens):
+        if not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens):
             raise OutriderError("the package did not read the prompt")
 
     prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
@@ -219,7 +206,7 @@ def measure(model: LoadedModel, package: Package, units: str) -> PromptTimes:
         tuple(round(trial.median_ms(partial(read_by, tokens), _ROUNDS, 1), 3) for tokens in prompts)
         for read_by in (by_mlx, by_package)
     )
-    return PromptTimes(units, lengths, mlx_ms, package_ms)
+    return PromptTrial(units, lengths, mlx_ms, package_ms)
 
 
 def main() -> int:
@@ -240,8 +227,7 @@ def main() -> int:
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    times = None if prompts.times is None else dataclasses.asdict(prompts.times)
-    result = {"least": prompts.least, "sentence": prompts.sentence, "times": times}
+    result = {"least": prompts.least, "sentence": prompts.sentence, "times": dataclasses.asdict(prompts)}
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
 

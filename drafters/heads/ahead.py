@@ -9,9 +9,6 @@ Only the weights that the head needs, such as the embedding, are read from the t
 - `BlockTree` consists of blocks of known tokens and masks. Each outcome opens a block of its own: the tokens since the
   last feature, then the bonus token. The tokens after the block's own choice are in the block already. A block has a
   limited number of slots, so there is `room` for that many tokens only.
-
-`agrees` checks at load whether numpy may grow a head's trees: it compares the logits of ragged branches of several
-texts in one forward, after true features, after guesses and after commits, with those of MLX.
 """
 
 from __future__ import annotations
@@ -21,25 +18,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.block_kv_rows import BlockKVRows, NewBlocks, OpenedBlock
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, GuessingHead
-from outrider.drafters.heads.kv_rows import HostKVRows, PairKVRows
-from outrider.drafters.heads.load import alike, features_of, host_of, read
-from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.engine.loading import LoadedModel, outline
+from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, OpenedBlock, PairKVRows
+from outrider.drafters.heads.load import features_of, host_of, read
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, NumpyHead, PairKVCache
+from outrider.engine.loading import outline
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelFault
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import TreeFeed
 
 
 class HeadTree(Tree):
@@ -47,12 +42,9 @@ class HeadTree(Tree):
 
     kv_rows: PairKVRows
 
-    def __init__(
-        self, head: GuessingHead, sampler: Sampler, tokens: Sequence[int], numpy: NumpyHead | None = None
-    ) -> None:
-        """`numpy` makes forwards of few pairs."""
-        columns = PairKVRows(head) if numpy is None else HostKVRows(head, numpy)
-        super().__init__(columns, sampler, head.context_length, tokens)
+    def __init__(self, head: GuessingHead, kv_cache: PairKVCache, sampler: Sampler, tokens: Sequence[int]) -> None:
+        """`kv_cache`: the texts of `head`."""
+        super().__init__(PairKVRows(head, kv_cache), sampler, head.context_length, tokens)
 
     def ready(self, ahead: int = 0) -> bool:
         """Whether it can grow, or could after reading `ahead` more tokens."""
@@ -109,9 +101,9 @@ class BlockTree(Tree):
 
     kv_rows: BlockKVRows
 
-    def __init__(self, head: BlockHead, sampler: Sampler, tokens: Sequence[int]) -> None:
-        self._depth = head.depth
-        super().__init__(BlockKVRows(head), sampler, head.context_length, tokens)
+    def __init__(self, kv_cache: FeatureKVCache, sampler: Sampler, tokens: Sequence[int]) -> None:
+        head, self._depth = kv_cache.head, kv_cache.head.depth
+        super().__init__(BlockKVRows(kv_cache), sampler, head.context_length, tokens)
 
     @property
     def room(self) -> int:
@@ -188,52 +180,6 @@ class BlockTree(Tree):
             raise ModelFault(NO_NUMBERS)
 
 
-_LENGTHS = (9, 2, 14)
-# The parent of each token: the root (0) or an earlier token. The first has so many branches that columns are moved.
-_PARENTS = ((0,) * 10 + (1, 11, 11, 2), (0, 0), (0, 1, 2, 2, 0))
-_FINAL = ((1, 11), (2,), (1, 2))
-_ROUNDS = 3
-
-
-def agrees(head: GuessingHead, numpy: NumpyHead, target: LoadedModel) -> bool:
-    """Whether numpy and MLX give the same logits for trees over random texts."""
-    draws = np.random.default_rng(0)
-    texts = [draws.integers(0, 9, length).tolist() for length in _LENGTHS]
-    forests = [[_open(head, target, text, host) for text in texts] for host in (None, numpy)]
-    read = [0] * len(texts)
-    for _ in range(_ROUNDS):
-        for number, tree in enumerate(forests[0]):
-            count = tree.committed_len - 1
-            raw = draws.standard_normal((count - read[number], head.points.count * int(target.config["hidden_size"])))
-            rows = np.array(head.fuse(mx.array(raw, mx.float32)).astype(mx.float32))
-            for forest in forests:
-                forest[number].add_features(read[number], rows)
-            read[number] = count
-        tokens = [draws.integers(0, 9, len(parents)).tolist() for parents in _PARENTS]
-        expected, actual = (_grow(forest, tokens) for forest in forests)
-        if not all(alike(*pair) for pair in zip(expected, actual, strict=True)):
-            return False
-    return True
-
-
-def _open(head: GuessingHead, target: LoadedModel, text: Sequence[int], numpy: NumpyHead | None) -> HeadTree:
-    sampler = Sampler(SamplingParams(), target.vocab_size, normalised=False)
-    return HeadTree(head, sampler, text, numpy)
-
-
-def _grow(trees: Sequence[HeadTree], tokens: Sequence[Sequence[int]]) -> list[mx.array]:
-    """Feeds and returns the logits of root and new nodes, tree by tree; then commits a path of each."""
-    feeds = []
-    for tree, parents, own in zip(trees, _PARENTS, tokens, strict=True):
-        names = [tree.root, *range(tree.next_node, tree.next_node + len(parents))]
-        feeds.append(TreeFeed([names[parent] for parent in parents], own))
-    logits = []
-    for tree, nodes, final in zip(trees, feed_together(trees, feeds), _FINAL, strict=True):
-        logits.append(mx.stack([tree.scores(node) for node in (tree.root, *nodes)]))
-        tree.commit([nodes[name - 1] for name in final])
-    return logits
-
-
 UNTRAINED = (
     "this head was not trained for blocks whose first tokens are known (dflash_config's loss_type variable_prefix), as"
     " those of outcomes are, so its branches are accepted less often than its chains; expected one that was, or head_in"
@@ -257,7 +203,7 @@ class AheadHead:
         Raises:
             CannotDraft: it can't continue where the target's features have not arrived yet.
         """
-        self._numpy = numpy
+        self._kv_cache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, numpy)
         self.note = _note(head, backend)
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length = vocab_size, head.context_length
@@ -276,7 +222,7 @@ class AheadHead:
         head = read(kind, path, model, progress)
         if not isinstance(head, GuessingHead | BlockHead):
             raise CannotDraft(f"{kind} heads can draft only in the target's process; use head_in target")
-        numpy = host_of(head, model, agrees)
+        numpy = host_of(head, model)
         return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), numpy)
 
     def open(
@@ -285,15 +231,13 @@ class AheadHead:
         sampling: SamplingParams,
         progress: Callable[[int, int], None] | None = None,
         constraint: Constraint | None = None,
+        cached: int = 1,
     ) -> TokenTree:
         """Returns a tree that reads `tokens` when their features arrive."""
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
-        if isinstance(self.head, BlockHead):
-            return BlockTree(self.head, sampler, tokens)
-        return HeadTree(self.head, sampler, tokens, self._numpy)
-
-    def feed_together(self, trees: Sequence[TokenTree], feeds: Sequence[TreeFeed]) -> list[list[int]]:
-        return feed_together(cast(Sequence[Tree], trees), feeds)
+        if isinstance(self._kv_cache, FeatureKVCache):
+            return BlockTree(self._kv_cache, sampler, tokens)
+        return HeadTree(cast(GuessingHead, self.head), self._kv_cache, sampler, tokens)
 
 
 def _note(head: GuessingHead | BlockHead, backend: str) -> str:

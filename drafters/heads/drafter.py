@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from outrider.drafters.continuation import Continuation
 from outrider.drafters.fan_out import Calibration
+from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.head import NO_NUMBERS, Head
 from outrider.drafters.heads.pair_kv_cache import HeadKVCache, PairFeed
 from outrider.drafters.heads.proposers import ChainState, HeadProposer, proposer_of

@@ -1,32 +1,33 @@
-"""The KV rows of a head's tree: columns of pairs in place of a model's columns of tokens, by MLX or by numpy.
+"""The KV rows of a head's tree: columns of pairs, or slots of blocks, in place of a model's columns of tokens.
 
 A pair is a token and the feature of the token before it: the target's, if that has arrived, or else a stand-in. A
 masked head has learned one stand-in for any feature; for other heads it is the head's vector of the pair before, so
-consecutive tokens without features are fed one a forward. Knows columns and rows; nothing of nodes or sampling.
+consecutive tokens without features are fed one a forward. `FeatureBuffer` holds features that have arrived and are not
+fed yet, of consecutive committed tokens. Only the newest of many are kept.
 
-`FeatureBuffer` holds features that have arrived and are not fed yet, of consecutive committed tokens. Only the newest
-of many are kept. `HostKVRows` computes tree nodes and short pieces of text by numpy, over the same buffers, and leaves
-long pieces to MLX. It is not lazy: a forward returns when it is done.
+A block follows the features of all tokens before its first token, its *anchor*. It consists of the known tokens from
+the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by
+the caller opens a block, which also has slots for the next tokens, so that continuing with the block's own choice needs
+no forward. All blocks that are opened together, of all texts, share a forward. Features keep their positions, so
+missing ones only leave a gap. Knows columns and rows; nothing of nodes or sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
+from weakref import finalize
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from outrider.drafters.heads.head import NO_NUMBERS, GuessingHead, MaskedHead
-from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.engine.cache import window_of, with_room
-from outrider.engine.flat import Bools, Floats, Ints, WindowMask, install
-from outrider.engine.kv_rows import KVRowCache, NewRows, TreeAttentionMetadata, gather, restore, saved
-from outrider.engine.numpy_net import MOST_ROWS, NumpySegment, hidden
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache, places_in
+from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
+from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelFault
 
@@ -84,24 +85,26 @@ PIECE = 512
 
 
 class PairKVRows:
-    """`engine.kv_rows.KVRows` of one text. The token of column 0 is at position `origin`."""
+    """`engine.kv_rows.KVRows` of one text, lazy unless numpy computes. The first column is at position `origin`."""
 
-    lazy = True
     whole = False
 
-    def __init__(self, head: GuessingHead) -> None:
-        install(head)
-        self._head = head
-        self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
+    def __init__(self, head: GuessingHead, kv_cache: PairKVCache) -> None:
+        """`kv_cache`: the texts of `head`."""
+        self._head, self.kv_cache = head, kv_cache
+        self.lazy = kv_cache.numpy is None
+        self.sequence = kv_cache.open()
+        finalize(self, kv_cache.drop, self.sequence)
+        self._missing: Row | None = None
+        if isinstance(head, MaskedHead):
+            self._missing = head.mask_feature if self.lazy else np.array(head.mask_feature), 0
         self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
-        self._frame = TreeAttentionMetadata()
         self.features = FeatureBuffer()
         self.begin_at(0)
 
     def begin_at(self, origin: int) -> None:
         """Drops everything; the text is read from this position on."""
-        self.origin = origin
-        self.leaves = [KVRowCache(self._frame, window_of(cache)) for cache in make_prompt_cache(self._head)]
+        self.origin, self.sequence.length = origin, 0
         self._stand_ins: dict[int, Row] = {}  # by column: the stand-in for the feature of its token
         self._guessed: dict[int, int] = {}  # by column that was fed a stand-in: the position of the missing feature
 
@@ -118,50 +121,67 @@ class PairKVRows:
     ) -> None:
         """Implements `KVRows.prefill`; the features of all tokens have arrived."""
         for begin in range(start, len(tokens), PIECE):
-            piece = mx.array(list(tokens[begin : begin + PIECE]), mx.int32)
+            piece = np.array(tokens[begin : begin + PIECE], np.int32)
             before = self.origin + begin - 1
-            self._frame.plain(begin, piece.shape[0])
-            features = mx.array(self.features.between(before, before + piece.shape[0])).astype(self._dtype)
-            hidden = self._head(piece[None], features[None], self.leaves)  # type: ignore[arg-type]
-            sound = mx.isfinite(hidden).all()
-            mx.eval(sound, [leaf.state for leaf in self.leaves])
+            features = mx.array(self.features.between(before, before + len(piece))).astype(self._dtype)
+            segment = Segment(self.sequence.row, begin, len(piece))
+            sound = mx.isfinite(mx.array(self.kv_cache.vectors(piece, features, [segment]))).all()
+            self.sequence.length = segment.end
+            mx.eval(sound, self.kv_cache.state())
             if not sound.item():
                 raise ModelFault(NO_NUMBERS)
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
         """Implements `KVRows.forward`. All texts share forwards: one for each consecutive token without a feature."""
+        head, kv_cache, numpy = texts[0]._head, texts[0].kv_cache, texts[0].kv_cache.numpy
         depths = [text._depths(rows) for text, rows in zip(texts, new, strict=True)]
         vectors: list[Any] = []
         order: list[tuple[int, int]] = []
         for depth in range(1 + max(int(own.max()) for own in depths)):
-            parts: list[PairSegment] = []
-            for number, (text, new_rows, own) in enumerate(zip(texts, new, depths, strict=True)):
-                rows: Ints = np.flatnonzero(own == depth).astype(np.int32)
-                if len(rows):
-                    begin = parts[-1].span.stop if parts else 0
-                    parts.append(PairSegment(text, new_rows, rows, begin))
-                    order += [(number, int(row)) for row in rows]
-            vectors.append(texts[0].hidden(parts))
-        return texts[0].logits(vectors, sorted(range(len(order)), key=order.__getitem__))
+            parts = [(n, np.flatnonzero(own == depth).astype(np.int32)) for n, own in enumerate(depths)]
+            parts = [(n, rows) for n, rows in parts if len(rows)]
+            segments = [texts[n]._segment(new[n], rows) for n, rows in parts]
+            tokens = [texts[n]._tokens(new[n], rows) for n, rows in parts]
+            features = [row for n, rows in parts for row in texts[n]._features(new[n], rows)]
+            if numpy is None:
+                own = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
+                hidden = kv_cache.vectors(own, picked(features, texts[0]._dtype), segments)
+            else:
+                stacked = np.stack([array[index] for array, index in features])
+                hidden = np.asarray(kv_cache.vectors(np.concatenate(tokens), stacked, segments))
+            if not isinstance(head, MaskedHead):
+                onward, begin = head.onward(hidden) if numpy is None else numpy.stands_in(hidden), 0
+                for n, rows in parts:
+                    columns = (rows + new[n].start).tolist()
+                    texts[n]._stand_ins |= {column: (onward, row) for row, column in enumerate(columns, begin)}
+                    begin += len(columns)
+            vectors.append(hidden)
+            order += [(n, row) for n, rows in parts for row in rows.tolist()]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        if numpy is not None:
+            return mx.array(numpy.scores(vectors[0] if len(vectors) == 1 else np.concatenate(vectors)[back]))
+        joined = vectors[0] if len(vectors) == 1 else mx.take(mx.concatenate(vectors), mx.array(back), axis=0)
+        return head.logits(joined)
 
-    def hidden(self, parts: Sequence[PairSegment]) -> Any:
-        """Returns the hidden vectors [T, H] of these pairs; a `StepHead`'s become stand-ins for the next features."""
-        tokens = [part.tokens for part in parts]
-        features = picked([row for part in parts for row in part.features()], self._dtype)
-        offset = mx.array(np.concatenate([part.places for part in parts]))
-        caches: list[Any] = [PairRowCache(parts, number, offset) for number in range(len(self.leaves))]
-        flat = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
-        hidden = self._head(flat[None], features[None], caches)[0]
-        if not isinstance(self._head, MaskedHead):
-            set_stand_ins(parts, self._head.onward(hidden))
-        return hidden
+    def _segment(self, new: NewRows, rows: Ints) -> NodeSegment:
+        """Returns the segment of these rows of the new tokens."""
+        self.sequence.length = new.end
+        columns, seen = rows + np.int32(new.start), new.seen[rows]
+        row, count = self.sequence.row, len(rows)
+        return NodeSegment(row, new.start, count, places=new.positions, visible=seen, columns=columns)
 
-    def logits(self, vectors: Sequence[Any], back: Sequence[int]) -> mx.array:
-        """Returns the logits [R, V] of the concatenated vectors of several forwards, at these indices."""
-        hidden = vectors[0] if len(vectors) == 1 else mx.concatenate(list(vectors))
-        in_order = list(back) == list(range(len(back)))
-        return self._head.logits(hidden if in_order else mx.take(hidden, mx.array(list(back)), axis=0))
+    def _tokens(self, new: NewRows, rows: Ints) -> Any:
+        if not self.lazy:
+            return np.array(new.tokens)[rows]
+        tokens = new.lazy_tokens()
+        return tokens if len(rows) == tokens.shape[0] else mx.take(tokens, mx.array(rows))
+
+    def _features(self, new: NewRows, rows: Ints) -> list[Row]:
+        columns = rows + new.start
+        places = (new.positions[columns] + self.origin).tolist()
+        parents = [new.parents[row] for row in rows]
+        return [self._feature(*each) for each in zip(columns.tolist(), parents, places, strict=True)]
 
     def _depths(self, new: NewRows) -> Ints:
         """Returns the number of forwards that each token waits for, until the one before it has a stand-in."""
@@ -171,7 +191,7 @@ class PairKVRows:
             depths.append(0 if known else depths[parent - new.start] + 1)
         return np.array(depths, np.int32)
 
-    def feature(self, column: int, parent: int, position: int) -> Row:
+    def _feature(self, column: int, parent: int, position: int) -> Row:
         """Returns the feature for the token of a column, at `position`, after the token of column `parent`."""
         before = position - 1
         if before in self.features:
@@ -180,110 +200,20 @@ class PairKVRows:
         self._guessed[column] = before
         return self._missing or self._stand_ins[parent]
 
-    def set_stand_in(self, column: int, row: Row) -> None:
-        """Sets the stand-in for the feature of this column's token."""
-        self._stand_ins[column] = row
-
     def keep(self, prefix: int, columns: Ints) -> None:
-        gather(self.leaves, prefix, columns)
-        self.renumber(prefix, columns)
-
-    def renumber(self, prefix: int, columns: Ints) -> None:
-        """Moves the state of columns along with them."""
+        self.sequence.keep(prefix, columns)
         kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
         self._stand_ins = {kept[old]: row for old, row in self._stand_ins.items() if old in kept}
         self._guessed = {kept[old]: place for old, place in self._guessed.items() if old in kept}
 
     def save(self, count: int) -> SavedPrefix:
-        return saved(self.leaves, count)
+        return self.kv_cache.save(self.sequence, count)
 
     def restore(self, start: CachedPrefix) -> None:
-        restore(self._frame, self.leaves, start)
+        self.kv_cache.adopt(self.sequence, start)
 
-
-@dataclass(frozen=True, slots=True)
-class PairSegment:
-    """The tokens of one text in one forward: `rows` of its new tokens, from index `begin` of the forward on."""
-
-    text: PairKVRows
-    new: NewRows
-    rows: Ints
-    begin: int
-
-    @property
-    def span(self) -> slice:
-        return slice(self.begin, self.begin + len(self.rows))
-
-    @property
-    def tokens(self) -> mx.array:
-        tokens = self.new.lazy_tokens()
-        return tokens if len(self.rows) == tokens.shape[0] else mx.take(tokens, mx.array(self.rows))
-
-    @property
-    def columns(self) -> Ints:
-        columns: Ints = self.rows + np.int32(self.new.start)
-        return columns
-
-    @property
-    def place(self) -> slice | Ints:
-        """The columns as an index of a buffer."""
-        columns = self.columns
-        contiguous = columns[-1] - columns[0] + 1 == len(columns)
-        return slice(int(columns[0]), int(columns[-1]) + 1) if contiguous else columns
-
-    @property
-    def places(self) -> Ints:
-        return self.new.positions[self.columns]
-
-    def features(self) -> list[Row]:
-        text = self.text
-        parents = [self.new.parents[row] for row in self.rows]
-        triples = zip(self.columns.tolist(), parents, (self.places + text.origin).tolist(), strict=True)
-        return [text.feature(column, parent, place) for column, parent, place in triples]
-
-    def mask(self, window: int | None) -> mx.array | None:
-        """Returns the columns that each token sees [rows, end]; None: all of them."""
-        seen: Bools = self.new.seen[self.rows]
-        if window is not None:
-            seen = seen & (self.places[:, None] - self.new.positions < window)
-        return None if seen.all() else mx.array(seen)
-
-
-class PairRowCache:
-    """The cache of one layer for a forward, over the columns of its texts."""
-
-    def __init__(self, parts: Sequence[PairSegment], number: int, offset: mx.array) -> None:
-        self._parts = [(part, part.text.leaves[number]) for part in parts]
-        self.offset = offset
-
-    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> WindowMask:
-        return WindowMask(window_size or self._parts[0][1].window)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes each text's own; the result is not used."""
-        for part, leaf in self._parts:
-            end = part.new.end
-            place = part.place if isinstance(part.place, slice) else mx.array(part.place)
-            leaf.keys, leaf.values = with_room(leaf.keys, 1, end, keys), with_room(leaf.values, 1, end, values)
-            leaf.keys[..., place, :] = keys[:, :, part.span]
-            leaf.values[..., place, :] = values[:, :, part.span]
-        return keys, values
-
-    def attend(self, queries: mx.array, scale: float, window: int | None, sinks: Any) -> mx.array:
-        """Returns the attention of flat queries [1, H, T, D], each over its own text."""
-        outputs = []
-        for part, leaf in self._parts:
-            keys, values = (b[..., : part.new.end, :] for b in (leaf.keys, leaf.values))  # type: ignore[index]
-            own, mask = queries[:, :, part.span], part.mask(window)
-            outputs.append(mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=mask, sinks=sinks))
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
-
-
-def set_stand_ins(parts: Sequence[PairSegment], onward: mx.array | Floats) -> None:
-    """Sets the stand-ins that a forward of these parts computed."""
-    for part in parts:
-        for index, column in enumerate(part.columns.tolist(), part.begin):
-            part.text.set_stand_in(column, (onward, index))
+    def close(self) -> None:
+        self.kv_cache.close(self.sequence)
 
 
 def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
@@ -300,63 +230,178 @@ def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-class HostKVRows(PairKVRows):
-    """`PairKVRows` by numpy, for a head in float32 on a CPU."""
+@dataclass(frozen=True, slots=True)
+class OpenedBlock:
+    """A block to open: its first position, the known tokens from there on, and its number of slots."""
 
-    lazy = False
+    anchor: int
+    tokens: Sequence[int]
+    slots: int
 
-    def __init__(self, head: GuessingHead, numpy: NumpyHead) -> None:
-        super().__init__(head)
-        self._numpy = numpy
-        if self._missing is not None:
-            self._missing = np.array(self._missing[0]), 0
+
+@dataclass(frozen=True, slots=True)
+class NewBlocks(NewRows):
+    """New tokens, and the block that each opens; None: the next token has a slot in the block of the token before."""
+
+    opened: Sequence[OpenedBlock | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSlot:
+    """The slot that predicts the token after `position`: row `row` of a forward's result. `left`: slots after it."""
+
+    logits: mx.array
+    hidden: mx.array
+    row: int
+    left: int
+    anchor: int
+    position: int
+
+    @property
+    def next(self) -> BlockSlot:
+        return replace(self, row=self.row + 1, left=self.left - 1, position=self.position + 1)
+
+
+class BlockKVRows:
+    """`engine.kv_rows.KVRows` of one text; a column is the slot of a token that was fed."""
+
+    lazy = True
+    whole = False
+
+    def __init__(self, kv_cache: FeatureKVCache) -> None:
+        self.kv_cache, self._depth = kv_cache, kv_cache.head.depth
+        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))  # type: ignore[attr-defined]
+        self.sequence = kv_cache.open()
+        finalize(self, kv_cache.drop, self.sequence)
+        self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read
+        self.end = 0  # the first position whose feature has not arrived
+        self._waiting: list[tuple[int, mx.array]] = []
+        self._slots: dict[int, BlockSlot] = {}
+
+    def add_features(self, position: int, rows: np.ndarray[Any, Any]) -> None:
+        """Adds the features of committed tokens from `position` on, without known ones. Reads and evaluates them if
+        there are many."""
+        known = max(self.end - position, 0)
+        if known >= len(rows):
+            return
+        self._waiting.append((position + known, mx.array(rows[known:]).astype(self._dtype)))
+        self.end = position + len(rows)
+        if sum(part.shape[0] for _, part in self._waiting) >= PIECE:
+            _read([self])
+            mx.eval(self.kv_cache.state())
+
+    def anchor(self, position: int) -> int:
+        """Returns where a block begins whose last known token is at `position`.
+
+        That is the first token without a feature, or later if the block would have no slot left.
+        """
+        return max(min(self.end, position), position - self._depth + 1)
+
+    def reach(self, position: int) -> int:
+        """Returns the most tokens that such a block drafts."""
+        return self._depth - max(position - self.end, 0)
+
+    def goes_on(self, column: int) -> bool:
+        """Whether the block of this column's token has a slot after its own choice."""
+        return self._slots[column].left > 0
+
+    def is_stale(self, column: int) -> bool:
+        """Whether features have arrived for tokens that its block read without them."""
+        slot = self._slots[column]
+        return slot.anchor < min(self.end, slot.position)
+
+    def is_sound(self, column: int) -> bool:
+        """Whether its block's vectors are finite. Waits."""
+        return bool(mx.isfinite(self._slots[column].hidden).all().item())
 
     def prefill(
         self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int = 0
     ) -> None:
-        end, before = len(tokens), self.origin + start - 1
-        if not 0 < end - start <= MOST_ROWS:
-            super().prefill(tokens, progress, total, start)
-            return
-        positions = np.arange(start, end, dtype=np.int32)
-        masked = hidden(positions[:, None] >= np.arange(end))
-        spans = (
-            [NumpySegment(slice(0, end - start), *own, slice(start, end), end, masked)] for own in self.buffers(end)
-        )
-        features = self.features.between(before, before + end - start)
-        if not np.isfinite(self._numpy.rows(np.array(tokens[start:]), features, positions, spans)).all():
-            raise ModelFault(NO_NUMBERS)
+        """Does nothing: only features are read."""
 
-    def hidden(self, parts: Sequence[PairSegment]) -> Any:
-        tokens = np.concatenate([np.array(part.new.tokens)[part.rows] for part in parts])
-        features = np.stack([array[index] for part in parts for array, index in part.features()])
-        places, own = np.concatenate([part.places for part in parts]), list(map(_spans, parts))
-        vectors = self._numpy.rows(tokens, features, places, zip(*own, strict=True))
-        if self._missing is None:
-            set_stand_ins(parts, self._numpy.stands_in(vectors))
-        return vectors
-
-    def logits(self, vectors: Sequence[Any], back: Sequence[int]) -> mx.array:
-        rows = vectors[0] if len(vectors) == 1 else np.concatenate(vectors)[list(back)]
-        return mx.array(self._numpy.scores(rows))
+    @staticmethod
+    def forward(texts: Sequence[BlockKVRows], new: Sequence[NewRows]) -> mx.array:
+        """Implements `KVRows.forward`: reads the features that have arrived, then opens all blocks."""
+        head = texts[0].kv_cache.head
+        pairs = [(text, rows) for text, rows in zip(texts, new, strict=True) if isinstance(rows, NewBlocks)]
+        _read(texts)
+        _open(pairs)
+        slots = []
+        for text, rows in pairs:
+            for column, parent, block in zip(range(rows.start, rows.end), rows.parents, rows.opened, strict=True):
+                if block is None:
+                    text._slots[column] = text._slots[parent].next
+                slots.append(text._slots[column])
+        logits = picked([(slot.logits, slot.row) for slot in slots], mx.float32)
+        if head.link is None:
+            return logits
+        before = mx.concatenate([rows.lazy_tokens() for rows in new])
+        return head.link.over(logits, before, picked([(slot.hidden, slot.row) for slot in slots], texts[0]._dtype))
 
     def keep(self, prefix: int, columns: Ints) -> None:
-        for buffers in self.buffers(0):
-            for buffer in buffers:
-                buffer[:, prefix : prefix + len(columns)] = buffer[:, columns]
-        self.renumber(prefix, columns)
+        kept = {old: prefix + index for index, old in enumerate(columns.tolist())}
+        self._slots = {kept[old]: slot for old, slot in self._slots.items() if old in kept}
 
-    def buffers(self, end: int) -> Iterator[tuple[Floats, Floats]]:
-        """Yields each layer's keys and values [kv heads, columns, D] without a copy, with room for `end` columns."""
-        for leaf, layer in zip(self.leaves, self._numpy.layers, strict=True):
-            like = mx.zeros((1, layer.kv_heads, 1, layer.width))
-            leaf.keys, leaf.values = with_room(leaf.keys, 1, end, like), with_room(leaf.values, 1, end, like)
-            mx.eval(leaf.keys, leaf.values)
-            yield np.array(leaf.keys, copy=False)[0], np.array(leaf.values, copy=False)[0]
+    def save(self, count: int) -> SavedPrefix:
+        """Returns an empty prefix: nothing is kept for other texts."""
+        return SavedPrefix(0, ())
+
+    def restore(self, start: CachedPrefix) -> None:
+        """Does nothing: no prefix is kept."""
+
+    def close(self) -> None:
+        self.kv_cache.close(self.sequence)
 
 
-def _spans(part: PairSegment) -> Iterator[NumpySegment]:
-    """Yields the buffers of this part's text for each layer's attention."""
-    masked = hidden(part.new.seen[part.rows])
-    for keys, values in part.text.buffers(part.new.end):  # type: ignore[attr-defined]
-        yield NumpySegment(part.span, keys, values, part.place, part.new.end, masked)
+def _read(texts: Sequence[BlockKVRows]) -> None:
+    """Reads the waiting features of all texts in one forward. Lazy."""
+    segments, features = [], []
+    for text in texts:
+        if text._waiting:
+            own = np.concatenate([at + np.arange(rows.shape[0]) for at, rows in text._waiting]).astype(np.int32)
+            row, start, unseen = text.sequence.row, len(text.places), np.zeros((len(own), 0), np.bool_)
+            text.places = np.concatenate([text.places, own])
+            segments.append(NodeSegment(row, start, len(own), places=text.places, visible=unseen))
+            features += [rows for _, rows in text._waiting]
+            text._waiting, text.sequence.length = [], len(text.places)
+    if segments:
+        texts[0].kv_cache.read_features(mx.concatenate(features), segments)
+
+
+def _open(pairs: Sequence[tuple[BlockKVRows, NewBlocks]]) -> None:
+    """Computes the new blocks; the first slot of each becomes that of the column that opens it. Lazy."""
+    opened = [
+        (text, column, block)
+        for text, new in pairs
+        for column, block in enumerate(new.opened, new.start)
+        if block is not None
+    ]
+    if not opened:
+        return
+    kv_cache = pairs[0][0].kv_cache
+    known = np.array([len(block.tokens) for *_, block in opened], np.int32)
+    lengths = known - 1 + np.array([block.slots for *_, block in opened], np.int32) + kv_cache.masks_more
+    mask, segments, tokens, first = kv_cache.head.mask_token, [], list[int](), 0
+    for text, new in pairs:
+        own = [block for block in new.opened if block is not None]
+        counts = lengths[first : first + len(own)]
+        first += len(own)
+        if own:
+            segments.append(_segment(text, own, counts))
+        for block, count in zip(own, counts.tolist(), strict=True):
+            tokens += [*block.tokens, *[mask] * (count - len(block.tokens))]
+    hidden = kv_cache.block(mx.array(tokens, mx.int32), lengths, known, segments)
+    logits, row = kv_cache.head.logits(hidden), 0
+    for text, column, block in opened:
+        last = block.anchor + len(block.tokens) - 1
+        text._slots[column] = BlockSlot(logits, hidden, row, block.slots - 1, block.anchor, last)
+        row += block.slots
+
+
+def _segment(text: BlockKVRows, blocks: Sequence[OpenedBlock], lengths: Ints) -> NodeSegment:
+    """Returns the segment of a text's blocks. Each row sees the features before its block's anchor, and its block."""
+    anchors = np.array([block.anchor for block in blocks], np.int32).repeat(lengths)
+    number = np.arange(len(blocks)).repeat(lengths)
+    seen = np.concatenate([text.places < anchors[:, None], number[:, None] == number], axis=1)
+    places = np.concatenate([text.places, places_in(lengths) + anchors])
+    return NodeSegment(text.sequence.row, len(text.places), len(anchors), places=places, visible=seen)

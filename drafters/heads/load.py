@@ -3,7 +3,8 @@
 - `agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count layers
   in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of the
   target as configured and in a few other ways, and its predictions of the target's next token are compared.
-- `agrees`: whether numpy may compute the head's forwards, by a comparison of ragged texts and a rollback with MLX.
+- `agrees`: whether numpy may compute the head's forwards, by a comparison of ragged texts, a rollback and token trees
+  with MLX.
 - `step_cost`: the time of a drafted token over that of a target step, in the target's process, both in turns. The
   minimum of a few turns counts, which excludes most of the other load of the machine.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -26,8 +28,9 @@ from outrider.drafters.heads.checkpoint import stranger
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.early_exit import trial_text
 from outrider.drafters.heads.head import Head, StepHead
-from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairKVCache
 from outrider.drafters.heads.proposers import ChainState, CheckableProposer, proposer_of, wrong_proposers_of
+from outrider.engine.flat import FlatSequence, NodeSegment, Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, find
@@ -188,44 +191,61 @@ def _share(
 
 _COUNTS = ((9, 1, 4), (4, 2, 5))  # pairs of three texts, in two forwards
 _BACK = 3
+_PARENTS = (-1, 0, -1, 0, 2)  # of the nodes of a tree after each text
+_NODES = ((0, 2), (1, 3, 4))  # those of two forwards
+_KEPT = (0, 3)  # a branch that becomes final
 _NEAR = 1e-3  # of the largest
 
 
 def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
-    """Whether numpy and MLX give the same vectors and logits for random pairs."""
+    """Whether numpy and MLX give the same vectors and logits for random pairs, of texts and of token trees."""
     draws, caches = np.random.default_rng(0), (PairKVCache(head), PairKVCache(head, numpy))
     texts = [[cache.open() for _ in _COUNTS[0]] for cache in caches]
-    for counts in _COUNTS:
+
+    def alike_after(counts: Sequence[int], segment: Callable[[FlatSequence, int], Segment]) -> bool:
+        """Feeds so many pairs to each text; returns whether the results are the same."""
         rows = draws.standard_normal((sum(counts), head.points.count * int(target.config["hidden_size"])))
-        features, tokens = head.fuse(mx.array(rows, mx.float32)), mx.array(draws.integers(0, 9, sum(counts)), mx.int32)
-        begins = np.cumsum((0, *counts)).tolist()
-        expected, actual = (
-            cache.hidden(
-                [
-                    PairFeed(sequence, tokens[begin : begin + count], features[begin : begin + count])
-                    for sequence, begin, count in zip(own, begins, counts, strict=False)
-                ]
-            )
+        features, tokens = head.fuse(mx.array(rows, mx.float32)), draws.integers(0, 9, sum(counts))
+        vectors = [
+            cache.vectors(tokens, features, [segment(text, n) for text, n in zip(own, counts, strict=True)])
             for cache, own in zip(caches, texts, strict=True)
-        )
+        ]
+        expected, actual = (mx.array(own) for own in vectors)
         logits, onward = (head.logits(expected), numpy.logits(actual)), (head.onward(expected), numpy.onward(actual))
-        if not all(alike(*pair) for pair in ((expected, actual), logits, onward)):
+        return all(alike(*pair) for pair in ((expected, actual), logits, onward))
+
+    def next_pairs(text: FlatSequence, count: int) -> Segment:
+        text.length += count
+        return Segment(text.row, text.length - count, count)
+
+    def nodes(own: Sequence[int], text: FlatSequence, count: int) -> Segment:
+        start, rows = text.length, np.array(own, np.int32)
+        whole = Segment(text.row, start, len(_PARENTS), parents=_PARENTS)
+        places = np.concatenate([np.arange(start, dtype=np.int32), whole.positions])
+        seen = whole.seen(whole.end, None)[rows]
+        return NodeSegment(text.row, start, count, places=places, visible=seen, columns=rows + np.int32(start))
+
+    for counts in _COUNTS:
+        if not alike_after(counts, next_pairs):
             return False
         for own in texts:
             own[0].roll_back(counts[0] - _BACK)
-    return True
+    for chosen in _NODES:
+        if not alike_after([len(chosen)] * len(texts[0]), partial(nodes, chosen)):
+            return False
+    for text in (text for own in texts for text in own):
+        text.keep(text.length, [text.length + node for node in _KEPT])
+    return alike_after([1] * len(texts[0]), next_pairs)
 
 
-def host_of(
-    head: Head, target: LoadedModel, trial: Callable[[StepHead, NumpyHead, LoadedModel], bool] = agrees
-) -> NumpyHead | None:
-    """Returns the head's forwards of few pairs by numpy; None: MLX computes them. `trial` checks them against MLX."""
+def host_of(head: Head, target: LoadedModel) -> NumpyHead | None:
+    """Returns the head's forwards of few pairs by numpy, checked against MLX; None: MLX computes them."""
     if not isinstance(head, StepHead):
         return None
     try:
         with named_errors("numpy's forwards of the head", logging.INFO):
             numpy_head = _numpy_head(head, target)
-            if trial(head, numpy_head, target):
+            if agrees(head, numpy_head, target):
                 return numpy_head
         reason = "its vectors differ"
     except ModelError as error:

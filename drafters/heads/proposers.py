@@ -19,17 +19,23 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.continuation import WIDTH, AlternativesAt, ChainAlternatives, Continuation
 from outrider.drafters.fan_out import Calibration
+from outrider.drafters.growth import WIDTH, AlternativesAt, ChainAlternatives, Continuation
 from outrider.drafters.heads.head import BlockHead, Head, MaskedHead, StepHead
 from outrider.drafters.heads.layers import FEW, BlockLink
-from outrider.drafters.heads.pair_kv_cache import HeadKVCache, MaskedPairKVCache, NumpyHead, PairFeed, PairKVCache
-from outrider.engine.flat import FlatSequence, Segment
+from outrider.drafters.heads.pair_kv_cache import (
+    FeatureKVCache,
+    HeadKVCache,
+    MaskedPairKVCache,
+    NumpyHead,
+    PairFeed,
+    PairKVCache,
+)
+from outrider.engine.flat import FlatSequence
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
-from outrider.engine.tree_feed import Candidate
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.trees import one_hot
+from outrider.protocol.trees import Candidate, one_hot
 
 
 class FollowedText(Protocol):
@@ -343,43 +349,6 @@ class BlockProposer(HeadProposer):
         gains, _ = self._link(tokens, hidden, few, self._link.begin(tokens.shape[0]))
         best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
         return mx.take_along_axis(few, best, axis=-1)[:, 0]
-
-
-class FeatureKVCache(HeadKVCache):
-    """The features of a block head's texts. A block's own keys and values are written after them, and overwritten by
-    the next block."""
-
-    def __init__(self, head: BlockHead, from_anchor: bool | None = None) -> None:
-        """`from_anchor` overrides the head's own setting."""
-        super().__init__(head)
-        self._head = head
-        self._masks_more = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
-
-    def read(self, feed: PairFeed) -> None:
-        self._read([feed])
-
-    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> mx.array:
-        """Reads all feeds, in the order of their rows; returns the vectors of `depths` tokens after each [sum, H]."""
-        self._read(feeds)
-        counts = [depth + self._masks_more for depth in depths]
-        texts = [feed.text for feed in feeds]
-        self._frame.begin([Segment(t.row, t.length, n, whole=True) for t, n in zip(texts, counts, strict=True)])
-        blocks = [self._block(feed, count) for feed, count in zip(feeds, counts, strict=True)]
-        places = np.concatenate([np.arange(count) for count in counts]).astype(np.int32)
-        hidden = self._head.block(mx.concatenate(blocks)[None], mx.array(places), self._caches)[0]
-        if not self._masks_more:
-            return hidden
-        return mx.take(hidden, mx.array(np.flatnonzero(places).astype(np.int32)), axis=0)
-
-    def _read(self, feeds: Sequence[PairFeed]) -> None:
-        self._frame.begin([Segment(feed.text.row, feed.text.length, feed.count) for feed in feeds])
-        self._head.read(mx.concatenate([feed.features for feed in feeds])[None], self._caches)
-        for feed in feeds:
-            feed.text.length += feed.count
-
-    def _block(self, feed: PairFeed, count: int) -> mx.array:
-        masks = mx.full((count - 1,), self._head.mask_token, mx.int32)
-        return mx.concatenate([feed.tokens[-1:], masks])
 
 
 CheckableProposer = StepProposer | BlockProposer

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from outrider.engine.flat import FlatCache, Segment
+from outrider.engine.flat import FlatCache, Segment, one_column
 from outrider.engine.hidden_states import (
     AFTER_NORM,
     BEFORE_NORM,
@@ -304,7 +304,7 @@ class OrtFlat:
             here = np.flatnonzero((places >= first) & (places < end))
             reach = self._forward.room(own)
             layers = [
-                cache.on_host(*reach, _like(shape.kv_heads, shape.width, self._forward.kv_dtype))
+                cache.on_host(*reach, one_column(shape.kv_heads, shape.width, self._forward.kv_dtype))
                 for cache, shape in zip(caches, self._forward.shapes, strict=True)
             ]
             wide = all_cores or own[0].long
@@ -349,12 +349,6 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
             piece = replace(segment, start=start, count=min(_PIECE, segment.end - start))
             yield begin, [piece]
             begin += piece.count
-
-
-@cache
-def _like(kv_heads: int, width: int, dtype: np.dtype[Any]) -> mx.array:
-    """Returns keys of one column."""
-    return mx.array(np.zeros((1, kv_heads, 1, width), dtype))
 
 
 log = logging.getLogger(__name__)

@@ -64,11 +64,11 @@ WITHIN = {
 FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
-        "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host", "kv_rows",
+        "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host",
         "trial", "selection", "drafter", "prompts", "doctor", "convert",
     ),
     "drafters/heads": (
-        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "block_kv_rows", "dflash", "eagle3", "mtp",
+        "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
         "redrafter", "proposers", "drafter", "early_exit", "load", "ahead",
     ),
 }  # fmt: skip

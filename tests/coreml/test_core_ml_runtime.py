@@ -99,7 +99,7 @@ def test_a_drafter_on_core_ml_drafts_as_on_the_interpreter(
         drafted.append(tree.best(nodes))
         drafter.close()
     assert drafted[0] == drafted[1]
-    assert len(fake.threads) == 1 and threading.get_ident() not in fake.threads
+    assert fake.threads == {threading.get_ident()}
     assert fake.loaded == [(name, "CPU_AND_NE") for name in ("q1", "q8", "q16", "q32", "prefill64")]
 
 

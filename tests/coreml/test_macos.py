@@ -118,4 +118,4 @@ def test_this_mac_tells_whether_it_has_a_neural_engine() -> None:
 def test_the_length_from_which_the_package_reads_quicker_is_found(bench: Callable[..., Bench], tmp_path: Path) -> None:
     made = bench("qwen2")
     found = prompts.kept_trial(made.model_path, made.package, "CPU_ONLY", tmp_path)
-    assert found.times is not None, found.sentence
+    assert found.lengths, found.sentence

@@ -12,7 +12,7 @@ from outrider.drafters.coreml.host import PackageReader
 from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
-from outrider.prefill_worker.readers import CoreMLReader, MlxReader
+from outrider.prefill_worker.worker import CoreMLReader, MlxReader
 from tests.coreml.conftest import Bench
 
 NOISE = {"fp32": 1e-4, "fp16": 0.1}

@@ -44,7 +44,7 @@ def test_each_operation_is_announced_by_what_the_like_took_before(monkeypatch: p
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
 
-        def open(self, tokens: Any, sampling: Any, progress: Any, constraint: Any) -> Any:
+        def open(self, tokens: Any, sampling: Any, progress: Any, *_: Any) -> Any:
             for done in range(1, 3):
                 clock.skip(100 * 1_000_000)
                 progress(done, 2)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafters.continuation import WIDTH, AlternativesAt, with_alternatives, worthwhile
 from outrider.drafters.fan_out import Calibration
-from outrider.engine.tree_feed import Candidate
-from outrider.protocol.trees import fault
+from outrider.drafters.growth import WIDTH, AlternativesAt, with_alternatives, worthwhile
+from outrider.protocol.trees import Candidate, fault
 
 CLOSE = [Candidate(5, 0.0), Candidate(6, 0.1), Candidate(7, 0.2), Candidate(8, 0.3)]
 SURE = [Candidate(5, 0.0), Candidate(6, 11.0), Candidate(7, 12.0)]

@@ -14,10 +14,11 @@ from outrider.drafters.growth import BranchTask
 from outrider.drafters.heads.ahead import UNTRAINED, AheadHead, BlockTree
 from outrider.drafters.heads.dflash import DFlash
 from outrider.drafters.work_ahead import WorkAhead
-from outrider.engine.noise import gumbel_numpy
-from outrider.engine.tree_feed import TreeFeed
+from outrider.engine.sampling import gumbel_numpy
+from outrider.engine.tree import feed_together
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 from tests.alone import advanced, continued
 from tests.drafters.dflash_heads import NumpyHead, write
 from tests.drafters.dflash_layouts import BLOCK, LAYOUTS, V
@@ -27,9 +28,10 @@ FITTING = [name for name, layout in LAYOUTS.items() if layout.markov != "rnn"]
 VISIBLE = {"loss_type": "variable_prefix"}
 
 
-def opened(head: DFlash, length: int, n: int = 0, **params: Any) -> BlockTree:
+def opened(head: DFlash, length: int, n: int = 0, drafter: AheadHead | None = None, **params: Any) -> BlockTree:
     """A tree of the first tokens of a text, told all rows that can be."""
-    tree = AheadHead(head, "dflash", V).open(TEXTS[n][:length].tolist(), SamplingParams(**params))
+    drafter = drafter or AheadHead(head, "dflash", V)
+    tree = drafter.open(TEXTS[n][:length].tolist(), SamplingParams(**params))
     assert isinstance(tree, BlockTree)
     tell(tree, head, 0, length - 1, n)
     return tree
@@ -52,12 +54,12 @@ def test_a_block_with_a_known_beginning_says_what_an_independent_forward_does(tm
     """Outcomes of two texts, with beginnings of any length, in one forward; then along each block's own choices."""
     head, truth = head_of(write(tmp_path, name)), NumpyHead(LAYOUTS[name], EMBEDDING, OUTPUT)
     drafter, lengths = AheadHead(head, "dflash", V), (9, 30)
-    trees = [opened(head, length, n) for n, length in enumerate(lengths)]
+    trees = [opened(head, length, n, drafter) for n, length in enumerate(lengths)]
     feeds = []
     for tree in trees:
         at = tree.next_node
         feeds.append(TreeFeed([tree.root, at, tree.root, at + 1], [11, 12, 13, 14], [1, 1, 3, 2]))
-    nodes = drafter.feed_together(trees, feeds)
+    nodes = feed_together(trees, feeds)
     paths = ([11], [11, 12], [13], [11, 12, 14])
     wanted = (1, 1, 3, 2)
     for n, tree in enumerate(trees):
@@ -86,7 +88,7 @@ def test_a_blocks_own_choices_cost_no_forward_and_one_that_has_ended_is_followed
         assert forwards == []
         (token,) = tree.best([bonus])
         assert tree.child(bonus, token, given=False) is not None and tree.child(bonus, token) is None
-        ((short,),) = AheadHead(head, "dflash", V).feed_together([tree], [TreeFeed([tree.root], [8], [1])])
+        ((short,),) = feed_together([tree], [TreeFeed([tree.root], [8], [1])])
         (node,) = tree.feed([short], [None])
     assert forwards == [3, BLOCK]  # the anchor, 8 and a mask; then the anchor, 8, what it chose, and masks to the end
     features, last = truth.fuse(ROWS[0][:19]), int(TEXTS[0][19])

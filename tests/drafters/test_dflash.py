@@ -15,7 +15,7 @@ from outrider.drafters.heads.dflash import DFlash, build
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.pair_kv_cache import PairFeed
 from outrider.drafters.heads.proposers import ChainState, FeatureKVCache
-from outrider.engine.noise import gumbel_numpy
+from outrider.engine.sampling import gumbel_numpy
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
 from tests.drafters.dflash_heads import NumpyHead, write

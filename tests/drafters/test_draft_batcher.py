@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import ENOUGH, Capacity, DraftBatcher
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.fan_out import POLICIES, BranchRequest, Calibration, ForkPoint, shares
-from outrider.drafters.growth import BranchTask, ReadyBranches
+from outrider.drafters.growth import BranchTask, Continuation, ReadyBranches
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.work_ahead import ENOUGH, Capacity, DraftBatcher, WorkAhead
 from outrider.engine.loading import load
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
@@ -52,18 +50,16 @@ def grown(together: DraftBatcher, works: Sequence[WorkAhead], active: int = 1) -
 def test_each_prepares_in_company_what_it_prepares_alone(drafter: Drafter) -> None:
     """Continuations, branches, a commit that holds, one that nobody drafted, with budget for all."""
     company, alone = begun(drafter), begun(drafter)
-    together = DraftBatcher(drafter)
+    together = DraftBatcher()
     drafted = together.continuations(company, [3, 2, 4])
-    assert drafted == [
-        DraftBatcher(drafter).continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)
-    ]
+    assert drafted == [DraftBatcher().continuations([work], [n])[0] for work, n in zip(alone, (3, 2, 4), strict=True)]
     chains = [found.chain if isinstance(found, Continuation) else () for found in drafted]
     for works in (company, alone):
         for work, chain in zip(works, chains, strict=True):
             work.commit((), BranchTask(chain, 2, 6))
     for turn in range(4):
         found = grown(together, company)
-        assert found == [grown(DraftBatcher(drafter), [work])[0] for work in alone]
+        assert found == [grown(DraftBatcher(), [work])[0] for work in alone]
         assert all(len(branches) == 6 for branches in found)
         for i, branches in enumerate(found):
             outcome = list(branches)[turn]
@@ -87,8 +83,8 @@ def test_one_that_fails_in_company_fails_alone(drafter: Drafter, monkeypatch: py
             patch.setattr(works[1].tree, where, fails, raising=False)
             if where == "feed":  # together it fails as well
                 patch.setattr(works[1].tree, "begin", fails, raising=False)
-            found = DraftBatcher(drafter).advance(works)
-        wanted = DraftBatcher(drafter).advance(sound)
+            found = DraftBatcher().advance(works)
+        wanted = DraftBatcher().advance(sound)
         assert isinstance(found[1], OutriderError) and "ZeroDivisionError" in str(found[1])
         assert [found[0], found[2]] == [wanted[0], wanted[2]]
 
@@ -139,11 +135,11 @@ def test_a_short_budget_is_shared(tiny_model: Callable[..., Any]) -> None:
     works, free = begun(drafter), begun(drafter)
     for work in (*works, *free):
         work.commit((), BranchTask((9, 8), 2, 12))
-    together = DraftBatcher(drafter)
+    together = DraftBatcher()
     for _ in range(int(2 * ENOUGH)):
         together.capacity.forward(10, 5.0)
         together.capacity.round(27.0)  # three forwards of 9 ms: 18 rows
-    found, wanted = grown(together, works, active=3), grown(DraftBatcher(drafter), free)
+    found, wanted = grown(together, works, active=3), grown(DraftBatcher(), free)
     assert sum(map(len, found)) == 18 and all(found)
     for ours, theirs in zip(found, wanted, strict=True):
         assert all(theirs.get(outcome, chain) == chain and len(chain) == 2 for outcome, chain in ours.items())
@@ -151,7 +147,7 @@ def test_a_short_budget_is_shared(tiny_model: Callable[..., Any]) -> None:
 
 def test_alone_every_wish_is_granted(tiny_model: Callable[..., Any]) -> None:
     drafter = MlxDrafter(load(tiny_model("llama")))
-    work, together = begun(drafter)[0], DraftBatcher(drafter)
+    work, together = begun(drafter)[0], DraftBatcher()
     for _ in range(int(2 * ENOUGH)):
         together.capacity.forward(10, 5.0)
         together.capacity.round(1.0)

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.drafter import DrawingDrafter
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import BranchTask
+from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.drafters.work_ahead import WorkAhead
@@ -44,8 +42,7 @@ def begin(drafter: MlxDrafter) -> Callable[[tuple[int, ...]], WorkAhead]:
 
 
 def opened(drafter: MlxDrafter, sampling: SamplingParams, tokens: tuple[int, ...] = PROMPT) -> WorkAhead:
-    tree = drafter.open_drawing(tokens, sampling, 2)
-    return WorkAhead(tree, (), POLICIES["best-first"], Calibration(), tree)
+    return WorkAhead(drafter.open(tokens, sampling, cached=2), (), POLICIES["best-first"], Calibration())
 
 
 def same(q: SparseQ | None, other: SparseQ | None) -> bool:
@@ -148,7 +145,6 @@ def test_a_drawing_drafter_tells_q_for_residual_sampling_alone(drafter: MlxDraft
 @pytest.mark.parametrize("kind", [Branches, Drafted])
 def test_a_drafter_that_cannot_draw_tells_none(kind: type[Message]) -> None:
     replay = ReplayDrafter(Script(((*PROMPT, *range(64)),), (0.7,), (0.5,), 64))
-    assert not isinstance(replay, DrawingDrafter)
     messages = said(replay, SAMPLING, kind)
     assert messages and all(message.q is None for message in messages)
 

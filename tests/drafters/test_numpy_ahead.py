@@ -10,17 +10,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.continuation import Continuation
-from outrider.drafters.draft_batcher import DraftBatcher
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import BranchTask
-from outrider.drafters.heads import ahead, kv_rows
+from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import GuessingHead
-from outrider.drafters.heads.kv_rows import HostKVRows
+from outrider.drafters.heads.kv_rows import PairKVRows
 from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.pair_kv_cache import NumpyHead
-from outrider.drafters.work_ahead import WorkAhead
+from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
+from outrider.engine import numpy_net
+from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.numpy_net import MOST_ROWS
 from outrider.protocol.errors import OutriderError
@@ -49,13 +48,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many pairs each forward of numpy's was of."""
-    counts, plain = list[int](), NumpyHead.rows
+    counts, plain = list[int](), NumpyHead.hidden
 
-    def rows(self: NumpyHead, tokens: Any, *rest: Any) -> Any:
+    def hidden(self: NumpyHead, tokens: Any, *rest: Any) -> Any:
         counts.append(len(tokens))
         return plain(self, tokens, *rest)
 
-    monkeypatch.setattr(NumpyHead, "rows", rows)
+    monkeypatch.setattr(NumpyHead, "hidden", hidden)
     return counts
 
 
@@ -65,7 +64,7 @@ class Played:
     def __init__(self, head: GuessingHead, target: LoadedModel, numpy: NumpyHead | None, temp: float) -> None:
         draws = np.random.default_rng(1)
         drafter = AheadHead(head, "mtp", target.vocab_size, numpy=numpy)
-        self.together, self.texts = DraftBatcher(drafter), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
+        self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.heard = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
         self.rows = np.array(head.fuse(mx.array(raw, mx.float32)))
@@ -113,7 +112,7 @@ class Played:
 def test_numpy_prepares_what_mlx_prepares(target: LoadedModel, fed: list[int], made: Made, temp: float) -> None:
     """Hits, misses, rows that come late, a text too long for numpy to read."""
     head = made(target)
-    numpy = host_of(head, target, ahead.agrees)
+    numpy = host_of(head, target)
     assert numpy is not None
     fed.clear()
     by_numpy = Played(head, target, numpy, temp)
@@ -134,14 +133,20 @@ def test_wrong_trees_are_caught_at_load(
     target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Made, wrong: str
 ) -> None:
     if wrong == "seen":
-        monkeypatch.setattr(kv_rows, "hidden", lambda seen: None)
+        mask = numpy_net.hidden
+
+        def all_before(seen: Any) -> Any:
+            return mask(np.tri(*seen.shape, seen.shape[1] - seen.shape[0], dtype=np.bool_))
+
+        monkeypatch.setattr(numpy_net, "hidden", all_before)
     else:
-        monkeypatch.setattr(HostKVRows, "keep", lambda self, prefix, columns: self.renumber(prefix, columns))
-    assert host_of(made(target), target, ahead.agrees) is None
+        plain = FlatCache.gather
+        monkeypatch.setattr(FlatCache, "gather", lambda self, *rest: None if self._host else plain(self, *rest))
+    assert host_of(made(target), target) is None
 
 
 def test_other_heads_are_left_to_mlx(target: LoadedModel) -> None:
-    assert host_of(recurrent_head(target), target, ahead.agrees) is None
+    assert host_of(recurrent_head(target), target) is None
 
 
 def test_a_loaded_head_is_numpys(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
@@ -150,4 +155,4 @@ def test_a_loaded_head_is_numpys(target: LoadedModel, fed: list[int], tmp_path: 
     drafter = AheadHead.load("eagle3", str(folder), str(target.folder), lambda stage: None)
     assert fed
     tree = drafter.open([1, 2, 3], SamplingParams())
-    assert isinstance(tree, HeadTree) and isinstance(tree.kv_rows, HostKVRows)
+    assert isinstance(tree, HeadTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy

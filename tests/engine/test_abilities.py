@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 
 from outrider.engine import load_checks as module
-from outrider.engine.cache import LengthCache
+from outrider.engine.flat import FlatCache
 from outrider.engine.load_checks import abilities, tree_form
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft, ModelError
@@ -87,12 +87,12 @@ def test_a_cache_that_is_wrong_only_past_the_window_is_found_out(
     model = loaded("gemma3_text", sliding_window=window)
     assert not abilities(unknown(model)).own_caches
 
-    sound = LengthCache.make_mask
+    sound = FlatCache.make_mask
 
-    def one_too_many(cache: LengthCache, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+    def one_too_many(cache: FlatCache, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         return sound(cache, n, return_array, window_size and window_size + 1)
 
-    monkeypatch.setattr(LengthCache, "make_mask", one_too_many)
+    monkeypatch.setattr(FlatCache, "make_mask", one_too_many)
     assert abilities(unknown(model)).own_caches
 
 

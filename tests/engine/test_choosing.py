@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine.noise import GREATEST, gumbel_numpy
-from outrider.engine.sampling import Sampler
+from outrider.engine.sampling import GREATEST, Sampler, gumbel_numpy
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
 

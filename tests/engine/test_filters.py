@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.engine import sampling
+from outrider.engine import steps
 from outrider.engine.sampling import warp
 from outrider.protocol.sampling import SamplingParams
 
@@ -31,7 +31,7 @@ from outrider.protocol.sampling import SamplingParams
 def test_the_same_tokens_with_the_same_scores(vocab_size: int, spread: float, changes: dict) -> None:
     logits = (np.random.default_rng(1).standard_normal((6, vocab_size)) * spread).astype(np.float32)
     params = SamplingParams(temp=0.7, seed=1, **changes)
-    theirs, ours = np.array(warp(mx.array(logits), None, params)), sampling.filtered(logits, params)
+    theirs, ours = np.array(warp(mx.array(logits), None, params)), steps.filtered(logits, params)
     for own, mlx in zip(ours, theirs, strict=True):
         kept = np.isfinite(mlx)
         # A token whose cumulative mass is within rounding of the border may fall on either side.
@@ -44,5 +44,5 @@ def test_the_same_tokens_with_the_same_scores(vocab_size: int, spread: float, ch
 def test_ties_at_the_border_stay_together() -> None:
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], dtype=np.float32))
     params = SamplingParams(temp=1.0, seed=1, top_p=0.5)
-    assert np.isfinite(sampling.filtered(logits, params)).all()
+    assert np.isfinite(steps.filtered(logits, params)).all()
     assert np.isfinite(np.array(warp(mx.array(logits), None, params))).all()

@@ -138,9 +138,9 @@ def test_a_file_is_refused(tiny_model: TinyModel) -> None:
 
 
 def test_limits_leave_room_and_never_pass_the_recommended() -> None:
-    small = memory.plan_limits(2**30, 96 * 2**30)
-    assert 2**30 < small.wired < 8 * 2**30
-    assert memory.plan_limits(95 * 2**30, 96 * 2**30).wired == 96 * 2**30
+    small = memory.wired_limit(2**30, 96 * 2**30)
+    assert 2**30 < small < 8 * 2**30
+    assert memory.wired_limit(95 * 2**30, 96 * 2**30) == 96 * 2**30
 
 
 @pytest.mark.parametrize("compiler", ["none", "broken"])

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.engine import memory
-from outrider.engine.memory import PeakMemory, give_back
+from outrider.engine import memory, pace
+from outrider.engine.memory import give_back
+from outrider.engine.pace import PeakMemory
 
 PAGE = 4096
 
@@ -34,7 +35,7 @@ def test_it_is_given_back_after_some_texts_once_none_runs_and_after_many_in_any_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[int] = []
-    monkeypatch.setattr(memory, "give_back", lambda: given.append(number))
+    monkeypatch.setattr(pace, "give_back", lambda: given.append(number))
     held = PeakMemory()
     for number in range(200):
         held.ended(idle=number % 100 == 99)

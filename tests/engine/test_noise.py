@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine import noise
-from outrider.engine.noise import Purpose, gumbel, gumbel_numpy, stream
+from outrider.engine import sampling as noise
+from outrider.engine.sampling import Purpose, gumbel, gumbel_numpy, stream
 
 KNOWN = [
     # seed, position, token, 24-bit integer, G

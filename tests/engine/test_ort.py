@@ -28,9 +28,9 @@ from outrider.engine.ort.graph import Affine, Layout, build
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 from outrider.protocol.worker_link import CPU_KERNELS
 from tests.tiny import FAMILIES
 

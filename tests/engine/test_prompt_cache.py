@@ -10,11 +10,10 @@ import pytest
 
 from outrider.engine.cache import first_rows
 from outrider.engine.kv_cache import CacheSlot, Feed
-from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.load_checks import Form, open_kv_cache, open_tree, tree_cost, tree_form
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.sampling import SamplingParams

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from outrider.engine.kv_transfer import FillableKVRows, KeysValues, PromptReader, ReadingFault
+from outrider.engine.kv_rows import DenseKVRows
+from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 
 
-class Watched(FillableKVRows):
+class Watched(DenseKVRows):
     """Columns that note what they are told."""
 
     def __init__(self, reader: PromptReader) -> None:

@@ -21,9 +21,8 @@ import scipy
 from outrider.engine import residual
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel
-from outrider.engine.noise import Purpose, stream
 from outrider.engine.residual import Draws, Keys, ResidualSampler, draw
-from outrider.engine.sampling import Sampler, warp
+from outrider.engine.sampling import Purpose, Sampler, stream, warp
 from outrider.engine.verify import verify
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams

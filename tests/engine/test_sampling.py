@@ -8,8 +8,7 @@ import pytest
 import scipy
 from mlx_lm.sample_utils import make_logits_processors
 
-from outrider.engine.noise import gumbel_numpy
-from outrider.engine.sampling import Sampler, warp
+from outrider.engine.sampling import Sampler, gumbel_numpy, warp
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 

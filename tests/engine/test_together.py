@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.loading import LoadedModel
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
-from outrider.engine.tree_feed import TreeFeed
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import TreeFeed
 
 Loaded = Callable[..., LoadedModel]
 KINDS = (
@@ -42,7 +41,7 @@ def planted(model: LoadedModel, form: Callable[..., Any]) -> list[Tree]:
     trees = []
     for number, params in enumerate(KINDS):
         sampler = Sampler(params, model.vocab_size, normalised=False)
-        draws = Draws.of(params, 2) if params.is_residual else None
+        draws = Draws.of(params, 2)
         prompt = [2 + (7 + number) * i % 250 for i in range(5 + 13 * number)]
         trees.append(Tree(form(model), sampler, model.context_length, prompt, draws=draws))
     return trees

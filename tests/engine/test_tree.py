@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import scipy
 
-from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows
+from outrider.engine.kv_rows import DenseKVRows, JointKVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.load_checks import open_slots, open_tree, tree_form
 from outrider.engine.loading import LoadedModel
-from outrider.engine.recurrent_rows import RecurrentKVRows
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.engine.verify import verify
@@ -318,7 +317,7 @@ def test_a_model_that_ignores_the_tree_is_found_out(loaded: Loaded, monkeypatch:
     """Without the mask nothing works; without a position for each token, a row for each token still does."""
     model = replace(loaded("llama", seed=77), cpu=None)
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.engine.kv_rows.TreeAttentionMetadata.mask", lambda *_: None)
+        patch.setattr("outrider.engine.flat.FlatAttentionMetadata.mask", lambda *_: None)
         with pytest.raises(ModelError, match="choose another"):
             tree_form(model)
     for layer in model.model.layers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.draft_worker.worker import DraftWorker
-from outrider.drafters.drafter import Drafter, DrawingDrafter, TokenTree
+from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.heads.ahead import AheadHead
 from outrider.drafters.heads.drafter import HeadDrafter
@@ -95,14 +95,6 @@ class WatchedDrafter:
         return getattr(self._inner, name)
 
 
-class WatchedDrawing(WatchedDrafter):
-    """The same of a drafter that can draw."""
-
-    def open_drawing(self, *arguments: Any) -> TokenTree:
-        self.trees.append(self._inner.open_drawing(*arguments))  # type: ignore[attr-defined]
-        return self.trees[-1]
-
-
 @dataclass(frozen=True, slots=True)
 class Round:
     """A verify of `chain`, a tree with `parents`, from `source`, after `base_len` tokens, by the rule `kind` names."""
@@ -166,7 +158,7 @@ class Cluster(HonestWorkers):
         self.target = self._new_target()
         self._watched: WatchedDrafter | None = None
         if drafter is not None:
-            self._watched = WatchedDrawing(drafter) if isinstance(drafter, DrawingDrafter) else WatchedDrafter(drafter)
+            self._watched = WatchedDrafter(drafter)
         self._draft_worker = self._new_drafter()
         self.after_draft = after_draft
         self._told: list[ToFront] = []

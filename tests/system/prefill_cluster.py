@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.engine.loading import LoadedModel
-from outrider.prefill_worker.readers import MlxReader
-from outrider.prefill_worker.worker import PrefillWorker
+from outrider.prefill_worker.worker import MlxReader, PrefillWorker
 from outrider.protocol.messages import KvMemory, Message, PromptKv
 from tests.system.cluster import Cluster
 from tests.system.links import FakeLink, Idle, through_the_codec

@@ -92,7 +92,8 @@ def distance(head: DFlash, tree: BlockTree, rows: np.ndarray[Any, Any]) -> float
     assert isinstance(fresh, BlockTree)
     fresh.add_features(0, rows)
     apart = 0.0
-    for mine, theirs in zip(tree.kv_rows.layers, fresh.kv_rows.layers, strict=True):
-        for own, fed in zip(mine.saved(len(rows)), theirs.saved(len(rows)), strict=True):
+    texts = [each.kv_rows.kv_cache.save(each.kv_rows.sequence, len(rows)) for each in (tree, fresh)]
+    for mine, theirs in zip(*(text.layers for text in texts), strict=True):
+        for own, fed in zip(mine, theirs, strict=True):
             apart = max(apart, float(mx.abs(own - fed).max().item()))
     return apart

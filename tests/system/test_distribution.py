@@ -16,7 +16,7 @@ import pytest
 
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine import sampling
-from outrider.engine.noise import gumbel_numpy
+from outrider.engine.sampling import gumbel_numpy
 from outrider.protocol.sampling import SamplingParams
 from tests.system.cluster import AMPLE, MIXED, SLOW, Cluster, Run, Schedule
 from tests.system.markov import markov, p_values

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads import ahead
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import PairHead, StepHead
 from outrider.drafters.heads.load import host_of
@@ -129,7 +128,7 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
 ) -> None:
     """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
     head = made(target)
-    numpy = host_of(head, target, ahead.agrees) if by_numpy else None
+    numpy = host_of(head, target) if by_numpy else None
     assert (numpy is not None) == by_numpy
     told: dict[int, np.ndarray[Any, Any]] = {}
     seen: set[int] = set()
@@ -168,9 +167,9 @@ def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[A
     fresh.hidden([PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
     columns = [*range(tree._layout.prefix), *tree._recent]
     apart = 0.0
-    for leaf, true in zip(tree.kv_rows.leaves, fresh._caches, strict=True):
-        for mine, theirs in zip((leaf.keys, leaf.values), true.saved(len(text) - 1), strict=True):
-            assert mine is not None
+    kept = tree.kv_rows.kv_cache.save(tree.kv_rows.sequence, max(columns) + 1)
+    for own, true in zip(kept.layers, fresh._layers, strict=True):
+        for mine, theirs in zip(own, true.saved(len(text) - 1), strict=True):
             apart = max(apart, float(mx.abs(mx.take(mine, mx.array(columns), axis=2) - theirs).max().item()))
     return apart
 

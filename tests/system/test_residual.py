@@ -16,6 +16,7 @@ import pytest
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.mlx import MlxDrafter
+from outrider.engine.load_checks import open_tree
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import BatchForward, VerifyInput, begin
 from outrider.protocol.messages import Branches, Drafted, Message, Verify
@@ -39,17 +40,15 @@ PROMPT = [0, 1, 2, 3, 1, 0, 2]
 
 
 class Certain:
-    """A drafter that can't draw: it says what it thinks best."""
+    """A drafter that can't draw and proposes its best tokens."""
 
     def __init__(self, inner: MlxDrafter) -> None:
         self._inner = inner
 
-    def open(self, *arguments: Any) -> TokenTree:
-        return self._inner.open(*arguments)
+    def open(self, tokens: Sequence[int], sampling: SamplingParams, *_: Any) -> TokenTree:
+        return open_tree(self._inner.model, tokens, sampling)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "open_drawing":
-            raise AttributeError(name)
         return getattr(self._inner, name)
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.continuation import Continuation
+from outrider.drafters.growth import Continuation
 from outrider.drafters.heads.drafter import MOST_WAITING, FeatureFollower, HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import agreement

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.continuation import Continuation
+from outrider.drafters.growth import Continuation
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
