@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from outrider.protocol.errors import OutriderError
 ROOT = Path(__file__).parents[1]
 FOLDER = "OUTRIDER_ROUND_FILES"
 BUCKET_S = 0.05
+LAST_REPORT_S = 20.0
 
 HOOK = f'''
 import atexit, json, os, sys, threading, time
@@ -79,6 +81,9 @@ def traced(folder: Path) -> dict[str, list[str]]:
     if done.returncode:
         raise OutriderError(f"the traced program failed: {done.stderr.strip()[-2000:]}")
     begin, end = (int(at / BUCKET_S) for at in json.loads((folder / "window").read_text()))
+    deadline = time.monotonic() + LAST_REPORT_S
+    while len(list(folder.glob("*.json"))) <= len(ROLES) and time.monotonic() < deadline:
+        time.sleep(BUCKET_S)  # workers end shortly after the program
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text())
