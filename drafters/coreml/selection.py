@@ -15,7 +15,6 @@ import json
 import logging
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,6 +30,7 @@ from outrider.drafters.coreml.layout import read as read_architecture
 from outrider.drafters.coreml.package import Package
 from outrider.drafters.coreml.runtimes import os_build
 from outrider.drafters.coreml.trial import Trial
+from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -140,11 +140,7 @@ def read(file: Path, parse: Callable[[Any], Row]) -> list[Row]:
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
     """Writes `rows` atomically: a concurrent reader gets either the old rows or the new ones."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as folder:
-        partial = Path(folder, file.name)
-        partial.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        partial.replace(file)
+    replace_file(file, json.dumps(rows, indent=1))
 
 
 def _tried(fields: dict[str, Any]) -> Tried:

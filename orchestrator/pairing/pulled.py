@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from outrider.orchestrator.pairing.gguf import anew, packed
-from outrider.protocol.digest import CACHE, cache_folder
+from outrider.protocol.digest import CACHE, cache_folder, replace_file
 from outrider.protocol.errors import ModelError
 
 SHARED = "target"
@@ -220,10 +220,7 @@ def content_hash(path: Path) -> str:
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from None
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=note.parent, prefix=".unfinished-") as folder:
-            Path(folder, note.name).write_text(digest)
-            Path(folder, note.name).rename(note)
+        replace_file(note, digest)
     except OSError as error:
         raise _refused(error) from None
     return digest
