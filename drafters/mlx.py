@@ -40,7 +40,7 @@ class MlxDrafter:
         Raises:
             ModelError: there is no such model, or no tree of it is exact.
         """
-        model = load(path, progress=progress, trees=True)
+        model = load(path, progress=progress)
         tree_form(model)
         return cls(model, reader, "" if reader is None else reader.note)
 

@@ -37,7 +37,6 @@ from outrider.engine.flat import (
     Ints,
     NodeSegment,
     Segment,
-    one_column,
 )
 from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel
@@ -157,12 +156,7 @@ class TreeRows(FlatRows):
 
     def by_ort(self, cpu: OrtForward, tokens: Ints, segments: Sequence[Segment], wanted: int) -> Floats:
         """Feeds tokens [T] by ONNX Runtime. Returns the logits [wanted, V] of the first `wanted` of them."""
-        reach = cpu.room(segments)
-        layers = [
-            cache.on_host(*reach, one_column(shape.kv_heads, shape.width, cpu.kv_dtype))
-            for cache, shape in zip(self._layers, cpu.shapes, strict=True)
-        ]
-        return cpu(tokens, segments, layers, np.arange(wanted))["logits"]
+        return cpu(tokens, segments, cpu.buffers(self._layers, segments), np.arange(wanted))["logits"]
 
 
 _rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, TreeRows]] = defaultdict(WeakKeyDictionary)
@@ -270,7 +264,7 @@ class OrtKVRows(DenseKVRows):
 
     def __init__(self, model: LoadedModel) -> None:
         """Raises ModelError if ONNX Runtime does not compute this model's trees."""
-        if model.cpu is None or not model.cpu.masked:
+        if model.cpu is None:
             raise ModelError("ONNX Runtime does not compute trees of this model")
         super().__init__(model)
         self._cpu = model.cpu

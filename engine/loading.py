@@ -118,11 +118,10 @@ def load(
     *,
     progress: Callable[[str], None] | None = None,
     ranks: Ranks | None = None,
-    trees: bool = False,
 ) -> LoadedModel:
     """Loads a model from a local directory or, by its id, from Hugging Face (offline mode respected).
 
-    With `ranks` each rank loads its part, and `weight_bytes` counts this part. `trees`: the model drafts.
+    With `ranks` each rank loads its part, and `weight_bytes` counts this part.
 
     Raises:
         ModelError: there is no such path or id, it holds no model, or mlx-lm does not have its architecture.
@@ -134,7 +133,7 @@ def load(
     parameters = get_total_parameters(model)
     forward = None
     if mx.default_device().type == mx.cpu:
-        forward = _by_ort(path, model, config["model_type"], trees) if ranks is None else None
+        forward = _by_ort(path, model, config["model_type"]) if ranks is None else None
         if forward is None:
             report("converting to float32")
             model = _to_float32(model, parameters)
@@ -277,11 +276,10 @@ def _reduced(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     return Reduced, llama.ModelArgs
 
 
-def _by_ort(path: Path, model: nn.Module, model_type: str, trees: bool) -> OrtForward | None:
+def _by_ort(path: Path, model: nn.Module, model_type: str) -> OrtForward | None:
     """Returns the forwards by ONNX Runtime, or None. MLX's weights then stay in their files until they are used."""
     model.set_dtype(mx.float32)
-    quantised = any(hasattr(module, "scales") for module in model.modules())
-    forward = ort.serve(model, model_type, trees or not quantised, path)
+    forward = ort.serve(model, model_type, path)
     if forward is not None:
         again, _ = _read(path)
         again.set_dtype(mx.float32)

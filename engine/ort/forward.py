@@ -82,11 +82,11 @@ class Embedding:
 class OrtForward:
     """A model's sessions. `quantised`: activations are rounded to 8 bits. `least`: rows that forwards are padded to."""
 
-    def __init__(self, model: nn.Module, model_type: str, masked: bool, cached: CachedGraph | None = None) -> None:
+    def __init__(self, model: nn.Module, model_type: str, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute the model."""
         layout = Layout.of(model)
         self._sessions = Sessions.open(partial(build, model, layout), cached)
-        self.masked, self._group = masked, layout.group
+        self._group = layout.group
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
         self.kv_dtype = layout.kv_dtype
@@ -150,6 +150,14 @@ class OrtForward:
         """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
         columns = max(part.start + _queries(part, self._group) for part in parts)
         return max(part.row for part in parts) + 1, columns
+
+    def buffers(self, caches: Sequence[FlatCache], parts: Sequence[Segment]) -> Layers:
+        """Returns the buffers of these caches, one for each layer, with room for a forward of these segments."""
+        reach = self.room(parts)
+        return [
+            cache.on_host(*reach, one_column(shape.kv_heads, shape.width, self.kv_dtype))
+            for cache, shape in zip(caches, self.shapes, strict=True)
+        ]
 
     def _binding(self, session: Any, layers: Layers, first: int, stop: int, tapped: tuple[int, ...]) -> Any:
         """Returns a session's binding of these rows' keys and values; a new one if a buffer has moved or grown.
@@ -302,12 +310,7 @@ class OrtFlat:
         for first, own in _runs(segments):
             end = first + sum(segment.count for segment in own)
             here = np.flatnonzero((places >= first) & (places < end))
-            reach = self._forward.room(own)
-            layers = [
-                cache.on_host(*reach, one_column(shape.kv_heads, shape.width, self._forward.kv_dtype))
-                for cache, shape in zip(caches, self._forward.shapes, strict=True)
-            ]
-            wide = all_cores or own[0].long
+            layers, wide = self._forward.buffers(caches, own), all_cores or own[0].long
             results = self._forward(tokens[first:end], own, layers, places[here] - first, tapped, wide)
             logits[here] = results["logits"]
             for layer in tapped:
@@ -358,12 +361,11 @@ _EXACT, _ROUNDED = 1e-3, 0.5  # allowed root mean square, in deviations of the l
 _WIDE, _NEIGHBOUR = 11, 3
 
 
-def serve(model: nn.Module, model_type: str, masked: bool, folder: Path) -> OrtForward | None:
+def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
     """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
 
     Args:
         model: its parameters may be lazy; quantised ones stay quantised.
-        masked: trees of drafts will be fed.
         folder: the model's files, by which its graph is kept on disk.
 
     Raises:
@@ -379,13 +381,14 @@ def serve(model: nn.Module, model_type: str, masked: bool, folder: Path) -> OrtF
         return None
     try:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
-            cached = CachedGraph.of(folder, f"{model_type} {masked}")
-            forward = OrtForward(model, model_type, masked, cached)
-            if cached.least is None:
+            cached = CachedGraph.of(folder)
+            forward = OrtForward(model, model_type, cached)
+            least = cached.least
+            if least is None:
                 check(model, forward)
                 cached.passed(forward.least)
             else:
-                forward.least = cached.least
+                forward.least = least
             return forward
     except ModelError as error:
         log.warning("MLX computes this %s model: %s", model_type, first_line(error))

@@ -24,9 +24,8 @@ from typing import Any
 
 import onnxruntime as ort
 
-from outrider.engine.ort import graph
 from outrider.engine.ort.graph import Graph
-from outrider.protocol.digest import cache_folder, digest
+from outrider.protocol.digest import cache_folder, digest, replace_file
 from outrider.protocol.errors import ModelError, first_line
 from outrider.protocol.worker_link import DRAFTER_CORE
 
@@ -85,11 +84,11 @@ class CachedGraph:
     folder: Path
 
     @classmethod
-    def of(cls, model: Path, kind: str) -> CachedGraph:
-        """Returns the place of the graph of `kind` of the model in this folder."""
-        code = [Path(file).read_text(encoding="utf-8") for file in (graph.__file__, __file__)]
+    def of(cls, model: Path) -> CachedGraph:
+        """Returns the place of the graph of the model in this folder."""
+        code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))]
         state = json.dumps([digest(model), code, kernels(), threads(), drafter_core() is None])
-        return cls(cache_folder() / "graphs" / _short(f"{model.resolve()} {kind}") / _short(state))
+        return cls(cache_folder() / "graphs" / _short(os.fspath(model.resolve())) / _short(state))
 
     @property
     def file(self) -> str:
@@ -134,7 +133,7 @@ class CachedGraph:
         """Records that the graph has passed the check."""
         if self.exists:
             with suppress(OSError):
-                (self.folder / _CHECKED).write_text(json.dumps({"least": least}))
+                replace_file(self.folder / _CHECKED, json.dumps({"least": least}))
 
 
 def _opened(source: bytes | str, weights: dict[str, Any] | None, core: int | None = None) -> Any:

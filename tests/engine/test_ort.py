@@ -46,8 +46,8 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
     """`quantised(family, bits, group, kind)`: "uneven" biases are no integer multiples of the scales, as in GGUF."""
     models: dict[Any, LoadedModel] = {}
 
-    def get(family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native", trees: bool = False) -> Any:
-        key = family, bits, group, kind, trees
+    def get(family: str = "llama", bits: int = 4, group: int = 32, kind: str = "native") -> Any:
+        key = family, bits, group, kind
         if key not in models:
             source = tiny_model(family)
             model, config = load_model(source)
@@ -62,7 +62,7 @@ def quantised(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
             path = tmp_path_factory.mktemp(f"{family}{bits}")
             mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
             (path / "config.json").write_text(json.dumps(config))
-            models[key] = load(path, trees=trees)
+            models[key] = load(path)
         return models[key]
 
     return get
@@ -128,7 +128,7 @@ def test_every_form_of_affine_weights_has_its_own_biases(
     if kind == "uneven":  # rounded zero points alone are another model
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
-        wrong = ort_forward.OrtForward(model.model, "llama", False)
+        wrong = ort_forward.OrtForward(model.model, "llama")
         found = forward.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
@@ -165,7 +165,7 @@ def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bit
 
 def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
     """A token that is fed alone is padded to two rows, so it wants one column more than it has positions."""
-    made = OrtForward(loaded("llama").model, "llama", masked=False)
+    made = OrtForward(loaded("llama").model, "llama")
     end = len(made._angles[0][0])
     _, columns = made.room([Segment(0, 0, end)])
     buffers = [[np.zeros((1, like.kv_heads, columns, like.width), np.float32)] * 2 for like in made.shapes]
@@ -257,7 +257,7 @@ def test_hidden_rows_are_the_model_s(loaded: Loaded, points: HiddenStatePoints) 
 def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> None:
     """What a forward returned is its reader's, whatever the next one over the same buffers is asked for."""
     model = loaded("llama")
-    forward = OrtForward(model.model, model.model_type, masked=False)
+    forward = OrtForward(model.model, model.model_type)
     layers = [
         tuple(np.zeros((1, shape.kv_heads, 64, shape.width), np.float32) for _ in range(2)) for shape in forward.shapes
     ]
@@ -271,7 +271,7 @@ def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> Non
 def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
     """Layers' buffers grow one after the other, so one may lie where a smaller one lay."""
     model = loaded("llama")
-    forward = OrtForward(model.model, model.model_type, masked=False)
+    forward = OrtForward(model.model, model.model_type)
     memory = [np.zeros(2 * 64 * shape.kv_heads * shape.width, np.float32) for shape in forward.shapes for _ in range(2)]
 
     def layers(columns: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -316,7 +316,7 @@ def test_a_tree_says_what_mlx_says(loaded: Loaded, family: str) -> None:
 
 def test_trees_that_end_leave_their_rows_to_others(quantised: Quantised) -> None:
     """What a row held before says nothing in the next text."""
-    model = quantised(trees=True)
+    model = quantised()
     assert tree_form(model) is OrtKVRows
 
     def tree(tokens: Sequence[int]) -> Tree:
