@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Any
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
-from outrider.protocol.digest import replace_file
 from outrider.protocol.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -145,8 +145,12 @@ def save(tuning: Tuning, path: Path) -> None:
 def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
     """Replaces the file's records atomically; `after` is the `digest` of the file that they began from. Raises
     OSError."""
-    fields = {"format": FORMAT, "after": after, "tunings": [asdict(record) for record in records]}
-    replace_file(path, json.dumps(fields, indent=1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as temporary:
+        written = Path(temporary, path.name)
+        fields = {"format": FORMAT, "after": after, "tunings": [asdict(record) for record in records]}
+        written.write_text(json.dumps(fields, indent=1))
+        os.replace(written, path)
 
 
 def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
