@@ -6,7 +6,6 @@
 #
 # Uses a temporary folder, which is removed at the end. The exit code is that of the first failed step.
 set -euo pipefail
-export OUTRIDER_MODEL=tiny
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 quick=""
@@ -23,7 +22,8 @@ clean_up() {
     rm -rf "$folder"
 }
 trap clean_up EXIT
-unset PYTHONPATH
+unset PYTHONPATH OUTRIDER_MODEL
+export OUTRIDER_CACHE="$folder/cache"
 
 # step TITLE COMMAND...: runs a command; prints its last lines if it failed, else its time.
 step() {
@@ -76,11 +76,11 @@ refused() {
 }
 
 told_what_is_missing() {
-    refused "pip install 'outrider[serve]', or --no-http" outrider serve
-    if [ "$(uname -s)" = Linux ]; then
-        refused "pip install 'outrider[cpu]'" outrider generate --prompt x
-        refused "pip install 'outrider[cpu]'" outrider bench
-    fi
+    refused "pip install '.[serve]'" outrider serve || return 1
+    refused "comes with a clone" outrider generate --model tiny --prompt x || return 1
+    [ "$(uname -s)" = Linux ] || return 0
+    refused "pip install '.[cpu]'" outrider generate --prompt x || return 1
+    refused "pip install '.[cpu]'" outrider bench
 }
 
 # A user's directory with files named like our packages, which end a process that imports them.
@@ -136,6 +136,7 @@ step "version" outrider --version
 step "what is missing is told" told_what_is_missing
 step "the extras" install_extras
 step "completion" outrider completion bash
+step "pull" outrider pull
 step "doctor" outrider doctor
 step "pairs" outrider pairs
 step "worker --help" outrider worker --help
@@ -147,5 +148,5 @@ step "mypy --strict" check_types
 if [ -z "$quick" ]; then
     step "bench" outrider bench --prompts 2 --max-tokens 16 --depths 3 --temps 0
     step "overlap" outrider overlap --rounds 10
-    step "tune" env XDG_CACHE_HOME="$folder/cache" outrider tune
+    step "tune" outrider tune
 fi

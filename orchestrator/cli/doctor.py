@@ -14,7 +14,7 @@ from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.model_files import DEFAULT, VARIABLE, embedded_pair, find_model, is_here, kind_of
+from outrider.orchestrator.pairing.model_files import DEFAULT, TINY, VARIABLE, embedded_pair, find_model, is_here, kind_of
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _default_draft() -> str:
-    """Returns the draft of the default model, or the embedded one where that would need a download."""
+    """Returns the draft of the default model; the embedded one if there is one and the default would be downloaded."""
     model = os.environ.get(VARIABLE) or DEFAULT
-    pair = choose_pair(ServeSettings()) if is_here(model) else None
+    pair = choose_pair(ServeSettings()) if is_here(model) or not is_here(TINY) else None
     return str(pair.draft.folder) if pair is not None and pair.draft is not None else embedded_pair()[1]
 
 

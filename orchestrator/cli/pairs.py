@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from outrider.orchestrator.pairing.model_files import DEFAULT, ModelFiles, embedded_pair, find_model
+from outrider.orchestrator.pairing.model_files import DEFAULT, TINY, ModelFiles, embedded_pair, find_model, is_here
 from outrider.orchestrator.pairing.pulled import PULLED, PulledModel
 from outrider.orchestrator.pairing.tokenizer import compare, load_codec
 from outrider.protocol.errors import InvalidRequest, ModelError
@@ -96,14 +96,12 @@ def _listing() -> str:
     for pair in KNOWN_PAIRS:
         sizes = f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)"
         lines += [f"{pair.target:52}{sizes}", f"  + {pair.draft:48}{pair.note}".rstrip()]
-    target, draft = embedded_pair()
     lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_to_pull, PULLED.values())]
+    if is_here(TINY):
+        target, draft = embedded_pair()
+        lines += ["", "embedded, a tiny pair for tests (--model tiny):", f"  {target}", f"  + {draft}"]
     return "\n".join([
         *lines,
-        "",
-        "embedded, a tiny pair for tests (--model tiny):",
-        f"  {target}",
-        f"  + {draft}",
         "According to their publishers, each pair shares a tokenizer;",
         "`outrider pairs TARGET DRAFT` compares the vocabularies of any two models.",
     ])  # fmt: skip

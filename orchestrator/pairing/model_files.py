@@ -30,7 +30,7 @@ EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
 """Holds a folder for each kind of head that comes with the embedded target."""
 
 TINY = "tiny"
-"""The name of the embedded pair."""
+"""The name of the embedded pair, which is part of a checkout, not of the installed package."""
 DEFAULT = "smollm2"
 """The default model."""
 VARIABLE = "OUTRIDER_MODEL"
@@ -79,19 +79,27 @@ def find_model(name: str, weights: bool = True, keep_precision: bool = False) ->
 
 
 def default_model() -> tuple[str, str | None]:
-    """Returns the default model's name, and a note if it is the tiny one because the default can't be downloaded."""
+    """Returns the default model's name, and a note if it is the tiny one because the default can't be downloaded.
+
+    Raises:
+        ModelError: the default can't be downloaded, and this installation has no tiny pair.
+    """
     named = os.environ.get(VARIABLE)
     if named:
         return named, None
     try:
         return find_model(DEFAULT, weights=False).name, None
     except ModelError as error:
+        if not is_here(TINY):
+            raise
         return TINY, f"{error}; {_INSTEAD}"
 
 
 def is_here(name: str) -> bool:
     """Returns whether `name` is a path on this machine, or a named model whose files are here."""
-    return name == TINY or (PULLED[name].is_here if name in PULLED else Path(name).expanduser().exists())
+    if name == TINY:
+        return (EMBEDDED_TARGET / "config.json").is_file()
+    return PULLED[name].is_here if name in PULLED else Path(name).expanduser().exists()
 
 
 def is_gguf(path: Path) -> bool:
@@ -126,9 +134,8 @@ def embedded_pair() -> tuple[str, str]:
     Raises:
         ModelError: this installation has no embedded pair.
     """
-    for folder in (EMBEDDED_TARGET, EMBEDDED_DRAFT):
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"the tiny pair is not at {folder}; name a model (--model), or reinstall outrider")
+    if not is_here(TINY):
+        raise ModelError("the tiny pair for tests comes with a clone of the repository only; name another --model")
     return str(EMBEDDED_TARGET), str(EMBEDDED_DRAFT)
 
 

@@ -18,8 +18,8 @@ import pytest
 import outrider
 
 ROOT = Path(__file__).parents[2]
-PAIR = {f"outrider/models/{role}/{name}" for role in ("target", "draft")
-        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")}  # fmt: skip
+DRAFT = Path("models/smollm2/draft")
+LARGEST = 12_000_000  # bytes of the wheel
 LEFT_OUT = shutil.ignore_patterns(".*", "*.safetensors", "__pycache__", "*.egg-info", "build", "dist", "out")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2])"
 
@@ -43,8 +43,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], 
     """What is in the wheel of the checkout, and in that of its sdist."""
     folder = tmp_path_factory.mktemp("package")
     tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=LEFT_OUT)
-    for role in ("target", "draft"):
-        (tree / "models" / role / "model.safetensors").touch()
+    (tree / DRAFT / "model.safetensors").touch()
     sdist = build("sdist", tree, folder / "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
@@ -57,13 +56,22 @@ def test_one_name_goes_into_site_packages(wheels):
     assert {name for name in names if not name.endswith(".dist-info")} == {"outrider"}
 
 
-def test_the_pair_its_licence_the_prompts_the_profiles_the_page_and_the_types_are_there(wheels):
+def test_the_default_models_draft_the_prompts_the_profiles_the_page_and_the_types_are_there(wheels):
     found, bench = set(wheels[0]), ROOT / "bench"
     texts = {f"outrider/bench/{path.relative_to(bench)}" for folder in ("prompts", "profiles")
              for path in (bench / folder).rglob("*.*")}  # fmt: skip
     page = {f"outrider/server/page/{path.name}" for path in (ROOT / "server" / "page").iterdir()}
-    assert len(page) > 3 and not (PAIR | texts | page | {"outrider/py.typed"}) - found
-    assert any(name.endswith("licenses/models/LICENSE-PSF") for name in found)
+    draft = {f"outrider/{DRAFT / name}" for name in ("config.json", "model.safetensors", "training.json")}
+    assert len(page) > 3 and not (draft | texts | page | {"outrider/py.typed"}) - found
+
+
+def test_the_wheel_is_small_and_leaves_out_the_tiny_pair(wheels, tmp_path):
+    with zipfile.ZipFile(tmp_path / "again.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in wheels[0].items():
+            archive.writestr(name, content)
+        archive.write(ROOT / DRAFT / "model.safetensors")  # empty in the wheels here
+    assert (tmp_path / "again.whl").stat().st_size < LARGEST
+    assert {name.split("/")[2] for name in wheels[0] if name.startswith("outrider/models/")} == {"smollm2"}
 
 
 def test_every_module_of_every_room_is_there_and_no_test_or_training(wheels):

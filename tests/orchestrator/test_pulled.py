@@ -159,6 +159,15 @@ def test_without_a_network_the_tiny_pair_answers_with_a_sentence(model, places):
         choose_pair(ServeSettings(model=NAME))
 
 
+def test_an_installation_without_the_tiny_pair_says_why_it_has_no_model(model, places, monkeypatch, tmp_path):
+    shutil.rmtree(places)
+    monkeypatch.setattr(model_files, "EMBEDDED_TARGET", tmp_path / "absent")
+    with pytest.raises(ModelError, match="can't be downloaded"):
+        choose_pair(ServeSettings())
+    with pytest.raises(ModelError, match="comes with a clone of the repository only; name another --model"):
+        choose_pair(ServeSettings(model="tiny"))
+
+
 def test_a_variable_names_another_default(monkeypatch):
     monkeypatch.setenv(VARIABLE, "tiny")
     assert choose_pair(ServeSettings()).target.folder == EMBEDDED_TARGET
