@@ -14,7 +14,15 @@ from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.machine.system import require_mlx
-from outrider.orchestrator.pairing.model_files import DEFAULT, TINY, VARIABLE, embedded_pair, find_model, is_here, kind_of
+from outrider.orchestrator.pairing.model_files import (
+    DEFAULT,
+    TINY,
+    VARIABLE,
+    embedded_pair,
+    find_model,
+    is_here,
+    kind_of,
+)
 from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError

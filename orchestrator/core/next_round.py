@@ -165,10 +165,10 @@ class Proposer:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
             return self.serve(request, committed, room, now_ns)
-        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
+        tail = self._tail(request, room)
         drafter = request.plan.drafter
-        if drafter == NGRAM or not (drafter or request.drafters):
-            return copied(tail)
+        if _copies_only(request):
+            return copied(tail) if tail.tokens or self.full_depth else Proposal(autonomous=True)
         longest = min(request.depth, room)
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
             return copied(tail)
@@ -213,17 +213,21 @@ class Proposer:
 
     def stays(self, request: Request, room: int) -> bool:
         """Whether an autonomous target should continue by itself: not when a copy is worth more than its drafter's
-        chains, nor, without a drafter, when the mode has changed."""
+        chains or, without a drafter, than a plain step, nor when the mode has changed."""
         if not request.proposal.draft:
-            return request.mode == "ar"
+            return request.mode == "ar" or (_copies_only(request) and not self._tail(request, room).tokens)
         if request.proposal.drafter in request.left_out:
             return False
         if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
             return True
         if self._copy_beside(request, room):
             return False
-        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
+        tail = self._tail(request, room)
         return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
+
+    def _tail(self, request: Request, room: int) -> CopiedTail:
+        """Returns the copy of up to `room` tokens that pays after the committed text."""
+        return best_tail(self.estimates, longest_copy(request.ngrams, room))
 
     def branch(self, request: Request, cached: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
@@ -283,7 +287,7 @@ class Proposer:
         longest = min(request.depth, room)
         if self._is_fixed(request) and request.drafters:
             return AskDrafters(longest, missed=True)
-        tail = best_tail(self.estimates, longest_copy(request.ngrams, room))
+        tail = self._tail(request, room)
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
         line = request.proposal.line
         off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
@@ -301,6 +305,12 @@ class Proposer:
             copy = replace(copied(CopiedTail(self._copy_beside(request, room))), lookup=Lookup.MISS)
             return self._in_process(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
+
+
+def _copies_only(request: Request) -> bool:
+    """Whether n-grams are the only source of this request's chains."""
+    drafter = request.plan.drafter
+    return request.mode != "ar" and (drafter == NGRAM or not (drafter or request.drafters))
 
 
 def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
@@ -469,7 +479,7 @@ class NextRound:
                 else 0,
                 parents=proposal.parents,
                 min_prob=proposal.min_prob,
-                all_cores=proposal.autonomous and request.admit.mode == "auto",
+                all_cores=self._planner.drafters_rest(request),
             )
         )
 

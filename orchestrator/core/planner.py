@@ -133,6 +133,13 @@ class Planner:
         policy = self._policy_of(request)
         return policy.is_due or policy.plan() != request.plan
 
+    def drafters_rest(self, request: Request) -> bool:
+        """Whether no draft worker computes during this request's verifies, so that in `auto` the target may use all
+        cores. In SD by a draft worker it drafts for other requests meanwhile, if there are any."""
+        plan = request.plan
+        resting = plan.mode == "ar" or (plan.mode == "sd" and (bool(plan.drafter) or self.estimates.active == 1))
+        return resting and request.admit.mode == "auto"
+
     def reason(self, request: Request) -> str | None:
         """Returns the reason for the plan of a request in `auto`; None in other modes."""
         if request.admit.mode != "auto":
@@ -241,7 +248,7 @@ class Planner:
         in_process = tuple(self._own())
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
-        others += (NGRAM,) if self._settings.ngrams and (in_process or admit.drafter == NGRAM) else ()
+        others += (NGRAM,) if self._settings.ngrams and (in_process or workers or admit.drafter == NGRAM) else ()
         if admit.drafter:
             named = admit.drafter.split(JOINT)
             others = tuple(name for name in others if name in named)
@@ -252,7 +259,8 @@ class Planner:
     def _all_sources(self) -> DraftSources:
         """The sources that the cluster begins with."""
         others = tuple(drafter.name for drafter in self._own())
-        return DraftSources(self._settings.drafters, (*others, NGRAM) if others and self._settings.ngrams else others)
+        workers = self._settings.drafters
+        return DraftSources(workers, (*others, NGRAM) if (others or workers) and self._settings.ngrams else others)
 
     def _policy_of(self, request: Request) -> Policy:
         return self._policy(request.admit, self._sources_of(request), request.text.kind, request.text.odds)

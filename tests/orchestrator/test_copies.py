@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.orchestrator.core.policy.acceptance import Average
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.proposal import (
     LONGEST_COPY,
@@ -118,6 +119,22 @@ def test_a_few_slow_forwards_at_the_start_do_not_make_rows_seem_dear() -> None:
     for rows, milliseconds in ((5, 22.0), (5, 23.0), (3, 21.0), (6, 45.0), (5, 22.0), (5, 23.0), (4, 22.0), (5, 22.0)):
         found.observe_verify(rows, milliseconds)
     assert found.row_ms() < 0.2 * found.forward_ms(1)
+
+
+def test_a_slow_first_sample_is_soon_one_among_many() -> None:
+    average = Average()
+    for value in (20.0, 2.0, 2.0, 2.0):
+        average.add(value)
+    assert average.value == pytest.approx(6.5)
+    for _ in range(40):
+        average.add(4.0)
+    assert average.value == pytest.approx(4.0, abs=0.1)
+
+
+def test_one_missed_lookup_does_not_make_all_of_them_misses() -> None:
+    found = Estimates()
+    found.observe_lookup(False, 16)
+    assert 0.5 < found.hit_rate() < 0.8 and found.covered(16) > 0.5
 
 
 def test_what_a_copy_would_have_brought_is_learned_though_it_was_never_verified() -> None:

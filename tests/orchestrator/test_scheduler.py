@@ -6,15 +6,20 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster_in_process import Cluster, Script
 
+from outrider.orchestrator.core.planner import Planner
+from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.proposal import PIECE, NgramIndex
-from outrider.orchestrator.core.request import Request, SettledRound
+from outrider.orchestrator.core.request import Request, RoundSettings, SettledRound
 from outrider.orchestrator.events import Admit, Committed, RequestFailed
+from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Branch,
     Branches,
@@ -233,7 +238,7 @@ def test_plain_decoding_goes_on_without_a_word_until_something_else_is_to_be_tri
     assert trying.generated == list(text[10:310]) and 0 < len(halts) <= len(plain_runs)
 
 
-def test_the_target_gets_the_drafters_core_only_while_auto_decodes_plainly() -> None:
+def test_the_target_gets_the_drafters_core_in_auto_only() -> None:
     """The mode ar keeps the cores that the other modes have, to be compared with them."""
     text = random_text(11)
     auto, plain = Cluster(text, script(text)), Cluster(text, script(text))
@@ -243,6 +248,40 @@ def test_the_target_gets_the_drafters_core_only_while_auto_decodes_plainly() -> 
     assert {message.autonomous for message in verifies} == {True, False}
     assert all(message.all_cores == message.autonomous for message in verifies)
     assert not any(isinstance(message, Verify) and message.all_cores for message in plain.told_target)
+
+
+@pytest.mark.parametrize(
+    ("plan", "alone", "together"),
+    [
+        (RoundPlan("ar", 1), True, True),
+        (RoundPlan("sd", 3, drafter=NGRAM), True, True),
+        (RoundPlan("sd", 3, drafter="mtp"), True, True),
+        (RoundPlan("sd", 3), True, False),  # with several requests one is drafted for while another is verified
+        (RoundPlan("ssd", 3, 16), False, False),
+        (RoundPlan("ssd", 3, 16, "mtp"), False, False),
+    ],
+)
+def test_in_auto_the_target_has_all_cores_while_no_draft_worker_computes(
+    plan: RoundPlan, alone: bool, together: bool
+) -> None:
+    planner = Planner(RoundSettings(8, 16))
+    for active, expected in ((1, alone), (4, together)):
+        planner.estimates.active = active
+        for mode in ("auto", "sd"):
+            admit = Admit("r", PROMPT, SamplingParams(), mode, frozenset())
+            request = cast(Request, SimpleNamespace(plan=plan, admit=admit))
+            assert planner.drafters_rest(request) == (expected and mode == "auto")
+
+
+def test_a_text_without_copies_is_decoded_plainly_by_n_grams_and_a_copy_ends_that() -> None:
+    text = random_text(11)[:80] + random_text(11)[10:80] * 3
+    cluster = Cluster(text, None)
+    cluster.run(PROMPT, 250, "sd")
+    verifies = [message for message in cluster.told_target if isinstance(message, Verify)]
+    assert cluster.generated == list(text[10:260])
+    assert any(message.autonomous for message in verifies)
+    assert sum(len(message.chain) for message in verifies) > 100
+    assert len(verifies) < 100  # neither a message for every plain token, nor one for every copied token
 
 
 def test_nothing_is_prepared_for_residual_sampling() -> None:

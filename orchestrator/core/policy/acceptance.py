@@ -36,14 +36,20 @@ FADE = 0.99
 
 
 class Average:
-    """An exponential moving average that starts with its first value."""
+    """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most."""
 
     def __init__(self, smoothing: float = SMOOTHING) -> None:
         self.value: float | None = None
-        self._smoothing = smoothing
+        self._smoothing, self._count = smoothing, 0
 
     def add(self, value: float) -> None:
-        self.value = value if self.value is None else self.value + self._smoothing * (value - self.value)
+        self._count += 1
+        self.value = self.value_or(value)
+        self.value += max(1.0 / self._count, self._smoothing) * (value - self.value)
+
+    def start_from(self, value: float, weight: float = math.inf) -> None:
+        """Begins from an earlier average or a prior, which weighs as much as `weight` samples, but fades as they do."""
+        self.value, self._count = value, round(min(weight, 1.0 / self._smoothing))
 
     def value_or(self, prior: float) -> float:
         return prior if self.value is None else self.value
@@ -165,7 +171,7 @@ class InProcessDrafts:
 
     def start_from(self, step_ms: float, acceptance: tuple[float, ...]) -> None:
         """Begins from earlier measurements."""
-        self._step_ms.add(step_ms)
+        self._step_ms.start_from(step_ms)
         self.drafted.start_from(acceptance)
 
     @property
@@ -217,8 +223,8 @@ class TextAcceptance:
     def observe_copy(self, copied: int, held: int) -> None:
         if self._tokens.value is None:
             tokens, rows = self._above.copied_a_round()
-            self._tokens.add(tokens)
-            self._rows.add(rows)
+            self._tokens.start_from(tokens)
+            self._rows.start_from(rows)
         self._tokens.add(held)
         self._rows.add(copied)
         self._copied.add(copied, held)

@@ -148,6 +148,8 @@ COPY_WEIGHT = 2.0
 COPY_FADE = 0.95
 COPIED_SMOOTHING = 0.03
 PRIOR_HIT_RATE, PRIOR_BRANCHES = 0.8, 16
+# The prior hit rate weighs as much as this many lookups.
+PRIOR_LOOKUPS = 4.0
 # The miss rate falls with this power of B (theorem 12).
 MISS_POWER = 0.5
 PRIOR_VERIFY_MS, PRIOR_DEPTH_MS, PRIOR_LINK_MS, PRIOR_TURNAROUND_MS = 10.0, 3.0, 0.5, 0.3
@@ -181,6 +183,8 @@ class Estimates:
         self._round_ms = Average()
         self._hits = Average()
         self._covered = Average()
+        for average in (self._hits, self._covered):
+            average.start_from(PRIOR_HIT_RATE, PRIOR_LOOKUPS)
         self._branches = Average()
         self._turnaround_ms = Average()
         self._in_process: dict[str, InProcessDrafts] = {}
@@ -198,14 +202,14 @@ class Estimates:
             self._plain_ms.add(rows, milliseconds)
         for rows, milliseconds in tuning.trees_ms:
             self._trees_ms.add(rows, milliseconds)
-        self._step_ms.add(tuning.draft_ms)
-        self._depth_ms.add(tuning.depth_ms)
-        self._link_ms.add(tuning.link_ms)
-        self._link_alone_ms.add(tuning.link_ms)
-        self._turnaround_ms.add(tuning.turnaround_ms)
-        self._hits.add(tuning.hit_rate)
-        self._covered.add(tuning.hit_rate)
-        self._branches.add(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
+        self._step_ms.start_from(tuning.draft_ms)
+        self._depth_ms.start_from(tuning.depth_ms)
+        self._link_ms.start_from(tuning.link_ms)
+        self._link_alone_ms.start_from(tuning.link_ms)
+        self._turnaround_ms.start_from(tuning.turnaround_ms)
+        self._hits.start_from(tuning.hit_rate)
+        self._covered.start_from(tuning.hit_rate)
+        self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
         self.drafted.start_from(tuning.acceptance)
         self._in_process_known |= {known.name: known for known in tuning.own}
 
