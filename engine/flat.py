@@ -56,11 +56,6 @@ class Segment:
         return self.start + self.count
 
     @property
-    def place(self) -> slice | Ints:
-        """The columns of its tokens, as an index."""
-        return slice(self.start, self.end)
-
-    @property
     def is_apart(self) -> bool:
         """True if its tokens see other columns than those up to their own, or have other positions than columns."""
         return self.whole or bool(self.parents)
@@ -101,25 +96,11 @@ class Segment:
 class NodeSegment(Segment):
     """Nodes of a token tree, in the order in which they were fed.
 
-    `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end]. `columns`:
-    the nodes' columns, ascending, [count]; None: those from `start` on.
+    `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
 
     places: Ints
     visible: Bools
-    columns: Ints | None = None
-
-    @property
-    def end(self) -> int:
-        return len(self.places)
-
-    @property
-    def place(self) -> slice | Ints:
-        columns = self.columns
-        if columns is None:
-            return slice(self.start, self.start + self.count)
-        contiguous = columns[-1] - columns[0] + 1 == len(columns)
-        return slice(int(columns[0]), int(columns[-1]) + 1) if contiguous else columns
 
     @property
     def is_apart(self) -> bool:
@@ -131,7 +112,7 @@ class NodeSegment(Segment):
 
     @property
     def positions(self) -> Ints:
-        return self.places[self.place]
+        return self.places[self.start :]
 
     def seen(self, end: int, window: int | None) -> Bools:
         seen = self.visible
@@ -230,8 +211,7 @@ class FlatAttentionMetadata:
         if len(segments) == 1:
             (alone,) = segments
             self.offset = alone.start if alone.is_in_order else mx.array(alone.positions)
-            place = alone.place
-            self.columns = place if isinstance(place, slice) else mx.array(place)
+            self.columns = slice(alone.start, alone.end)
             return
         begins = np.concatenate([[0], np.cumsum([p.count for p in segments])])[:-1].tolist()
         short = [(p, b) for p, b in zip(segments, begins, strict=True) if not p.long]
@@ -239,8 +219,7 @@ class FlatAttentionMetadata:
         self.groups = [
             SegmentGroup(*zip(*part, strict=True)) for part in ([short] if short else []) + [[pair] for pair in long]
         ]
-        places = [p.place for p in segments]
-        columns = [np.arange(place.start, place.stop) if isinstance(place, slice) else place for place in places]
+        columns = [np.arange(p.start, p.end) for p in segments]
         self.columns = mx.array(np.concatenate(columns).astype(np.int32))
         self.offset = self.columns
         if not all(p.is_in_order for p in segments):

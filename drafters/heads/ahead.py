@@ -24,9 +24,10 @@ from mlx.utils import tree_flatten
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, GuessingHead
 from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, OpenedBlock, PairKVRows
-from outrider.drafters.heads.load import features_of, host_of, read
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, NumpyHead, PairKVCache
+from outrider.drafters.heads.load import features_of, forward_of, read
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache
 from outrider.engine.loading import outline
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import NOWHERE, Tree, TreeInput, TreeLayout, feed_together
@@ -196,14 +197,14 @@ class AheadHead:
         backend: str,
         vocab_size: int,
         features: str = "",
-        numpy: NumpyHead | None = None,
+        cpu: OrtForward | None = None,
     ) -> None:
-        """`vocab_size`: the target's. `numpy` makes forwards of few pairs.
+        """`vocab_size`: the target's. `cpu` computes the head's forwards; None: MLX does.
 
         Raises:
             CannotDraft: it can't continue where the target's features have not arrived yet.
         """
-        self._kv_cache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, numpy)
+        self._kv_cache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
         self.note = _note(head, backend)
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length = vocab_size, head.context_length
@@ -222,8 +223,8 @@ class AheadHead:
         head = read(kind, path, model, progress)
         if not isinstance(head, GuessingHead | BlockHead):
             raise CannotDraft(f"{kind} heads can draft only in the target's process; use head_in target")
-        numpy = host_of(head, model)
-        return cls(head, kind, model.vocab_size, features_of(head, Path(path), Path(target)), numpy)
+        features = features_of(head, Path(path), Path(target))
+        return cls(head, kind, model.vocab_size, features, forward_of(head, model))
 
     def open(
         self,

@@ -11,13 +11,12 @@ reason is one sentence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from outrider.drafters.heads.checkpoint import (
     Weights,
@@ -32,11 +31,10 @@ from outrider.drafters.heads.checkpoint import (
 )
 from outrider.drafters.heads.head import HeadModule
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
-from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine import positions
-from outrider.engine.flat import FlatCache, Floats, Ints
+from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.numpy_net import BlockedLinear, Ends, Norm, NumpyLayer, host, rope_of
+from outrider.engine.ort.graph import Builder, Network
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
@@ -136,30 +134,18 @@ class Eagle3(HeadModule):
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
 
-    def on_host(self, ends: Ends) -> NumpyHead:
-        """Returns its forwards by numpy. Raises AttributeError, TypeError or KeyError for unsupported layers."""
-        table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
-        layers, output = [NumpyLayer(block) for block in self.layers], BlockedLinear([self.lm_head])
-        hidden_norm, norm, config = Norm(self.layers[0].hidden_norm), Norm(self.norm), self.config
-        ids = None if self.vocabulary.ids is None else np.array(self.vocabulary.ids)
+    def network(self, target: Network) -> Network:
+        table, vocabulary = self.get("embed_tokens", target.embedding), self.vocabulary
+        return replace(
+            target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._begin,
+            vocab_size=vocabulary.size, tokens=vocabulary.ids,
+        )  # fmt: skip
 
-        def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-            normed = hidden_norm(features)
-            both = np.concatenate([layers[0].before(table[tokens]), normed], axis=-1)
-            return normed if config.norm_before_residual else features, both
-
-        def scores(hidden: Floats) -> Floats:
-            own = output(norm(hidden))
-            if ids is None:
-                return own
-            whole = np.full((len(own), self.vocabulary.size), -np.inf, np.float32)
-            whole[:, ids] = own
-            return whole
-
-        def stands_in(hidden: Floats) -> Floats:
-            return norm(hidden) if config.norm_output else hidden
-
-        return NumpyHead(layers, rope_of(self.layers[0]), begin, scores, stands_in)
+    def _begin(self, b: Builder) -> tuple[str, str]:
+        first = self.layers[0]
+        normed = b.norm("features", first.hidden_norm)
+        both = b.op("Concat", b.norm("x", first.input_layernorm), normed, axis=-1)
+        return (normed if self.config.norm_before_residual else "features"), both
 
     @property
     def _dtype(self) -> mx.Dtype:

@@ -149,11 +149,11 @@ class ExitProposer(HeadProposer):
         self._exit, self._layers = exit, layers
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        return grow(chains, feeds, self._rows, self._exit.logits, lambda hidden: hidden[:, :0])
+        return grow(chains, feeds, self._rows, lambda hidden: hidden[:, :0])
 
-    def _rows(self, feeds: Sequence[PairFeed]) -> mx.array:
-        rows: mx.array = self.kv_cache.first(self._layers, [Feed(feed.text, feed.tokens, feed.count) for feed in feeds])
-        return rows
+    def _rows(self, feeds: Sequence[PairFeed]) -> tuple[mx.array, mx.array]:
+        rows = self.kv_cache.first(self._layers, [Feed(feed.text, feed.tokens, feed.count) for feed in feeds])
+        return rows, self._exit.logits(rows)
 
 
 class ExitFollower:

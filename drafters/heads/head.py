@@ -21,6 +21,8 @@ from mlx.utils import tree_flatten
 from outrider.drafters.heads.layers import BlockLink
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
+from outrider.engine.ort.graph import Network
+from outrider.protocol.errors import ModelError
 
 NO_NUMBERS = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
 
@@ -37,6 +39,14 @@ class Head(Protocol):
 
     @property
     def weight_bytes(self) -> int: ...
+
+    def network(self, target: Network) -> Network:
+        """Returns the modules that ONNX Runtime may compute. `target`: the target's.
+
+        Raises:
+            ModelError: it can't compute heads of this kind.
+        """
+        ...
 
     @property
     def bytes_per_pair(self) -> int:
@@ -61,6 +71,9 @@ class HeadModule(nn.Module):  # type: ignore[misc]
     @property
     def weight_bytes(self) -> int:
         return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    def network(self, target: Network) -> Network:
+        raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
 
 
 class PairHead(Head, Protocol):

@@ -85,19 +85,17 @@ PIECE = 512
 
 
 class PairKVRows:
-    """`engine.kv_rows.KVRows` of one text, lazy unless numpy computes. The first column is at position `origin`."""
+    """`engine.kv_rows.KVRows` of one text, lazy unless ONNX Runtime computes. The first column is at `origin`."""
 
     whole = False
 
     def __init__(self, head: GuessingHead, kv_cache: PairKVCache) -> None:
         """`kv_cache`: the texts of `head`."""
         self._head, self.kv_cache = head, kv_cache
-        self.lazy = kv_cache.numpy is None
+        self.lazy = kv_cache.cpu is None
         self.sequence = kv_cache.open()
         finalize(self, kv_cache.drop, self.sequence)
-        self._missing: Row | None = None
-        if isinstance(head, MaskedHead):
-            self._missing = head.mask_feature if self.lazy else np.array(head.mask_feature), 0
+        self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
         self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
         self.features = FeatureBuffer()
         self.begin_at(0)
@@ -124,8 +122,9 @@ class PairKVRows:
             piece = np.array(tokens[begin : begin + PIECE], np.int32)
             before = self.origin + begin - 1
             features = mx.array(self.features.between(before, before + len(piece))).astype(self._dtype)
-            segment = Segment(self.sequence.row, begin, len(piece))
-            sound = mx.isfinite(mx.array(self.kv_cache.vectors(piece, features, [segment]))).all()
+            segment = Segment(self.sequence.row, begin, len(piece), long=True)
+            hidden, _ = self.kv_cache.feed(piece, features, [segment], np.array([len(piece) - 1]))
+            sound = mx.isfinite(hidden).all()
             self.sequence.length = segment.end
             mx.eval(sound, self.kv_cache.state())
             if not sound.item():
@@ -133,55 +132,33 @@ class PairKVRows:
 
     @staticmethod
     def forward(texts: Sequence[PairKVRows], new: Sequence[NewRows]) -> mx.array:
-        """Implements `KVRows.forward`. All texts share forwards: one for each consecutive token without a feature."""
-        head, kv_cache, numpy = texts[0]._head, texts[0].kv_cache, texts[0].kv_cache.numpy
+        """Implements `KVRows.forward`. All texts share forwards: one for each consecutive token without a feature.
+
+        Each forward writes the columns after those of the forward before; at the end columns get the tokens' order.
+        """
+        head, kv_cache = texts[0]._head, texts[0].kv_cache
         depths = [text._depths(rows) for text, rows in zip(texts, new, strict=True)]
-        vectors: list[Any] = []
-        order: list[tuple[int, int]] = []
+        orders = [np.argsort(own, kind="stable").astype(np.int32) for own in depths]
+        found, fed = list[mx.array](), list[tuple[int, int]]()
         for depth in range(1 + max(int(own.max()) for own in depths)):
             parts = [(n, np.flatnonzero(own == depth).astype(np.int32)) for n, own in enumerate(depths)]
             parts = [(n, rows) for n, rows in parts if len(rows)]
-            segments = [texts[n]._segment(new[n], rows) for n, rows in parts]
-            tokens = [texts[n]._tokens(new[n], rows) for n, rows in parts]
-            features = [row for n, rows in parts for row in texts[n]._features(new[n], rows)]
-            if numpy is None:
-                own = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
-                hidden = kv_cache.vectors(own, picked(features, texts[0]._dtype), segments)
-            else:
-                stacked = np.stack([array[index] for array, index in features])
-                hidden = np.asarray(kv_cache.vectors(np.concatenate(tokens), stacked, segments))
+            segments = [_nodes(texts[n].sequence.row, new[n], orders[n], rows) for n, rows in parts]
+            tokens = [_picked_tokens(new[n], rows) for n, rows in parts]
+            own = [(n, row) for n, rows in parts for row in rows.tolist()]
+            features = picked([texts[n]._feature(new[n], row) for n, row in own], texts[0]._dtype)
+            joined = tokens[0] if len(tokens) == 1 else mx.concatenate(tokens)
+            hidden, logits = kv_cache.feed(joined, features, segments)
             if not isinstance(head, MaskedHead):
-                onward, begin = head.onward(hidden) if numpy is None else numpy.stands_in(hidden), 0
-                for n, rows in parts:
-                    columns = (rows + new[n].start).tolist()
-                    texts[n]._stand_ins |= {column: (onward, row) for row, column in enumerate(columns, begin)}
-                    begin += len(columns)
-            vectors.append(hidden)
-            order += [(n, row) for n, rows in parts for row in rows.tolist()]
-        back = sorted(range(len(order)), key=order.__getitem__)
-        if numpy is not None:
-            return mx.array(numpy.scores(vectors[0] if len(vectors) == 1 else np.concatenate(vectors)[back]))
-        joined = vectors[0] if len(vectors) == 1 else mx.take(mx.concatenate(vectors), mx.array(back), axis=0)
-        return head.logits(joined)
-
-    def _segment(self, new: NewRows, rows: Ints) -> NodeSegment:
-        """Returns the segment of these rows of the new tokens."""
-        self.sequence.length = new.end
-        columns, seen = rows + np.int32(new.start), new.seen[rows]
-        row, count = self.sequence.row, len(rows)
-        return NodeSegment(row, new.start, count, places=new.positions, visible=seen, columns=columns)
-
-    def _tokens(self, new: NewRows, rows: Ints) -> Any:
-        if not self.lazy:
-            return np.array(new.tokens)[rows]
-        tokens = new.lazy_tokens()
-        return tokens if len(rows) == tokens.shape[0] else mx.take(tokens, mx.array(rows))
-
-    def _features(self, new: NewRows, rows: Ints) -> list[Row]:
-        columns = rows + new.start
-        places = (new.positions[columns] + self.origin).tolist()
-        parents = [new.parents[row] for row in rows]
-        return [self._feature(*each) for each in zip(columns.tolist(), parents, places, strict=True)]
+                onward = head.onward(hidden)
+                for index, (n, row) in enumerate(own):
+                    texts[n]._stand_ins[row + new[n].start] = onward, index
+            found.append(logits)
+            fed += own
+        for text, rows, order in zip(texts, new, orders, strict=True):
+            text.sequence.keep(rows.start, rows.start + np.argsort(order).astype(np.int32))
+        back = sorted(range(len(fed)), key=fed.__getitem__)
+        return found[0] if len(found) == 1 else mx.take(mx.concatenate(found), mx.array(back), axis=0)
 
     def _depths(self, new: NewRows) -> Ints:
         """Returns the number of forwards that each token waits for, until the one before it has a stand-in."""
@@ -191,14 +168,15 @@ class PairKVRows:
             depths.append(0 if known else depths[parent - new.start] + 1)
         return np.array(depths, np.int32)
 
-    def _feature(self, column: int, parent: int, position: int) -> Row:
-        """Returns the feature for the token of a column, at `position`, after the token of column `parent`."""
-        before = position - 1
+    def _feature(self, new: NewRows, row: int) -> Row:
+        """Returns the feature for a new token."""
+        column = row + new.start
+        before = self.origin + int(new.positions[column]) - 1
         if before in self.features:
             self._guessed.pop(column, None)
             return self.features.row(before)
         self._guessed[column] = before
-        return self._missing or self._stand_ins[parent]
+        return self._missing or self._stand_ins[new.parents[row]]
 
     def keep(self, prefix: int, columns: Ints) -> None:
         self.sequence.keep(prefix, columns)
@@ -214,6 +192,19 @@ class PairKVRows:
 
     def close(self) -> None:
         self.kv_cache.close(self.sequence)
+
+
+def _nodes(row: int, new: NewRows, order: Ints, rows: Ints) -> NodeSegment:
+    """Returns the segment of these rows of the new tokens, whose columns follow one another in this order."""
+    first = int(np.flatnonzero(order == rows[0])[0])
+    columns = np.concatenate([np.arange(new.start), new.start + order])[: new.start + first + len(rows)]
+    seen = new.seen[rows][:, columns]
+    return NodeSegment(row, new.start + first, len(rows), places=new.positions[columns], visible=seen)
+
+
+def _picked_tokens(new: NewRows, rows: Ints) -> mx.array:
+    tokens = new.lazy_tokens()
+    return tokens if len(rows) == tokens.shape[0] else mx.take(tokens, mx.array(rows), axis=0)
 
 
 def picked(rows: Sequence[Row], dtype: mx.Dtype) -> mx.array:

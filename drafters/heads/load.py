@@ -3,8 +3,8 @@
 - `agreement`: whether the head gets the inputs that it was trained on. Formats pair rows with tokens and count layers
   in different ways; a mistake raises no error and only lowers the acceptance rate. So the head is fed a text of the
   target as configured and in a few other ways, and its predictions of the target's next token are compared.
-- `agrees`: whether numpy may compute the head's forwards, by a comparison of ragged texts, a rollback and token trees
-  with MLX.
+- `forward_of`: ONNX Runtime's forwards of the head, if there are any and their logits are those of MLX. Weights and
+  activations are rounded to 8 bits, which changes a draft now and then and halves the time of a drafted token.
 - `step_cost`: the time of a drafted token over that of a target step, in the target's process, both in turns. The
   minimum of a few turns counts, which excludes most of the other load of the machine.
 """
@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -27,14 +26,16 @@ from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import stranger
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.early_exit import trial_text
-from outrider.drafters.heads.head import Head, StepHead
-from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairKVCache
+from outrider.drafters.heads.head import Head, PairHead
+from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.drafters.heads.proposers import ChainState, CheckableProposer, proposer_of, wrong_proposers_of
-from outrider.engine.flat import FlatSequence, NodeSegment, Segment
+from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, find
-from outrider.engine.numpy_net import ends_of
+from outrider.engine.ort.forward import OrtForward, check, enabled
+from outrider.engine.ort.graph import Network
+from outrider.engine.positions import Ints
 from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft, ModelError, OutriderError, first_line, named_errors
@@ -83,9 +84,9 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     if kind == "early-exit":
         with _named(f"loading the head {path}"):
             return early_exit.load(find(path, progress), model)
-    head, doubt, agrees, numpy = read(kind, path, model, progress), "", None, None
+    head, doubt, agrees, cpu = read(kind, path, model, progress), "", None, None
     if alone:
-        numpy = host_of(head, model)
+        cpu = forward_of(head, model)
         progress("testing the head with the target")
         with _named(f"trying the head {path}"):
             trial = agreement(head, model)
@@ -93,7 +94,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
-    return HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, numpy), agrees)
+    return HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, cpu), agrees)
 
 
 def features_of(head: Head, folder: Path, target: Path) -> str:
@@ -189,92 +190,31 @@ def _share(
     return cast(float, (predicted == mx.argmax(logits[following], axis=-1)).mean().item())
 
 
-_COUNTS = ((9, 1, 4), (4, 2, 5))  # pairs of three texts, in two forwards
-_BACK = 3
-_PARENTS = (-1, 0, -1, 0, 2)  # of the nodes of a tree after each text
-_NODES = ((0, 2), (1, 3, 4))  # those of two forwards
-_KEPT = (0, 3)  # a branch that becomes final
-_NEAR = 1e-3  # of the largest
+_FEATURES = 16  # that different tokens of the check have
 
 
-def agrees(head: StepHead, numpy: NumpyHead, target: LoadedModel) -> bool:
-    """Whether numpy and MLX give the same vectors and logits for random pairs, of texts and of token trees."""
-    draws, caches = np.random.default_rng(0), (PairKVCache(head), PairKVCache(head, numpy))
-    texts = [[cache.open() for _ in _COUNTS[0]] for cache in caches]
-
-    def alike_after(counts: Sequence[int], segment: Callable[[FlatSequence, int], Segment]) -> bool:
-        """Feeds so many pairs to each text; returns whether the results are the same."""
-        rows = draws.standard_normal((sum(counts), head.points.count * int(target.config["hidden_size"])))
-        features, tokens = head.fuse(mx.array(rows, mx.float32)), draws.integers(0, 9, sum(counts))
-        vectors = [
-            cache.vectors(tokens, features, [segment(text, n) for text, n in zip(own, counts, strict=True)])
-            for cache, own in zip(caches, texts, strict=True)
-        ]
-        expected, actual = (mx.array(own) for own in vectors)
-        logits, onward = (head.logits(expected), numpy.logits(actual)), (head.onward(expected), numpy.onward(actual))
-        return all(alike(*pair) for pair in ((expected, actual), logits, onward))
-
-    def next_pairs(text: FlatSequence, count: int) -> Segment:
-        text.length += count
-        return Segment(text.row, text.length - count, count)
-
-    def nodes(own: Sequence[int], text: FlatSequence, count: int) -> Segment:
-        start, rows = text.length, np.array(own, np.int32)
-        whole = Segment(text.row, start, len(_PARENTS), parents=_PARENTS)
-        places = np.concatenate([np.arange(start, dtype=np.int32), whole.positions])
-        seen = whole.seen(whole.end, None)[rows]
-        return NodeSegment(text.row, start, count, places=places, visible=seen, columns=rows + np.int32(start))
-
-    for counts in _COUNTS:
-        if not alike_after(counts, next_pairs):
-            return False
-        for own in texts:
-            own[0].roll_back(counts[0] - _BACK)
-    for chosen in _NODES:
-        if not alike_after([len(chosen)] * len(texts[0]), partial(nodes, chosen)):
-            return False
-    for text in (text for own in texts for text in own):
-        text.keep(text.length, [text.length + node for node in _KEPT])
-    return alike_after([1] * len(texts[0]), next_pairs)
-
-
-def host_of(head: Head, target: LoadedModel) -> NumpyHead | None:
-    """Returns the head's forwards of few pairs by numpy, checked against MLX; None: MLX computes them."""
-    if not isinstance(head, StepHead):
+def forward_of(head: Head, target: LoadedModel) -> OrtForward | None:
+    """Returns the head's forwards by ONNX Runtime, compared with MLX's; None: MLX computes them (the log says why)."""
+    if not enabled():
         return None
+    rows = np.random.default_rng(0).standard_normal((_FEATURES, head.points.count * int(target.config["hidden_size"])))
     try:
-        with named_errors("numpy's forwards of the head", logging.INFO):
-            numpy_head = _numpy_head(head, target)
-            if agrees(head, numpy_head, target):
-                return numpy_head
-        reason = "its vectors differ"
+        with named_errors("ONNX Runtime's forwards of the head", logging.INFO):
+            network = head.network(Network.of(target.model, target.model_type))
+            windows = [None] * len(network.layers)
+            forward = OrtForward(replace(network, windows=windows, factor=1.0, rounded=True))
+            features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
+
+            def own(tokens: Ints) -> mx.array:
+                kv_cache = PairKVCache(cast(PairHead, head))
+                segment = Segment(kv_cache.open().row, 0, len(tokens))
+                return kv_cache.feed(tokens, features[tokens % _FEATURES], [segment])[1]
+
+            check(forward, own, lambda tokens: features[tokens % _FEATURES])
+            return forward
     except ModelError as error:
-        reason = first_line(error)
-    log.info("numpy is not used for this head: %s", reason)
-    return None
-
-
-def _numpy_head(head: Head, target: LoadedModel) -> NumpyHead:
-    """Returns the head's weights, laid out for the host.
-
-    Raises:
-        ModelError: numpy does not support the target or such a head.
-    """
-    if target.number_format != "float32":
-        raise ModelError(f"numpy supports heads of a target in float32, not in {target.number_format}")
-    ends = ends_of(target)
-    if not isinstance(head, mtp.Mtp | eagle3.Eagle3):
-        raise ModelError(f"numpy supports heads of kind mtp and eagle3; this is a {type(head).__name__}")
-    try:
-        return head.on_host(ends)
-    except (AttributeError, TypeError, KeyError) as error:
-        raise ModelError(f"numpy does not support this head: {error}") from error
-
-
-def alike(expected: mx.array, actual: mx.array) -> bool:
-    """Whether two arrays are equal up to the rounding of float32."""
-    largest = cast(float, mx.abs(mx.where(mx.isinf(expected), 0.0, expected)).max().item())
-    return bool(mx.allclose(expected, actual, rtol=0.0, atol=_NEAR * max(largest, 1.0)).item())
+        log.info("MLX computes this head: %s", first_line(error))
+        return None
 
 
 DEPTH = 4  # the default K: the cost of a block is that of all its tokens

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
 from outrider.drafters.heads.head import HeadModule
-from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.engine import positions
-from outrider.engine.flat import FlatCache, Floats, Ints
+from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import BlockedLinear, Ends, Norm, NumpyLayer, host, rope_of
+from outrider.engine.ort.graph import Builder, Network
 from outrider.protocol.errors import CannotDraft, first_line
 
 Layer = Callable[[mx.array], mx.array]
@@ -104,22 +102,15 @@ class Mtp(HeadModule):
         normed: mx.array = self.norm(hidden)
         return normed if self.form.after_norm else hidden
 
-    def on_host(self, ends: Ends) -> NumpyHead:
-        """Returns its forwards by numpy. Raises AttributeError, TypeError or KeyError for unsupported layers."""
-        table = host(self.embed_tokens.weight) if "embed_tokens" in self else ends.embedding
-        output = BlockedLinear([self.lm_head]) if "lm_head" in self else ends.head
-        embedding, norm_hidden, norm = Norm(self.norm_embedding), Norm(self.norm_hidden), Norm(self.norm)
-        fuse, layer, form = BlockedLinear([self.fc]), NumpyLayer(self.layers[0]), self.form
+    def network(self, target: Network) -> Network:
+        output = self.get("lm_head", target.output)
+        table = self.get("embed_tokens", target.embedding)
+        return replace(target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._begin)
 
-        def begin(tokens: Ints, features: Floats) -> tuple[Floats, Floats]:
-            both = [embedding(table[tokens]), norm_hidden(features)]
-            x = fuse(np.concatenate(both if form.embedding_first else both[::-1], axis=-1))
-            return x, layer.before(x)
-
-        def stands_in(hidden: Floats) -> Floats:
-            return norm(hidden) if form.after_norm else hidden
-
-        return NumpyHead([layer], rope_of(self.layers[0]), begin, lambda hidden: output(norm(hidden)), stands_in)
+    def _begin(self, b: Builder) -> tuple[str, str]:
+        both = [b.norm("x", self.norm_embedding), b.norm("features", self.norm_hidden)]
+        x = b.linear(b.op("Concat", *(both if self.form.embedding_first else both[::-1]), axis=-1), [self.fc])
+        return x, b.norm(x, self.layers[0].input_layernorm)
 
 
 _LAYER = "layers.0."

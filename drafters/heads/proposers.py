@@ -26,12 +26,11 @@ from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import (
     FeatureKVCache,
     HeadKVCache,
-    MaskedPairKVCache,
-    NumpyHead,
     PairFeed,
     PairKVCache,
 )
 from outrider.engine.flat import FlatSequence
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.protocol.errors import CannotDraft
@@ -199,32 +198,32 @@ class StepProposer(HeadProposer):
 
     kv_cache: PairKVCache
 
-    def __init__(self, head: StepHead, numpy: NumpyHead | None = None) -> None:
-        self._head, self.kv_cache = numpy or head, PairKVCache(head, numpy)
+    def __init__(self, head: StepHead, cpu: OrtForward | None = None) -> None:
+        self._head, self.kv_cache = head, PairKVCache(head, cpu)
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        return grow(chains, feeds, self.kv_cache.forward, self._head.logits, self._head.onward)
+        return grow(chains, feeds, lambda feeds: self.kv_cache.outputs(feeds, [1] * len(feeds)), self._head.onward)
 
     def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
         """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
-        hidden = self.kv_cache.hidden([PairFeed(self.kv_cache.open(), tokens, features)])
-        return mx.argmax(self._head.logits(hidden), axis=-1)
+        _, logits = self.kv_cache.outputs([PairFeed(self.kv_cache.open(), tokens, features)], [tokens.shape[0]])
+        return mx.argmax(logits, axis=-1)
 
 
 def grow(
     chains: Sequence[ChainState],
     feeds: Sequence[PairFeed],
-    forward: Callable[[Sequence[PairFeed]], mx.array],
-    logits: Callable[[mx.array], mx.array],
+    forward: Callable[[Sequence[PairFeed]], tuple[mx.array, mx.array]],
     onward: Callable[[mx.array], mx.array],
 ) -> mx.array:
     """Grows each chain after its feed, by one token in each forward. Returns the feeds' own vectors [R, H].
 
-    `forward` returns the hidden vector after each feed, `onward` the stand-ins for the next features.
+    `forward` returns the hidden vector and the logits after each feed, `onward` the stand-ins for the next features.
     """
-    hidden = read = forward(feeds)
+    hidden, logits = forward(feeds)
+    read = hidden
     while True:
-        chosen = choose(chains, logits(hidden))
+        chosen = choose(chains, logits)
         rows = [row for row, chain in enumerate(chains) if len(chain.picks) < chain.depth]
         if not rows:
             return read
@@ -232,7 +231,7 @@ def grow(
             chains, places = [chains[row] for row in rows], mx.array(rows, mx.int32)
             hidden, chosen = mx.take(hidden, places, axis=0), mx.take(chosen, places, axis=0)
         features = onward(hidden)
-        hidden = forward(
+        hidden, logits = forward(
             [
                 PairFeed(chain.follower.text, chosen[row : row + 1], features[row : row + 1])
                 for row, chain in enumerate(chains)
@@ -322,27 +321,23 @@ def _rows(array: mx.array, rows: Ints) -> mx.array:
 class BlockProposer(HeadProposer):
     """Drafts every chain in one forward, then chooses its tokens by a walk along it."""
 
-    kv_cache: MaskedPairKVCache | FeatureKVCache
-
-    def __init__(self, head: BlockHead | MaskedHead, kv_cache: MaskedPairKVCache | FeatureKVCache) -> None:
+    def __init__(self, head: BlockHead | MaskedHead, kv_cache: HeadKVCache) -> None:
         self.kv_cache, self.depth = kv_cache, head.depth
         self._link = head.link if isinstance(head, BlockHead) else None
-        self._logits = (kv_cache.numpy or head).logits if isinstance(kv_cache, MaskedPairKVCache) else head.logits
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        hidden = self.kv_cache.slots(feeds, [chain.depth for chain in chains])
-        walk(chains, self._logits(hidden), hidden, self._link)
+        hidden, logits = self.kv_cache.slots(feeds, [chain.depth for chain in chains])
+        walk(chains, logits, hidden, self._link)
         return hidden
 
     def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
         """The same as `StepProposer.predict`."""
-        sequence, vectors = self.kv_cache.open(), []
+        sequence, slots = self.kv_cache.open(), []
         for pair in range(tokens.shape[0]):
             feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
-            vectors.append(self.kv_cache.slots([feed], [1]))
+            slots.append(self.kv_cache.slots([feed], [1]))
             sequence.roll_back(pair + 1)
-        hidden = mx.concatenate(vectors)
-        logits = self._logits(hidden)
+        hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
         if self._link is None:
             return mx.argmax(logits, axis=-1)
         few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
@@ -354,14 +349,14 @@ class BlockProposer(HeadProposer):
 CheckableProposer = StepProposer | BlockProposer
 
 
-def proposer_of(head: Head, numpy: NumpyHead | None = None) -> CheckableProposer:
-    """Returns the proposer of a head's kind; `numpy` makes forwards of few pairs. Raises CannotDraft: unknown kind."""
+def proposer_of(head: Head, cpu: OrtForward | None = None) -> CheckableProposer:
+    """Returns the proposer of a head's kind; `cpu` computes its forwards. Raises CannotDraft: unknown kind."""
     if isinstance(head, BlockHead):
         return BlockProposer(head, FeatureKVCache(head))
     if isinstance(head, MaskedHead):
-        return BlockProposer(head, MaskedPairKVCache(head, numpy))
+        return BlockProposer(head, PairKVCache(head, cpu))
     if isinstance(head, StepHead):
-        return StepProposer(head, numpy)
+        return StepProposer(head, cpu)
     raise CannotDraft(f"a {type(head).__name__} is not a head of a supported kind")
 
 

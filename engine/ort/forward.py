@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,9 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.engine.flat import FlatCache, Segment, one_column
-from outrider.engine.hidden_states import (
-    AFTER_NORM,
-    BEFORE_NORM,
-    HiddenStates,
-    ReducedLMHead,
-    backbone_of,
-    embedding,
-    unwrapped,
-)
+from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, HiddenStates
 from outrider.engine.memory import give_back
-from outrider.engine.ort.graph import FAMILIES, Array, Layout, build, host, levels, norm_of, output_of
+from outrider.engine.ort.graph import FAMILIES, Array, Layout, Network, build, host, levels, norm_of
 from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
@@ -80,22 +72,21 @@ class Embedding:
 
 
 class OrtForward:
-    """A model's sessions. `quantised`: activations are rounded to 8 bits. `least`: rows that forwards are padded to."""
+    """The sessions of a model, or of a head. `quantised`: activations are rounded to 8 bits. `least`: the rows that
+    forwards are padded to."""
 
-    def __init__(self, model: nn.Module, model_type: str, cached: CachedGraph | None = None) -> None:
-        """Opens the sessions. Raises ModelError if ONNX Runtime can't compute the model."""
-        layout = Layout.of(model)
-        self._sessions = Sessions.open(partial(build, model, layout), cached)
+    def __init__(self, network: Network, cached: CachedGraph | None = None) -> None:
+        """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
+        layout = Layout.of(network)
+        self._sessions = Sessions.open(partial(build, network, layout), cached)
         self._group = layout.group
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
         self.kv_dtype = layout.kv_dtype
-        head = output_of(model)
-        self._head_tokens = np.array(head.tokens) if isinstance(head, ReducedLMHead) else None
-        self.vocab_size = self._outputs if self._head_tokens is None else head.vocab_size
+        self._head_tokens = np.array(network.tokens) if network.tokens is not None else None
+        self.vocab_size = network.vocab_size
         self.least = 1
-        backbone, _ = backbone_of(model)
-        self._embedding = Embedding(unwrapped(embedding(backbone)), _factor(model_type, self.width))
+        self._embedding = Embedding(network.embedding, network.factor)
         self._angles: list[tuple[Array, Array]] = []
         self._bound: dict[Any, Any] = {}
         self._places: dict[int, tuple[ref[Array], tuple[tuple[int, ...], int]]] = {}
@@ -109,6 +100,7 @@ class OrtForward:
         wanted: Ints,
         tapped: Sequence[int] = (),
         all_cores: bool = False,
+        features: Array | None = None,
     ) -> dict[str, Array]:
         """Feeds tokens [T], segment after segment. Returns `logits` [R, V] at the `wanted` places of the flat row.
 
@@ -116,18 +108,23 @@ class OrtForward:
             layers: buffers, see `room`, written in place.
             tapped: layers whose outputs are returned as `layer{i}` [T, H].
             all_cores: also computes on the drafters' core, if they have one.
+            features: float32 [T, W], for a head; then `hidden` [R, H], the last layer's output, is returned, too.
         """
         place = _Arrangement.of(parts, max(len(tokens), self.least), self._group)
         self._look_up(max(place.total, place.positions_end))
         x = self._embedding(tokens)
+        inputs = {"x": x} if features is None else {"x": x, "features": np.ascontiguousarray(features)}
         if place.flat > len(tokens):
-            x = np.concatenate([x, np.repeat(x[:1], place.flat - len(tokens), axis=0)])
+            added = np.zeros(place.flat - len(tokens), np.int64)
+            inputs = {name: np.concatenate([rows, rows[added]]) for name, rows in inputs.items()}
         asked = np.zeros(max(len(wanted), self.least if len(wanted) else 0), np.int64)
         asked[: len(wanted)] = wanted
-        inputs = {"x": x, "wanted": asked, **place.inputs}
+        inputs |= {"wanted": asked, **place.inputs}
         for number, window in enumerate(self._masks):
             inputs[f"mask{number}"] = _mask(parts, place, window, self.kv_dtype)
         outputs = {"logits": np.empty((len(asked), self._outputs), np.float32)}
+        if features is not None:
+            outputs["hidden"] = np.empty((len(asked), self.width), np.float32)
         outputs |= {f"layer{i}": np.empty((place.flat, self.width), np.float32) for i in tapped}
         own, wide = self._sessions.own, self._sessions.all_cores
         session = wide if all_cores and wide is not None else own
@@ -139,12 +136,42 @@ class OrtForward:
         session.run_with_iobinding(binding, free_arena() if len(tokens) >= _LONG else None)
         if len(tokens) >= _LONG:
             give_back()
-        results = {name: array[: len(wanted) if name == "logits" else len(tokens)] for name, array in outputs.items()}
+        results = {
+            name: array[: len(tokens) if name.startswith("layer") else len(wanted)] for name, array in outputs.items()
+        }
         if self._head_tokens is not None:
             whole = np.full((len(wanted), self.vocab_size), -np.inf, np.float32)
             whole[:, self._head_tokens] = results["logits"]
             results["logits"] = whole
         return results
+
+    def over(
+        self,
+        tokens: Ints,
+        segments: Sequence[Segment],
+        caches: Sequence[FlatCache],
+        wanted: Ints,
+        tapped: Sequence[int] = (),
+        all_cores: bool = False,
+        features: Array | None = None,
+    ) -> dict[str, Array]:
+        """Does the same over the buffers of these caches, with short segments first. Long ones are fed in pieces.
+
+        Long ones use all cores in any case, because their texts wait for the first token.
+        """
+        found: dict[str, Array] = {}
+        for first, own in _runs(segments):
+            end = first + sum(segment.count for segment in own)
+            here = np.flatnonzero((wanted >= first) & (wanted < end))
+            rows = features[first:end] if features is not None else None
+            layers, wide = self.buffers(caches, own), all_cores or own[0].long
+            results = self(tokens[first:end], own, layers, wanted[here] - first, tapped, wide, rows)
+            if end - first == len(tokens):
+                return results
+            for name, part in results.items():
+                count, at = (len(tokens), slice(first, end)) if name.startswith("layer") else (len(wanted), here)
+                found.setdefault(name, np.empty((count, part.shape[1]), np.float32))[at] = part
+        return found
 
     def room(self, parts: Sequence[Segment]) -> tuple[int, int]:
         """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
@@ -268,13 +295,6 @@ def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dty
     return mask
 
 
-def _factor(model_type: str, width: int) -> float:
-    """Returns the factor that models of this family apply to embeddings."""
-    if not model_type.startswith("gemma3"):
-        return 1.0
-    return float(mx.array(width**0.5, mx.bfloat16).astype(mx.float32).item())  # type: ignore[arg-type]
-
-
 class OrtFlat:
     """The forwards of one target; `norm`: its final norm."""
 
@@ -298,26 +318,16 @@ class OrtFlat:
     ) -> mx.array:
         """Feeds tokens [T], segment after segment. Returns logits [R, V] at the `wanted` places; None: at all.
 
-        `hidden` records the hidden states that it wants. `all_cores`: see `OrtForward`. A long segment uses them in any
-        case, because its text waits for the first token.
+        `hidden` records the hidden states that it wants. `all_cores`: see `OrtForward`.
         """
         if hidden is not None and not hidden.is_open:
             hidden = None
         places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
-        logits = np.empty((len(places), self._forward.vocab_size), np.float32)
         tapped = self._tapped(hidden)
-        rows = {layer: np.empty((len(tokens), self._forward.width), np.float32) for layer in tapped}
-        for first, own in _runs(segments):
-            end = first + sum(segment.count for segment in own)
-            here = np.flatnonzero((places >= first) & (places < end))
-            layers, wide = self._forward.buffers(caches, own), all_cores or own[0].long
-            results = self._forward(tokens[first:end], own, layers, places[here] - first, tapped, wide)
-            logits[here] = results["logits"]
-            for layer in tapped:
-                rows[layer][first:end] = results[f"layer{layer}"]
+        results = self._forward.over(tokens, segments, caches, places, tapped, all_cores)
         if hidden is not None:
-            self._record(hidden, rows)
-        return mx.array(logits)
+            self._record(hidden, {layer: results[f"layer{layer}"] for layer in tapped})
+        return mx.array(results["logits"])
 
     def _tapped(self, hidden: HiddenStates | None) -> list[int]:
         """Returns the layers whose outputs are wanted, including the norm's input."""
@@ -361,6 +371,18 @@ _EXACT, _ROUNDED = 1e-3, 0.5  # allowed root mean square, in deviations of the l
 _WIDE, _NEIGHBOUR = 11, 3
 
 
+def enabled() -> bool:
+    """Returns whether ONNX Runtime may compute in this process: its device is a CPU, and `CPU_KERNELS` allows it.
+
+    Raises:
+        InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
+    """
+    chosen = os.environ.get(CPU_KERNELS) or "auto"
+    if chosen not in KERNELS:
+        raise InvalidRequest(f"{CPU_KERNELS} is {chosen!r}; expected {' or '.join(KERNELS)}")
+    return chosen != "mlx" and mx.default_device().type == mx.cpu
+
+
 def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
     """Returns the model's forwards by ONNX Runtime; None if MLX computes them (the log says why).
 
@@ -371,10 +393,7 @@ def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
     Raises:
         InvalidRequest: `CPU_KERNELS` is none of `KERNELS`.
     """
-    chosen = os.environ.get(CPU_KERNELS) or "auto"
-    if chosen not in KERNELS:
-        raise InvalidRequest(f"{CPU_KERNELS} is {chosen!r}; expected {' or '.join(KERNELS)}")
-    if chosen == "mlx" or mx.default_device().type != mx.cpu:
+    if not enabled():
         return None
     if model_type not in FAMILIES:
         log.info("MLX computes this %s model: ONNX Runtime serves %s", model_type, ", ".join(FAMILIES))
@@ -382,10 +401,10 @@ def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
     try:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
             cached = CachedGraph.of(folder)
-            forward = OrtForward(model, model_type, cached)
+            forward = OrtForward(Network.of(model, model_type), cached)
             least = cached.least
             if least is None:
-                check(model, forward)
+                check(forward, lambda tokens: model(mx.array(tokens[None]))[0])
                 cached.passed(forward.least)
             else:
                 forward.least = least
@@ -395,48 +414,63 @@ def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
         return None
 
 
-def check(model: nn.Module, forward: OrtForward) -> None:
+Features = Callable[[Ints], Array | None]
+"""Returns the features of tokens [T], [T, W]; None: a model needs none."""
+
+
+def no_features(tokens: Ints) -> None:
+    """The `Features` of a model."""
+
+
+def check(forward: OrtForward, own: Callable[[Ints], mx.array], features: Features = no_features) -> None:
     """Compares logits, and sets `forward.least`: the rows that a forward needs for its bits to be always the same.
+
+    `own` computes the logits [T, V] of a text's first tokens without ONNX Runtime.
 
     Raises:
         ModelError: the logits are not the model's own, or depend on what else is fed in the same forward.
     """
     tokens = np.array([(7919 * i + 13) % forward.vocab_size for i in range(_WIDE)], np.int32)
-    own = np.array(model(mx.array(tokens[None, :_OWN]))[0].astype(mx.float32))
-    logits = alone(forward, tokens, (_OWN,))
-    known = ~(own == -np.inf).all(axis=0)  # a draft model may have fewer tokens
-    own, logits = own[:, known], logits[:, known]
-    deviation = np.maximum(own.std(axis=-1), 1.0)
-    worst = float((np.sqrt(np.square(logits - own).mean(axis=-1)) / deviation).mean())
+    expected, logits = host(own(tokens[:_OWN])), alone(forward, tokens, (_OWN,), features=features)
+    known = ~(expected == -np.inf).all(axis=0)  # a draft model may have fewer tokens
+    expected, logits = expected[:, known], logits[:, known]
+    deviation = np.maximum(expected.std(axis=-1), 1.0)
+    worst = float((np.sqrt(np.square(logits - expected).mean(axis=-1)) / deviation).mean())
     if not worst <= (_ROUNDED if forward.quantised else _EXACT):
         raise ModelError(f"its logits differ from the model's own by {worst:.2g} of their standard deviation")
     if not forward.quantised:
         return
     for forward.least in (1, 2):
-        whole = alone(forward, tokens, (_WIDE,))
-        if (alone(forward, tokens, (1, 1, 2, 3, 4)) == whole).all():
+        whole = alone(forward, tokens, (_WIDE,), features=features)
+        if (alone(forward, tokens, (1, 1, 2, 3, 4), features=features) == whole).all():
             break
     else:
         raise ModelError("its logits depend on how many tokens are fed at once")
-    if not (_with_others(forward, tokens) == whole).all():
+    if not (_with_others(forward, tokens, features) == whole).all():
         raise ModelError("its logits depend on the other texts in the same forward")
-    if not (alone(forward, tokens, (1, 2, 8), all_cores=True) == whole).all():
+    if not (alone(forward, tokens, (1, 2, 8), True, features) == whole).all():
         raise ModelError("its logits depend on the number of cores")
 
 
-def alone(forward: OrtForward, tokens: Array, counts: tuple[int, ...], all_cores: bool = False) -> Array:
+def alone(
+    forward: OrtForward,
+    tokens: Array,
+    counts: tuple[int, ...],
+    all_cores: bool = False,
+    features: Features = no_features,
+) -> Array:
     """Returns the logits of one text's tokens, fed in pieces of these sizes."""
     layers = _buffers(forward, 1)
     logits, start = [], 0
     for count in counts:
         part = Segment(0, start, count)
         own = tokens[start : start + count]
-        logits.append(forward(own, [part], layers, np.arange(count), all_cores=all_cores)["logits"])
+        logits.append(forward(own, [part], layers, np.arange(count), (), all_cores, features(own))["logits"])
         start += count
     return np.concatenate(logits)
 
 
-def _with_others(forward: OrtForward, tokens: Array) -> Array:
+def _with_others(forward: OrtForward, tokens: Array, features: Features) -> Array:
     """Returns the logits of tokens fed in three pieces, with texts in the rows before and after, one idle at times."""
     layers = _buffers(forward, 3)
     logits, start = [], 0
@@ -446,7 +480,8 @@ def _with_others(forward: OrtForward, tokens: Array) -> Array:
         parts = sorted([own, *others], key=lambda part: part.row)
         flat = np.concatenate([tokens[start : start + count] if p is own else tokens[:_NEIGHBOUR] for p in parts])
         begin = sum(part.count for part in parts if part.row < 1)
-        logits.append(forward(flat, parts, layers, np.arange(begin, begin + count))["logits"])
+        wanted = np.arange(begin, begin + count)
+        logits.append(forward(flat, parts, layers, wanted, features=features(flat))["logits"])
         start += count
     return np.concatenate(logits)
 

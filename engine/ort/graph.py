@@ -1,4 +1,4 @@
-"""Builds an ONNX graph of a dense mlx-lm model from the weights of its own module, quantised or not.
+"""Builds an ONNX graph of a dense mlx-lm model, or of a draft head, from the weights of its module, quantised or not.
 
 A forward feeds one flat row of tokens of several texts. Dense layers see the flat row; attention sees it arranged by
 text [B, S], and writes keys and values in place. Knows layers and the formats of weights; knows nothing of texts,
@@ -7,7 +7,7 @@ buffers or scheduling. `ort.forward.check` compares the graph's logits with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +47,48 @@ class LayerShape:
         return cls(int(attention.n_kv_heads), _depth(attention.o_proj) // int(attention.n_heads), window)
 
 
+Begin = Callable[["Builder"], tuple[str, str]]
+"""Adds the input of the first layer, and that of its attention, from `x` and `features`; returns their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The modules that a graph computes. `windows`: each layer's; None: it sees all tokens.
+
+    `factor`: that of embeddings. `output` computes the logits of all tokens, or only of these `tokens`, of a vocabulary
+    of `vocab_size`. `begin`: of a head, which reads features besides tokens. `rounded`: dense layers are rounded to 8
+    bits.
+    """
+
+    layers: Sequence[nn.Module]
+    windows: Sequence[int | None]
+    embedding: nn.Module
+    norm: nn.Module
+    output: nn.Module
+    vocab_size: int
+    tokens: mx.array | None = None
+    factor: float = 1.0
+    begin: Begin | None = None
+    rounded: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, model_type: str) -> Network:
+        """Returns a model's modules. Raises ModelError: one of them can't be found."""
+        with _refusals():
+            backbone, layers = backbone_of(model)
+            windows = [window_of(cache) for cache in make_prompt_cache(model)]
+            norm, table = final_norm(backbone), unwrapped(embedding(backbone))
+            output, tokens = _output_of(model, table), None
+            vocab_size = int(output.vocab_size if isinstance(output, ReducedLMHead) else output.weight.shape[0])
+            if isinstance(output, ReducedLMHead):
+                output, tokens = output.rows, output.tokens
+            factor = 1.0
+            if model_type.startswith("gemma3"):
+                rounded = mx.array(int(norm.weight.size) ** 0.5, mx.bfloat16).astype(mx.float32)
+                factor = float(rounded.item())  # type: ignore[arg-type]
+            return cls(layers, windows, table, norm, output, vocab_size, tokens, factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a graph's inputs look like. `group`: the query heads of a key head; `angles`: each layer's rope, an index of
@@ -62,17 +104,15 @@ class Layout:
     outputs: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Layout:
+    def of(cls, network: Network) -> Layout:
         """Reads no weights.
 
         Raises:
             ModelError: a layer is not supported.
         """
         with _refusals():
-            backbone, layers = backbone_of(model)
-            windows = [window_of(cache) for cache in make_prompt_cache(model)]
-            attentions = [layer.self_attn for layer in layers]
-            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, windows, strict=True)]
+            attentions = [layer.self_attn for layer in network.layers]
+            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, network.windows, strict=True)]
             groups = {int(own.n_heads) // shape.kv_heads for own, shape in zip(attentions, shapes, strict=True)}
             if len(groups) > 1:
                 raise TypeError("layers with different numbers of query heads for a key head are not supported")
@@ -86,11 +126,11 @@ class Layout:
                     known[key] = len(ropes)
                     ropes.append(_rope(rope, shape.width))
                 angles.append(known[key])
-            masks = list(dict.fromkeys(windows))
-            head = _rows_of(output_of(model))
-            quantised = any(isinstance(part, nn.QuantizedLinear) for part in (head, *model.modules()))
-            quantised |= isinstance(head, nn.QuantizedEmbedding)
-            hidden, outputs = int(final_norm(backbone).weight.size), int(head.weight.shape[0])
+            masks = list(dict.fromkeys(network.windows))
+            parts = [network.output, *(part for layer in network.layers for part in layer.modules())]
+            quantised = network.rounded
+            quantised |= any(isinstance(part, nn.QuantizedLinear | nn.QuantizedEmbedding) for part in parts)
+            hidden, outputs = int(network.norm.weight.size), int(network.output.weight.shape[0])
             return cls(shapes, groups.pop(), angles, ropes, masks, quantised, hidden, outputs)
 
     @property
@@ -107,12 +147,12 @@ class Graph:
     Attention has one head for each key head. The G query heads that share it are G queries, one after the other for all
     tokens of a text, so keys and values are read once. What the further queries write lies behind the text.
 
-    Inputs: `x` [T, H], embedded tokens; `take` [B x S], which of the T x G queries is at each place of [B, S]; `back`
-    [T x G], each query's place; `lengths` [B], each text's columns afterwards, less one; `total`; `counts` [B], the
-    queries of a text; `places` [B, S], their positions; `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total]
-    for each of the layout's masks; `wanted` [R], the tokens that get logits. For each layer `k{i}`, `v{i}` and, bound
-    to the same memory, `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `normed` [R, H], and each layer's output,
-    `layer{i}` [T, H].
+    Inputs: `x` [T, H], embedded tokens; of a head `features` [T, W]; `take` [B x S], which of the T x G queries is at
+    each place of [B, S]; `back` [T x G], each query's place; `lengths` [B], each text's columns afterwards, less one;
+    `total`; `counts` [B], the queries of a text; `places` [B, S], their positions; `cos{r}` and `sin{r}` of each rope;
+    `mask{w}` [B, 1, S, total] for each of the layout's masks; `wanted` [R], the tokens that get logits. For each layer
+    `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `hidden` [R, H], the
+    last layer's output, and each layer's, `layer{i}` [T, H].
     """
 
     proto: bytes
@@ -138,6 +178,12 @@ class Affine:
         q, bits = levels(layer)
         parts = max(1, int(layer.group_size) // _GROUP)
         return cls(q, np.repeat(host(layer.scales), parts, 1), np.repeat(host(layer.biases), parts, 1), bits)
+
+    @classmethod
+    def rounded(cls, weight: Array) -> Affine:
+        """Rounds weights [N, K], of whole groups, to 8 bits."""
+        ((q, scales),) = _digits(weight, np.inf, 8, _GROUP)
+        return cls(q, scales, -128 * scales, 8)
 
     @property
     def group(self) -> int:
@@ -166,11 +212,14 @@ def levels(layer: nn.Module) -> tuple[Array, int]:
 
 
 @dataclass
-class _Builder:
+class Builder:
+    """A graph under construction."""
+
     nodes: list[Any] = field(default_factory=list)
     weights: dict[str, Array] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
     kv_type: int = TensorProto.FLOAT
+    rounded: bool = False
     sums: dict[str, str] = field(default_factory=dict)
     made: int = 0
 
@@ -207,7 +256,10 @@ class _Builder:
             product = self._affine(x, whole)
         elif all(type(layer).__name__ in ("Linear", "Embedding", "HeadEmbedding") for layer in layers):
             dense = np.concatenate([host(layer.weight) for layer in layers])
-            product = str(self.op("MatMul", x, self.weight(dense.T)))
+            if self.rounded and dense.shape[1] % _GROUP == 0:
+                product = self._affine(x, Affine.rounded(dense))
+            else:
+                product = str(self.op("MatMul", x, self.weight(dense.T)))
         else:
             kinds = ", ".join({type(layer).__name__ for layer in layers})
             raise TypeError(f"layers of kind {kinds} are not supported")
@@ -293,25 +345,23 @@ def _refusals() -> Iterator[None]:
         raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
-def build(model: nn.Module, layout: Layout) -> Graph:
-    """Builds the graph of a model from its weights.
+def build(network: Network, layout: Layout) -> Graph:
+    """Builds the graph of modules from their weights.
 
     Raises:
         ModelError: one of its layers is not supported.
     """
     with _refusals():
-        return _build(model, layout)
+        return _build(network, layout)
 
 
-def _build(model: nn.Module, layout: Layout) -> Graph:
-    b = _Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype))
-    backbone, layers = backbone_of(model)
-    res, added = "x", ""
+def _build(network: Network, layout: Layout) -> Graph:
+    b = Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype), rounded=network.rounded)
+    layers, added = network.layers, ""
+    res, n = network.begin(b) if network.begin is not None else ("x", b.norm("x", layers[0].input_layernorm))
     for number, (layer, shape, rope) in enumerate(zip(layers, layout.shapes, layout.angles, strict=True)):
         mask = f"mask{layout.masks.index(shape.window)}"
-        if not added:
-            n = b.norm(res, layer.input_layernorm)
-        else:
+        if number:
             n = b.add_and_norm(res, added, layer.input_layernorm, f"layer{number - 1}")
             res = f"layer{number - 1}"
         o = _attention(b, n, layer.self_attn, shape, number, (f"cos{rope}", f"sin{rope}"), mask)
@@ -325,13 +375,13 @@ def _build(model: nn.Module, layout: Layout) -> Graph:
             added = b.norm(added, layer.post_feedforward_layernorm)
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
-    b.op("Identity", b.norm(b.op("Gather", last, "wanted", axis=0), final_norm(backbone)), outputs=["normed"])
-    b.op("Identity", b.linear("normed", [_rows_of(output_of(model))]), outputs=["logits"])
-    return Graph(_proto(b, layout), b.weights)
+    b.op("Gather", last, "wanted", axis=0, outputs=["hidden"])
+    b.op("Identity", b.linear(b.norm("hidden", network.norm), [network.output]), outputs=["logits"])
+    return Graph(_proto(b, layout, network.begin is not None), b.weights)
 
 
 def _attention(
-    b: _Builder, x: str, attention: nn.Module, shape: LayerShape, number: int, angles: tuple[str, str], mask: str
+    b: Builder, x: str, attention: nn.Module, shape: LayerShape, number: int, angles: tuple[str, str], mask: str
 ) -> str:
     """Adds the attention of normed x [T, H], which writes keys and values in place."""
     heads, kv_heads, width = int(attention.n_heads), shape.kv_heads, shape.width
@@ -369,7 +419,7 @@ def _attention(
     return b.linear(b.op("Cast", flat, to=TensorProto.FLOAT), [attention.o_proj])
 
 
-def _mlp(b: _Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
+def _mlp(b: Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
     """Adds the MLP of normed x [T, H], gated by SiLU, or by GELU."""
     up = b.linear(x, [mlp.gate_up_proj] if "gate_up_proj" in mlp else [mlp.gate_proj, mlp.up_proj])
     b.op("Split", up, outputs=[f"gate_{number}", f"up_{number}"], axis=-1, num_outputs=2)
@@ -380,13 +430,14 @@ def _mlp(b: _Builder, x: str, mlp: nn.Module, number: int, gelu: bool) -> str:
     return b.linear(b.op("Mul", gate, f"up_{number}"), [mlp.down_proj])
 
 
-def _proto(b: _Builder, layout: Layout) -> bytes:
+def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
     def info(name: str, kind: int, *dims: int | str) -> Any:
         return helper.make_tensor_value_info(name, kind, dims)
 
     f32, i32, i64 = TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
     inputs = [
         info("x", f32, "T", "H"),
+        *([info("features", f32, "T", "W")] if features else []),
         info("take", i64, "BS"),
         info("laid", i64, 3),
         info("back", i64, "TG"),
@@ -398,7 +449,7 @@ def _proto(b: _Builder, layout: Layout) -> bytes:
         *(info(f"{c}{r}", b.kv_type, "L", f"half{r}") for r in range(len(layout.ropes)) for c in ("cos", "sin")),
         *(info(f"mask{m}", b.kv_type, "B", 1, "S", "E") for m in range(len(layout.masks))),
     ]
-    outputs = [info("logits", f32, "R", "V"), info("normed", f32, "R", "H")]
+    outputs = [info("logits", f32, "R", "V"), info("hidden", f32, "R", "H")]
     outputs += [info(f"layer{i}", f32, "T", "H") for i in range(len(layout.shapes))]
     for i, shape in enumerate(layout.shapes):
         for c in "kv":
@@ -422,17 +473,13 @@ def host(array: mx.array) -> Array:
     return np.array(array.astype(mx.float32), dtype=np.float32)
 
 
-def output_of(model: nn.Module) -> nn.Module:
+def _output_of(model: nn.Module, table: nn.Module) -> nn.Module:
     """Returns the module that computes logits: the model's output layer, or its embedding."""
     for module in model.modules():
         own = module.get("lm_head") if isinstance(module, dict) else None
         if isinstance(own, nn.Module):
             return unwrapped(own)
-    return unwrapped(embedding(backbone_of(model)[0]))
-
-
-def _rows_of(head: nn.Module) -> nn.Module:
-    return head.rows if isinstance(head, ReducedLMHead) else head
+    return table
 
 
 def _projections(attention: nn.Module) -> list[nn.Module]:
@@ -478,7 +525,7 @@ def _whole_groups(array: Array, group: int) -> Array:
     return np.pad(array, ((0, 0), (0, -array.shape[1] % group)))
 
 
-def _digits(rest: Array, steps: Array, bits: int, group: int) -> list[tuple[Array, Array]]:
+def _digits(rest: Array, steps: Array | float, bits: int, group: int) -> list[tuple[Array, Array]]:
     """Quantises `rest` [N, G]: levels [N, columns] and scales [N, columns / group], G padded to whole groups.
 
     A second digit for what the first one leaves is there only if that is more than `_REST` of a row's quantisation

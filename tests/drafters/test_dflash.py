@@ -55,7 +55,8 @@ def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, name: 
             behind = TEXTS[n][part.start + 1 : part.stop + 1]
             feeds.append(PairFeed(places[n], mx.array(behind), head.fuse(mx.array(ROWS[n][part]))))
             done[n] = part.stop
-        found = np.array(head.logits(contexts.slots(feeds, [depth for depth in depths if depth])))
+        _, logits = contexts.slots(feeds, [depth for depth in depths if depth])
+        found = np.array(logits)
         expected = [
             truth.logits(truth.hidden(truth.fuse(ROWS[n][: done[n]]), TEXTS[n][done[n]], depths[n]))
             for n in range(2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.heads.eagle3 import Eagle3, PEagle, read
-from outrider.drafters.heads.pair_kv_cache import MaskedPairKVCache, PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
 from outrider.protocol.errors import CannotDraft
 from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
 
@@ -40,10 +40,10 @@ def test_a_head_computes_what_an_independent_forward_does(tmp_path: Path, layout
             part = slice(done[n], done[n] + count)
             feeds.append(PairFeed(places[n], mx.array(tokens[n][part]), head.fuse(mx.array(rows[n][part]))))
             done[n] += count
-        hidden = pairs.forward(feeds)
+        hidden, logits = pairs.slots(feeds, [1] * len(feeds))
         for n in range(2):
             own, onward = truth(tokens[n][: done[n]], features[n][: done[n]])
-            np.testing.assert_allclose(np.array(head.logits(hidden))[n], own[-1], rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(np.array(logits)[n], own[-1], rtol=1e-3, atol=1e-3)
             np.testing.assert_allclose(np.array(head.onward(hidden))[n], onward[-1], rtol=1e-3, atol=1e-3)
 
 
@@ -52,7 +52,7 @@ def test_several_tokens_are_drafted_by_pairs_of_a_mask(tmp_path: Path, layout: s
     """In one forward with the true pairs, of one text or two, whatever else is drafted beside them."""
     head, truth = head_of(write(tmp_path, layout)), NumpyHead(layout, EMBEDDING)
     assert isinstance(head, PEagle) and head.depth == (5 if "spec" in layout else 8)
-    pairs = MaskedPairKVCache(head)
+    pairs = PairKVCache(head)
     places = [pairs.open() for _ in range(2)]
     rows = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in places]
     tokens, features, done = [RNG.integers(0, V, 60) for _ in places], [truth.fuse(r) for r in rows], [0, 0]
@@ -67,8 +67,8 @@ def test_several_tokens_are_drafted_by_pairs_of_a_mask(tmp_path: Path, layout: s
             behind = np.concatenate([tokens[n][: done[n]], [MASK] * more]).astype(int)
             own, _ = truth(behind, np.concatenate([features[n][: done[n]], masked.repeat(more, axis=0)]))
             expected.append(own[-depths[n] :])
-        hidden = pairs.slots(feeds, [depth for depth in depths if depth])
-        np.testing.assert_allclose(np.array(head.logits(hidden)), np.concatenate(expected), rtol=1e-3, atol=1e-3)
+        _, logits = pairs.slots(feeds, [depth for depth in depths if depth])
+        np.testing.assert_allclose(np.array(logits), np.concatenate(expected), rtol=1e-3, atol=1e-3)
         for place, length in zip(places, done, strict=True):
             place.roll_back(length)
 

@@ -44,8 +44,9 @@ def test_a_head_computes_what_an_independent_forward_does(
             PairFeed(sequence, mx.array(tokens[part]), mx.array(rows[part])),
             PairFeed(other, mx.array([3]), mx.ones((1, H))),
         ]
-        hidden, done = pairs.forward(feeds), done + count
-        np.testing.assert_allclose(np.array(head.logits(hidden))[0], logits[done - 1], rtol=1e-3, atol=1e-3)
+        hidden, said = pairs.slots(feeds, [1, 1])
+        done += count
+        np.testing.assert_allclose(np.array(said)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(np.array(head.onward(hidden))[0], onward[done - 1], rtol=1e-3, atol=1e-3)
     own = weights_of(family)
     size = sum(value.shape[0] for key, value in own.items() if key.endswith(("k_proj.weight", "v_proj.weight")))
@@ -76,8 +77,9 @@ def test_a_layer_more_computes_what_an_independent_forward_does(
             PairFeed(sequence, mx.array(tokens[part]), mx.array(rows[part])),
             PairFeed(other, mx.array([3]), mx.ones((1, H))),
         ]
-        hidden, done = pairs.forward(feeds), done + count
-        np.testing.assert_allclose(np.array(head.logits(hidden))[0], logits[done - 1], rtol=1e-3, atol=1e-3)
+        hidden, said = pairs.slots(feeds, [1, 1])
+        done += count
+        np.testing.assert_allclose(np.array(said)[0], logits[done - 1], rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(np.array(head.onward(hidden))[0], onward[done - 1], rtol=1e-3, atol=1e-3)
     saved = pairs.save(sequence, 30)
     assert saved.nbytes == 30 * head.bytes_per_pair

@@ -92,8 +92,8 @@ def test_a_head_computes_what_an_independent_forward_does(target: LoadedModel, t
     places = [pairs.open() for _ in rows]
     for depth in range(5):
         feeds = [PairFeed(places[n], mx.array(tokens[n, depth : depth + 1]), features[n : n + 1]) for n in range(2)]
-        hidden = pairs.forward(feeds)
-        features, logits = head.onward(hidden), np.array(head.logits(hidden))
+        hidden, said = pairs.slots(feeds, [1, 1])
+        features, logits = head.onward(hidden), np.array(said)
         assert logits.shape == (2, 258) and np.isneginf(logits[:, V:]).all()
         for n in range(2):
             np.testing.assert_allclose(logits[n, :V], truth[n][depth], rtol=1e-3, atol=1e-3)

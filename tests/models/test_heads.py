@@ -201,8 +201,8 @@ def test_the_loader_computes_the_blocks_that_were_trained(target: Path, tmp_path
         contexts = FeatureKVCache(head)
         features = head.fuse(mx.array(lesson.rows[0, :anchor].flatten(1).numpy()))
         fed = mx.array(np.array(lesson.tokens[0])[1 : anchor + 1], mx.int32)
-        hidden = contexts.slots([PairFeed(contexts.open(), fed, features)], [made.steps])
-        np.testing.assert_allclose(np.array(head.logits(hidden)), [step[block] for step in steps], atol=5e-3)
+        _, logits = contexts.slots([PairFeed(contexts.open(), fed, features)], [made.steps])
+        np.testing.assert_allclose(np.array(logits), [step[block] for step in steps], atol=5e-3)
 
 
 def test_blocks_are_trained_after_prefixes_as_in_the_draft_worker(target: Path, tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def chain(head: Any, model: Any, lesson: Lesson, row: int, steps: int) -> list[n
     sequence, found = pairs.open(), []
     fed = mx.array(tokens[1 : row + 2], mx.int32)
     for step in range(steps):
-        hidden = pairs.forward([PairFeed(sequence, fed, features)])
-        found.append(np.array(head.logits(hidden))[0])
+        hidden, logits = pairs.slots([PairFeed(sequence, fed, features)], [1])
+        found.append(np.array(logits)[0])
         features, fed = head.onward(hidden), mx.array(tokens[row + step + 2 : row + step + 3], mx.int32)
     return found
 

@@ -12,9 +12,9 @@ import pytest
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import PairHead, StepHead
-from outrider.drafters.heads.load import host_of
-from outrider.drafters.heads.pair_kv_cache import NumpyHead, PairFeed, PairKVCache
+from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
 from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.messages import Features, Message
 from outrider.protocol.sampling import SamplingParams
 from tests.covering import matrix
@@ -29,6 +29,7 @@ from tests.target_worker.heads import (
     random_head,
     recurrent_head,
     token_head,
+    unrounded,
 )
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -62,9 +63,9 @@ class Lossy(Cluster):
 
 
 def cluster(
-    target: LoadedModel, head: StepHead, kind: type[Cluster] = Cluster, numpy: NumpyHead | None = None, **other: Any
+    target: LoadedModel, head: StepHead, kind: type[Cluster] = Cluster, cpu: OrtForward | None = None, **other: Any
 ) -> Cluster:
-    drafter = AheadHead(head, "eagle3", target.vocab_size, numpy=numpy)
+    drafter = AheadHead(head, "eagle3", target.vocab_size, cpu=cpu)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})
 
 
@@ -122,14 +123,13 @@ def test_features_are_used(target: LoadedModel, made: Heads, monkeypatch: pytest
     assert accepted(fresh) > max(map(accepted, others)) + 0.2
 
 
-@matrix(made=[token_head, random_head, mtp_head, parallel_head], mode=["sd", "ssd"], by_numpy=[False, True])
+@matrix(made=[token_head, random_head, mtp_head, parallel_head], mode=["sd", "ssd"], by_ort=[False, True])
 def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
-    target: LoadedModel, made: Heads, mode: str, by_numpy: bool
+    target: LoadedModel, made: Heads, mode: str, by_ort: bool
 ) -> None:
     """Whatever was accepted: guesses leave nothing behind, and each true row is read once."""
     head = made(target)
-    numpy = host_of(head, target) if by_numpy else None
-    assert (numpy is not None) == by_numpy
+    cpu = unrounded(head, target) if by_ort else None
     told: dict[int, np.ndarray[Any, Any]] = {}
     seen: set[int] = set()
 
@@ -141,7 +141,7 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
             rows = np.stack([told[at] for at in range(tree.committed_len - 1)])
             assert distance(head, tree, list(text[: tree.committed_len]), rows) < 2e-3
 
-    played = cluster(target, head, schedule=MIXED, numpy=numpy, after_draft=check)
+    played = cluster(target, head, schedule=MIXED, cpu=cpu, after_draft=check)
     send = played.send_worker
 
     def watched(name: str, message: Message) -> None:
@@ -157,14 +157,14 @@ def test_after_each_round_it_is_as_one_that_read_the_text_at_once(
 def _alone(head: PairHead, feature: mx.array) -> int:
     """What follows a pair of this feature and any token, by the head that looks at nothing else."""
     pairs = PairKVCache(head)
-    hidden = pairs.forward([PairFeed(pairs.open(), mx.array([1]), feature)])
-    return int(mx.argmax(head.logits(hidden)).item())
+    _, logits = pairs.slots([PairFeed(pairs.open(), mx.array([1]), feature)], [1])
+    return int(mx.argmax(logits).item())
 
 
 def distance(head: PairHead, tree: HeadTree, text: list[int], rows: np.ndarray[Any, Any]) -> float:
     """How far its committed columns are from those of a head that is fed these rows of the text at once."""
     fresh = PairKVCache(head)
-    fresh.hidden([PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32))])
+    fresh.read(PairFeed(fresh.open(), mx.array(text[1:]), mx.array(rows).astype(mx.float32)))
     columns = [*range(tree._layout.prefix), *tree._recent]
     apart = 0.0
     kept = tree.kv_rows.kv_cache.save(tree.kv_rows.sequence, max(columns) + 1)

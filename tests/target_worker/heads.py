@@ -8,6 +8,7 @@ one token deep; `random_head` proposes random tokens.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from outrider.drafters.heads import redrafter
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.load import host_of
 from outrider.drafters.heads.mtp import Mtp, MtpForm
 from outrider.drafters.heads.proposers import proposer_of
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
+from outrider.engine.ort.forward import OrtForward
+from outrider.engine.ort.graph import Network
+from outrider.protocol.errors import ModelError
 from tests.drafters import nextn_heads
 from tests.tiny import VOCAB_SIZE, write_model
 
@@ -175,8 +178,18 @@ def latent_head(target: LoadedModel) -> Mtp:
 
 
 def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
-    """By numpy where that serves both, as where heads are loaded."""
-    return HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, host_of(head, target)))
+    """With ONNX Runtime's forwards if there are any, unrounded."""
+    try:
+        cpu = unrounded(head, target)
+    except ModelError:
+        cpu = None
+    return HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, cpu))
+
+
+def unrounded(head: Head, target: LoadedModel) -> OrtForward:
+    """ONNX Runtime's forwards of a head, without the rounding to 8 bits."""
+    network = head.network(Network.of(target.model, target.model_type))
+    return OrtForward(replace(network, windows=[None] * len(network.layers)))
 
 
 def _known_ids() -> Array:

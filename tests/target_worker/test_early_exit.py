@@ -176,7 +176,12 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own = drafters(0)
-    monkeypatch.setattr(own._exits, "_rows", lambda feeds: mx.full((len(feeds), 64), mx.nan))  # type: ignore[attr-defined]
+    nothing = [mx.full((1, width), mx.nan) for width in (H, VOCAB_SIZE)]
+    monkeypatch.setattr(
+        own._exits,  # type: ignore[attr-defined]
+        "_rows",
+        lambda feeds: tuple(mx.repeat(rows, len(feeds), axis=0) for rows in nothing),
+    )
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
     assert "are not finite" in caplog.text and not any(a.drafted for one in outcomes for a in one)

@@ -1,4 +1,4 @@
-"""A head in the draft worker prepares the same by numpy as by MLX, for many texts in one forward."""
+"""A head in the draft worker prepares the same by ONNX Runtime as by MLX, for many texts in one forward."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
 from outrider.drafters.heads.head import GuessingHead
 from outrider.drafters.heads.kv_rows import PairKVRows
-from outrider.drafters.heads.load import host_of
-from outrider.drafters.heads.pair_kv_cache import NumpyHead
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
-from outrider.engine import numpy_net
-from outrider.engine.flat import FlatCache
 from outrider.engine.loading import LoadedModel
-from outrider.engine.numpy_net import MOST_ROWS
+from outrider.engine.ort.forward import OrtForward
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.target_worker.heads import (
@@ -30,12 +26,13 @@ from tests.target_worker.heads import (
     mtp_head,
     parallel_token_head,
     random_head,
-    recurrent_head,
     token_head,
+    unrounded,
     write_feature_head,
 )
 
-LENGTHS = (20, 7, MOST_ROWS + 30)
+LONG = 260  # pairs, which ONNX Runtime reads in pieces
+LENGTHS = (20, 7, LONG + 30)
 Made = Callable[[LoadedModel], GuessingHead]
 Prepared = list[dict[tuple[int, ...], tuple[int, ...]]]
 
@@ -47,23 +44,23 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many pairs each forward of numpy's was of."""
-    counts, plain = list[int](), NumpyHead.hidden
+    """The number of pairs of each forward of ONNX Runtime's."""
+    counts, plain = list[int](), OrtForward.__call__
 
-    def hidden(self: NumpyHead, tokens: Any, *rest: Any) -> Any:
+    def call(self: OrtForward, tokens: Any, *rest: Any, **others: Any) -> Any:
         counts.append(len(tokens))
-        return plain(self, tokens, *rest)
+        return plain(self, tokens, *rest, **others)
 
-    monkeypatch.setattr(NumpyHead, "hidden", hidden)
+    monkeypatch.setattr(OrtForward, "__call__", call)
     return counts
 
 
 class Played:
     """Requests whose target says what is prepared, or what nobody drafted, and tells rows drawn by their position."""
 
-    def __init__(self, head: GuessingHead, target: LoadedModel, numpy: NumpyHead | None, temp: float) -> None:
+    def __init__(self, head: GuessingHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
         draws = np.random.default_rng(1)
-        drafter = AheadHead(head, "mtp", target.vocab_size, numpy=numpy)
+        drafter = AheadHead(head, "mtp", target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
         self.heard = [0] * len(LENGTHS)
         raw = draws.standard_normal((max(LENGTHS) + 60, head.points.count * H))
@@ -109,47 +106,22 @@ class Played:
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 @pytest.mark.parametrize("made", [mtp_head, random_head, token_head, parallel_token_head])
-def test_numpy_prepares_what_mlx_prepares(target: LoadedModel, fed: list[int], made: Made, temp: float) -> None:
-    """Hits, misses, rows that come late, a text too long for numpy to read."""
+def test_branches_are_those_of_mlx(target: LoadedModel, fed: list[int], made: Made, temp: float) -> None:
+    """Hits, misses, rows that come late, a text that is read in pieces."""
     head = made(target)
-    numpy = host_of(head, target)
-    assert numpy is not None
-    fed.clear()
-    by_numpy = Played(head, target, numpy, temp)
-    prepared = by_numpy.rounds(12)
+    by_ort = Played(head, target, unrounded(head, target), temp)
+    prepared = by_ort.rounds(12)
     assert max(fed) >= 6 * len(LENGTHS)
-    assert any(isinstance(work.tree, HeadTree) and work.tree._layout.prefix > MOST_ROWS for work in by_numpy.works)
+    assert any(isinstance(work.tree, HeadTree) and work.tree._layout.prefix > LONG for work in by_ort.works)
     fed.clear()
     by_mlx = Played(head, target, None, temp)
     assert prepared == by_mlx.rounds(12) and not fed
     assert all(len(branches) == 6 for branches in prepared[0])
-    columns = [[work.tree.column_tokens() for work in played.works] for played in (by_numpy, by_mlx)]
+    columns = [[work.tree.column_tokens() for work in played.works] for played in (by_ort, by_mlx)]
     assert columns[0] == columns[1]
 
 
-@pytest.mark.parametrize("made", [mtp_head, random_head])
-@pytest.mark.parametrize("wrong", ["seen", "kept"])
-def test_wrong_trees_are_caught_at_load(
-    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, made: Made, wrong: str
-) -> None:
-    if wrong == "seen":
-        mask = numpy_net.hidden
-
-        def all_before(seen: Any) -> Any:
-            return mask(np.tri(*seen.shape, seen.shape[1] - seen.shape[0], dtype=np.bool_))
-
-        monkeypatch.setattr(numpy_net, "hidden", all_before)
-    else:
-        plain = FlatCache.gather
-        monkeypatch.setattr(FlatCache, "gather", lambda self, *rest: None if self._host else plain(self, *rest))
-    assert host_of(made(target), target) is None
-
-
-def test_other_heads_are_left_to_mlx(target: LoadedModel) -> None:
-    assert host_of(recurrent_head(target), target) is None
-
-
-def test_a_loaded_head_is_numpys(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
+def test_a_loaded_head_uses_onnx_runtime(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
     assert target.folder is not None
     folder = write_feature_head(tmp_path / "head", target)
     drafter = AheadHead.load("eagle3", str(folder), str(target.folder), lambda stage: None)

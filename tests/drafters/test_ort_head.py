@@ -1,0 +1,139 @@
+"""Heads by ONNX Runtime draft what they draft by MLX; other heads, and wrong graphs, are left to MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.head import Head
+from outrider.drafters.heads.load import forward_of
+from outrider.drafters.heads.load import load as load_head
+from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
+from outrider.drafters.heads.proposers import ChainState, proposer_of
+from outrider.engine.loading import LoadedModel
+from outrider.engine.ort import graph
+from outrider.engine.ort.forward import OrtForward
+from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.worker_link import CPU_KERNELS
+from tests.target_worker.heads import (
+    H,
+    latent_head,
+    markov_llama,
+    mtp_head,
+    parallel_token_head,
+    random_head,
+    recurrent_head,
+    token_head,
+    unrounded,
+    write_feature_head,
+)
+
+LENGTHS = (20, 7, 33)
+LONG = 300  # pairs, which ONNX Runtime reads in pieces
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of pairs of each forward of ONNX Runtime's."""
+    counts, plain = list[int](), OrtForward.__call__
+
+    def call(self: OrtForward, tokens: Any, *rest: Any, **others: Any) -> Any:
+        counts.append(len(tokens))
+        return plain(self, tokens, *rest, **others)
+
+    monkeypatch.setattr(OrtForward, "__call__", call)
+    return counts
+
+
+def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float) -> list[tuple[int, ...]]:
+    """The drafts for three texts together, over four rounds in which each text gets one token longer."""
+    draws = np.random.default_rng(1)
+    own = HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, cpu))
+    texts = [draws.integers(0, 200, length).tolist() for length in LENGTHS]
+    followers = [own.follow(SamplingParams(temp=temp, seed=seed)) for seed in range(len(texts))]
+    found, heard = list[tuple[int, ...]](), [0] * len(texts)
+    for _ in range(4):
+        for number, (text, follower) in enumerate(zip(texts, followers, strict=True)):
+            rows = draws.standard_normal((len(text) - 1 - heard[number], head.points.count * H))
+            follower.add_features(heard[number], head.fuse(mx.array(rows, mx.float32)))
+            heard[number] = len(text) - 1
+        lines = [ChainState(follower, text) for follower, text in zip(followers, texts, strict=True)]
+        found += [one.chain for one in own.continuations(lines, [4, 2, 3])]
+        texts = [[*text, number] for number, text in enumerate(texts)]
+    return found
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("make", [mtp_head, random_head, token_head, parallel_token_head])
+def test_drafts_are_those_of_mlx(
+    target: LoadedModel, fed: list[int], make: Callable[[LoadedModel], Head], temp: float
+) -> None:
+    head = make(target)
+    by_ort = chains(head, target, unrounded(head, target), temp)
+    assert fed
+    fed.clear()
+    assert by_ort == chains(head, target, None, temp)
+    assert not fed
+    assert all(len(chain) >= 2 for chain in by_ort)
+
+
+@pytest.mark.parametrize("make", [mtp_head, random_head, parallel_token_head])
+def test_rounding_changes_logits_little(target: LoadedModel, make: Callable[[LoadedModel], Any]) -> None:
+    head, draws = make(target), np.random.default_rng(2)
+    cpu = forward_of(head, target)
+    assert cpu is not None and cpu.quantised
+    tokens = mx.array(draws.integers(0, 200, LONG))
+    features = head.fuse(mx.array(draws.standard_normal((LONG, head.points.count * H)), mx.float32))
+    found = []
+    for kv_cache in (PairKVCache(head), PairKVCache(head, cpu)):
+        _, logits = kv_cache.outputs([PairFeed(kv_cache.open(), tokens, features)], [LONG])
+        found.append(np.array(logits))
+    known = np.isfinite(found[0])
+    assert np.array_equal(known, np.isfinite(found[1]))
+    expected, actual = (own[known] for own in found)
+    assert np.sqrt(np.square(actual - expected).mean()) < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("make", [latent_head, recurrent_head])
+def test_other_heads_are_left_to_mlx(target: LoadedModel, make: Callable[[LoadedModel], Head]) -> None:
+    assert forward_of(make(target), target) is None
+
+
+def test_heads_are_left_to_mlx_if_the_kernels_are(target: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_KERNELS, "mlx")
+    assert forward_of(mtp_head(target), target) is None
+
+
+@pytest.mark.parametrize("make", [mtp_head, random_head])
+def test_wrong_logits_are_caught_at_load(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch, make: Callable[[LoadedModel], Head]
+) -> None:
+    head = make(target)
+    monkeypatch.setattr(graph, "_projections", lambda layer: [layer.q_proj, layer.v_proj, layer.k_proj])
+    assert forward_of(head, target) is None
+
+
+def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> None:
+    head = mtp_head(target)
+    own = HeadDrafter(head, target.vocab_size, proposer=proposer_of(head, forward_of(head, target)))
+    follower, text = own.follow(SamplingParams()), [5] * (LONG + 1)
+    follower.add_features(0, mx.ones((LONG, H)))
+    fed.clear()
+    own.continuations([ChainState(follower, text)], [3])
+    assert sum(fed) == LONG + 2 and max(fed) < LONG and fed[-2:] == [1, 1]
+
+
+def test_loaded_heads_use_onnx_runtime(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
+    load_head("eagle3", str(write_feature_head(tmp_path / "head", target)), target, lambda stage: None)
+    assert fed
