@@ -125,12 +125,15 @@ class HiddenStates:
         self._points, self._fuse = points, fuse
         self._seen: dict[object, mx.array] | None = None
         backbone, layers = backbone_of(model)
+        self._norm: nn.Module | None = None
+        self._last = len(layers) - 1
         for number in points.layers:
             if not 0 <= number < len(layers):
                 raise ModelError(f"there is no layer {number}; expected 0 to {len(layers) - 1}")
             listen(layers[number], "taps", partial(self._record_layer, number))
         if points.before_norm or points.after_norm:
-            listen(final_norm(backbone), "taps", self._record_norm)
+            self._norm = final_norm(backbone)
+            listen(self._norm, "taps", self._record_norm)
         self._try(model)
 
     def forward(self, call: Callable[[], mx.array], parts: Sequence[tuple[int, Takes | None]]) -> mx.array:
@@ -159,18 +162,18 @@ class HiddenStates:
             self._seen = None
 
     @property
-    def is_open(self) -> bool:
-        """True if the forward under way records anything."""
-        return self._seen is not None
+    def wanted(self) -> list[int]:
+        """The layers whose outputs a forward under way that is not the model's own should record."""
+        if self._seen is None:
+            return []
+        return sorted({*self._points.layers, *([] if self._norm is None else [self._last])})
 
-    def wants(self, key: object) -> bool:
-        """Returns whether a forward that is not the model's own should record the rows at this key."""
-        return key in self._points.keys
-
-    def on_hidden_states(self, key: object, rows: Floats) -> None:
-        """Records rows [T, D] of the tokens of such a forward."""
-        if self._seen is not None and self.wants(key):
-            self._seen[key] = mx.array(rows)[None]
+    def on_layer(self, number: int, rows: Floats) -> None:
+        """Records a layer's rows [T, D] of the tokens of such a forward."""
+        out = mx.array(rows)[None]
+        self._record(number, out)
+        if number == self._last and self._norm is not None:
+            self._norm(out)  # its callback records them, too
 
     def _record(self, key: object, out: Any) -> None:
         if self._seen is not None:

@@ -23,7 +23,7 @@ from outrider.engine.cache import RollbackError, is_attention, leaves_of, stand_
 from outrider.engine.flat import FlatAttentionMetadata, FlatCache, FlatRows, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, Takes
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import OrtFlat
+from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.engine.residual import target_sampler
 from outrider.grammar.constraint import Constraint
@@ -136,7 +136,7 @@ class FlatKVCache(FlatRows):
 
     together = True
 
-    def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtFlat | None = None) -> None:
+    def __init__(self, model: nn.Module, trees: bool = True, cpu: OrtForward | None = None) -> None:
         """`cpu`: computes the forwards instead of MLX."""
         super().__init__(model)
         self.trees, self._cpu, self.is_lazy = trees, cpu, cpu is None
@@ -163,14 +163,21 @@ class FlatKVCache(FlatRows):
 
     def _by_ort(
         self,
-        cpu: OrtFlat,
+        cpu: OrtForward,
         tokens: Sequence[Tokens],
         segments: Sequence[Segment],
         wanted: Sequence[int] | None,
         all_cores: bool,
     ) -> mx.array:
         flat = np.concatenate([np.array(part, np.int32) for part in tokens])
-        return cpu.forward(flat, segments, self._caches, wanted, self._hidden_states, all_cores)
+        places = np.arange(len(flat)) if wanted is None else np.array(wanted, np.int64)
+        hidden = self._hidden_states
+        tapped = hidden.wanted if hidden is not None else []
+        results = cpu.over(flat, segments, self._layers, places, tapped, all_cores)
+        if hidden is not None:
+            for layer in tapped:
+                hidden.on_layer(layer, results[f"layer{layer}"])
+        return mx.array(results["logits"])
 
     def _by_mlx(self, tokens: Sequence[Tokens], segments: Sequence[Segment], wanted: Sequence[int] | None) -> mx.array:
         self._frame.begin(segments)

@@ -31,12 +31,11 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import leaves_of
-from outrider.engine.hidden_states import backbone_of, final_norm
 from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, KVState, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.forward import OrtFlat, alone
+from outrider.engine.ort.forward import alone
 from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -304,12 +303,12 @@ def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree
 _BATCH_LENGTHS = (9, 3, 6)
 
 
-def batch_agrees(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
+def batch_agrees(model: LoadedModel, own: ReferenceLogits) -> bool:
     """Returns whether texts that share forwards have the model's own logits, up to rounding.
 
     Tries a piece of a prompt, chains of different lengths, a rollback, and closing a text.
     """
-    kv_cache = FlatKVCache(model.model, cpu=cpu)
+    kv_cache = FlatKVCache(model.model)
     tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
@@ -335,12 +334,12 @@ _PATH = (0, 3)
 _LENGTHS = (9, 4)
 
 
-def drafts_agree(model: LoadedModel, own: ReferenceLogits, cpu: OrtFlat | None = None) -> bool:
+def drafts_agree(model: LoadedModel, own: ReferenceLogits) -> bool:
     """Returns whether every node's logits are the model's own after its branch, before and after a branch is accepted.
 
     The tree forks at the text and further down. It is fed alone, then with another request.
     """
-    kv_cache = FlatKVCache(model.model, cpu=cpu)
+    kv_cache = FlatKVCache(model.model, cpu=model.cpu)
     trials = [_TreeTrial.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
     first = trials[0]
     agrees = _drafts_agree(own, kv_cache, [first])
@@ -431,9 +430,8 @@ def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     own = ReferenceLogits(model)
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
-        cpu = OrtFlat(model.cpu, final_norm(backbone_of(model.model)[0]))
-        trees = cpu.trees and not fault(model, "trees of drafts", lambda: drafts_agree(model, own, cpu))
-        return partial(FlatKVCache, model.model, trees, cpu)
+        trees = not model.cpu.quantised and not fault(model, "trees of drafts", lambda: drafts_agree(model, own))
+        return partial(FlatKVCache, model.model, trees, model.cpu)
     found = abilities(model)
     plain = model.attention_only and found.chains and not found.own_caches
     kinds = MlxKVCache | RotatingKVCache

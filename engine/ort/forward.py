@@ -1,7 +1,7 @@
-"""Forwards of one model by ONNX Runtime: the check at load whether they are used, and a target's over flat buffers.
+"""Forwards of one model by ONNX Runtime, and the check at load whether they are used.
 
-`OrtForward` computes one flat row of several texts; `OrtFlat` runs a target's forwards with it over the buffers of
-`engine.flat`, which also has rollback, copies and the prompt cache. `serve` compares logits with the model's own when
+`OrtForward` computes one flat row of several texts over the buffers of `engine.flat`, which also has rollback, copies
+and the prompt cache. `serve` compares logits with the model's own when
 the model loads: they may differ by the rounding of float32, or of activations to 8 bits if the checkpoint is quantised.
 
 On the quantised path a token's logits have the same bits however it is fed: alone, in a chain, in a piece of a prompt,
@@ -26,9 +26,8 @@ import mlx.nn as nn
 import numpy as np
 
 from outrider.engine.flat import FlatCache, Segment, one_column
-from outrider.engine.hidden_states import AFTER_NORM, BEFORE_NORM, HiddenStates
 from outrider.engine.memory import give_back
-from outrider.engine.ort.graph import FAMILIES, Array, Layout, Network, build, host, levels, norm_of
+from outrider.engine.ort.graph import FAMILIES, Array, Layout, Network, build, host, levels
 from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
@@ -293,59 +292,6 @@ def _mask(parts: Sequence[Segment], place: _Arrangement, window: int | None, dty
         for begin in range(0, place.group * part.count, part.count):
             mask[part.row - place.first, 0, begin : begin + part.count, : part.end][seen] = 0
     return mask
-
-
-class OrtFlat:
-    """The forwards of one target; `norm`: its final norm."""
-
-    def __init__(self, forward: OrtForward, norm: nn.Module) -> None:
-        self._forward = forward
-        self._factors, self._eps = norm_of(norm)
-
-    @property
-    def trees(self) -> bool:
-        """True if a tree's nodes have the logits of chains, up to the rounding of float32."""
-        return not self._forward.quantised
-
-    def forward(
-        self,
-        tokens: Ints,
-        segments: Sequence[Segment],
-        caches: Sequence[FlatCache],
-        wanted: Sequence[int] | None,
-        hidden: HiddenStates | None = None,
-        all_cores: bool = False,
-    ) -> mx.array:
-        """Feeds tokens [T], segment after segment. Returns logits [R, V] at the `wanted` places; None: at all.
-
-        `hidden` records the hidden states that it wants. `all_cores`: see `OrtForward`.
-        """
-        if hidden is not None and not hidden.is_open:
-            hidden = None
-        places = np.arange(len(tokens)) if wanted is None else np.array(wanted, np.int64)
-        tapped = self._tapped(hidden)
-        results = self._forward.over(tokens, segments, caches, places, tapped, all_cores)
-        if hidden is not None:
-            self._record(hidden, {layer: results[f"layer{layer}"] for layer in tapped})
-        return mx.array(results["logits"])
-
-    def _tapped(self, hidden: HiddenStates | None) -> list[int]:
-        """Returns the layers whose outputs are wanted, including the norm's input."""
-        if hidden is None:
-            return []
-        last = len(self._forward.shapes) - 1
-        of_norm = hidden.wants(BEFORE_NORM) or hidden.wants(AFTER_NORM)
-        return [layer for layer in range(last + 1) if hidden.wants(layer) or (layer == last and of_norm)]
-
-    def _record(self, hidden: HiddenStates, rows: dict[int, Array]) -> None:
-        for layer, own in rows.items():
-            hidden.on_hidden_states(layer, own)
-        last = rows.get(len(self._forward.shapes) - 1)
-        if last is not None:
-            hidden.on_hidden_states(BEFORE_NORM, last)
-            if hidden.wants(AFTER_NORM):
-                size = np.sqrt(np.square(last).mean(axis=-1, keepdims=True) + np.float32(self._eps))
-                hidden.on_hidden_states(AFTER_NORM, last / size * self._factors)
 
 
 def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:

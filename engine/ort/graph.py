@@ -306,12 +306,12 @@ class Builder:
         return self.sums[key]
 
     def norm(self, x: str, layer: nn.Module) -> str:
-        weight, eps = norm_of(layer)
+        weight, eps = _norm_of(layer)
         return str(self.op("SimplifiedLayerNormalization", x, self.weight(weight), axis=-1, epsilon=eps))
 
     def add_and_norm(self, x: str, y: str, layer: nn.Module, total: str) -> str:
         """Adds the norm of x + y; the sum gets the name `total`."""
-        weight, eps = norm_of(layer)
+        weight, eps = _norm_of(layer)
         outputs = [f"normed_{total}", "", "", total]
         self.op(
             "SkipSimplifiedLayerNormalization",
@@ -502,7 +502,7 @@ def _rope(rope: nn.Module, width: int) -> RopeTable:
     return table
 
 
-def norm_of(layer: nn.Module) -> tuple[Array, float]:
+def _norm_of(layer: nn.Module) -> tuple[Array, float]:
     """Returns an RMS norm's factors, however the module stores them, and its epsilon."""
     weight, eps = host(layer.weight), float(layer.eps)
     ones = host(layer(mx.ones((1, weight.size))))[0] * np.sqrt(np.float32(1 + eps))
