@@ -33,7 +33,6 @@ from outrider.engine.flat import (
     FlatCache,
     FlatRows,
     FlatSequence,
-    Floats,
     Ints,
     NodeSegment,
     Segment,
@@ -124,16 +123,23 @@ class KVRows(Protocol):
 
 
 class TreeRows(FlatRows):
-    """The rows of all trees of `model`, and its forwards over them."""
+    """The rows of all trees of `model`, and its forwards over them. `cpu` computes these; None: MLX does."""
 
-    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
-        super().__init__(model, keeps_buffers)
-        self.model = model
+    def __init__(self, model: nn.Module, cpu: OrtForward | None = None) -> None:
+        # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
+        super().__init__(model, keeps_buffers=cpu is not None)
+        self.model, self._cpu = model, cpu
 
-    def forward(self, tokens: mx.array, segments: Sequence[Segment]) -> mx.array:
-        """Feeds tokens [T], segment after segment. Returns their logits [T, V]. Lazy."""
+    def forward(self, tokens: mx.array | Ints, segments: Sequence[Segment], wanted: bool = True) -> mx.array:
+        """Feeds tokens [T], segment after segment. Returns their logits [T, V], if they are `wanted`.
+
+        Lazy, unless ONNX Runtime computes.
+        """
+        if self._cpu is not None:
+            places = np.arange(len(tokens) if wanted else 0)
+            return mx.array(self._cpu.over(np.asarray(tokens), segments, self._layers, places)["logits"])
         self._frame.begin(segments)
-        logits: mx.array = self.model(tokens[None], cache=self._caches)
+        logits: mx.array = self.model(mx.array(tokens)[None], cache=self._caches)
         return logits[0]
 
     def prefill(
@@ -145,18 +151,17 @@ class TreeRows(FlatRows):
         first: int,
     ) -> None:
         """Does `KVRows.prefill` from column `first` on."""
-        for start in range(first, len(tokens), _PREFILL):
-            chunk = mx.array(list(tokens[start : start + _PREFILL]), dtype=mx.int32)
-            self.forward(chunk, [Segment(sequence.row, start, chunk.shape[0])])
-            sequence.length = start + chunk.shape[0]
-            mx.eval(self.state())
-            mx.clear_cache()
-            if progress is not None and len(tokens) > _PREFILL:
+        size = _PREFILL if self._cpu is None else _ORT_PREFILL
+        for start in range(first, len(tokens), size):
+            chunk = np.array(tokens[start : start + size], np.int32)
+            segment = Segment(sequence.row, start, len(chunk), long=True)
+            self.forward(chunk, [segment], wanted=False)
+            sequence.length = segment.end
+            if self._cpu is None:
+                mx.eval(self.state())
+                mx.clear_cache()
+            if progress is not None and len(tokens) > size:
                 progress(sequence.length, total)
-
-    def by_ort(self, cpu: OrtForward, tokens: Ints, segments: Sequence[Segment], wanted: int) -> Floats:
-        """Feeds tokens [T] by ONNX Runtime. Returns the logits [wanted, V] of the first `wanted` of them."""
-        return cpu(tokens, segments, cpu.buffers(self._layers, segments), np.arange(wanted))["logits"]
 
 
 _rows_of: defaultdict[type, WeakKeyDictionary[LoadedModel, TreeRows]] = defaultdict(WeakKeyDictionary)
@@ -177,8 +182,7 @@ class DenseKVRows:
     def __init__(self, model: LoadedModel) -> None:
         known = _rows_of[type(self)]
         if model not in known:
-            # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
-            known[model] = TreeRows(model.model, keeps_buffers=model.cpu is not None)
+            known[model] = TreeRows(model.model, None if self.lazy else model.cpu)
         self.rows = known[model]
         self.sequence = self.rows.open()
         finalize(self, self.rows.drop, self.sequence)
@@ -199,13 +203,7 @@ class DenseKVRows:
         except ReadingFault as error:
             log.warning("%s; the model reads the prompt from token %d on", error, done)
         self.read += done - start
-        self._prefill(tokens, progress, total, done)
-
-    def _prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
-    ) -> None:
-        """Does `prefill` by the model alone."""
-        self.rows.prefill(self.sequence, tokens, progress, total, start)
+        self.rows.prefill(self.sequence, tokens, progress, total, done)
 
     def adopt(self, start: int, read: KeysValues) -> None:
         """Fills the columns from `start` on."""
@@ -267,26 +265,13 @@ class OrtKVRows(DenseKVRows):
         if model.cpu is None:
             raise ModelError("ONNX Runtime does not compute trees of this model")
         super().__init__(model)
-        self._cpu = model.cpu
         self.number_format = mx.array(np.zeros(0, model.cpu.kv_dtype)).dtype
-
-    def _prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
-    ) -> None:
-        for first in range(start, len(tokens), _ORT_PREFILL):
-            chunk = np.array(tokens[first : first + _ORT_PREFILL], np.int32)
-            segment = Segment(self.sequence.row, first, len(chunk), long=True)
-            self.rows.by_ort(self._cpu, chunk, [segment], 0)
-            self.sequence.length = segment.end
-            if progress is not None and len(tokens) > _ORT_PREFILL:
-                progress(segment.end, total)
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
-        (cpu,) = {text._cpu for text in texts if isinstance(text, OrtKVRows)}
         tokens = np.concatenate([np.array(rows.tokens, np.int32) for rows in new])
         segments = [text.segment(rows) for text, rows in zip(texts, new, strict=True)]
-        return mx.array(texts[0].rows.by_ort(cpu, tokens, segments, len(tokens)))
+        return texts[0].rows.forward(tokens, segments)
 
 
 States = tuple[tuple[mx.array, ...], ...]

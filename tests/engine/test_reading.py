@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +12,23 @@ from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
 
 
+class Rows:
+    """Rows that note what the model reads."""
+
+    def __init__(self, told: list[tuple[str, int, int]]) -> None:
+        self._told = told
+
+    def prefill(self, sequence: Any, tokens: Sequence[int], progress: Any, total: int, first: int) -> None:
+        self._told.append(("read", first, len(tokens)))
+
+
 class Watched(DenseKVRows):
     """Columns that note what they are told."""
 
     def __init__(self, reader: PromptReader) -> None:
-        self.reader = reader
+        self.reader, self.sequence = reader, None  # type: ignore[assignment]
         self.told: list[tuple[str, int, int]] = []
-
-    def _prefill(
-        self, tokens: Sequence[int], progress: Callable[[int, int], None] | None, total: int, start: int
-    ) -> None:
-        self.told.append(("read", start, len(tokens)))
+        self.rows = Rows(self.told)  # type: ignore[assignment]
 
     def adopt(self, start: int, read: KeysValues) -> None:
         self.told.append(("adopt", start, start + read.count))
