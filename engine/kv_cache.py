@@ -449,18 +449,15 @@ class CacheSlot:
         """Feeds tokens; returns their logits [N, V]. Lazy."""
         return self.kv_cache.forward([Feed(self.sequence, tokens, len(tokens))])
 
-    def feed_all_but(self, rest: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Feeds committed tokens, evaluated, until only the last `rest` are unfed. `progress(done, total)` if long."""
+    def feed_all_but(self, rest: int) -> None:
+        """Feeds committed tokens, evaluated, until only the last `rest` are unfed."""
         total = len(self.tokens) - rest
-        long = total - self.fed > PREFILL
         while self.fed < total:
             self.kv_cache.forward(
                 [Feed(self.sequence, self.tokens[self.fed : min(self.fed + PREFILL, total)], 0, True)]
             )
             mx.eval(self.kv_cache.state())
             mx.clear_cache()
-            if long and progress is not None:
-                progress(self.fed, len(self.tokens))
 
     def begin(self, start: CachedPrefix) -> None:
         """Copies a saved prefix instead of reading it, or the part of it that `begins_at` allows."""

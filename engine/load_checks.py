@@ -446,13 +446,11 @@ def open_slots(
     model: LoadedModel,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-    progress: Callable[[int, int], None] | None = None,
     kv_cache: KVCache | None = None,
 ) -> list[CacheSlot]:
     """Opens a slot for each prompt and feeds the prompt except for its last token, in chunks.
 
     Args:
-        progress: called as (tokens done, total) after each chunk of a long prompt; may raise to end the call.
         kv_cache: the cache of the texts; None: each text has its own forwards.
 
     Raises:
@@ -461,7 +459,7 @@ def open_slots(
     held = kv_cache or SeparateKVCache(model.model, abilities(model).own_caches)
     slots = [CacheSlot(model, held, prompt, chosen) for prompt, chosen in zip(prompts, params, strict=True)]
     for slot in slots:
-        slot.feed_all_but(1, progress)
+        slot.feed_all_but(1)
     return slots
 
 
