@@ -34,7 +34,7 @@ from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSize
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.ort.graph import Builder, Network
+from outrider.engine.ort.graph import Builder, DecoderLayers
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
@@ -134,7 +134,7 @@ class Eagle3(HeadModule):
         normed: mx.array = self.norm(hidden)
         return normed if self.config.norm_output else hidden
 
-    def network(self, target: Network) -> Network:
+    def decoder(self, target: DecoderLayers) -> DecoderLayers:
         table, vocabulary = self.get("embed_tokens", target.embedding), self.vocabulary
         return replace(
             target, layers=self.layers, embedding=table, norm=self.norm, output=self.lm_head, begin=self._begin,

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from outrider.drafters.heads.layers import BlockLink
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints
-from outrider.engine.ort.graph import Network
+from outrider.engine.ort.graph import DecoderLayers
 from outrider.protocol.errors import ModelError
 
 NO_NUMBERS = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
@@ -40,7 +40,7 @@ class Head(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def network(self, target: Network) -> Network:
+    def decoder(self, target: DecoderLayers) -> DecoderLayers:
         """Returns the modules that ONNX Runtime may compute. `target`: the target's.
 
         Raises:
@@ -72,7 +72,7 @@ class HeadModule(nn.Module):  # type: ignore[misc]
     def weight_bytes(self) -> int:
         return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
 
-    def network(self, target: Network) -> Network:
+    def decoder(self, target: DecoderLayers) -> DecoderLayers:
         raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
 
 

@@ -34,7 +34,7 @@ from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backb
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.ort.forward import OrtForward, check, enabled
-from outrider.engine.ort.graph import Network
+from outrider.engine.ort.graph import DecoderLayers
 from outrider.engine.positions import Ints
 from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
@@ -200,9 +200,9 @@ def forward_of(head: Head, target: LoadedModel) -> OrtForward | None:
     rows = np.random.default_rng(0).standard_normal((_FEATURES, head.points.count * int(target.config["hidden_size"])))
     try:
         with named_errors("ONNX Runtime's forwards of the head", logging.INFO):
-            network = head.network(Network.of(target.model, target.model_type))
-            windows = [None] * len(network.layers)
-            forward = OrtForward(replace(network, windows=windows, factor=1.0, rounded=True))
+            decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
+            windows = [None] * len(decoder.layers)
+            forward = OrtForward(replace(decoder, windows=windows, factor=1.0, rounded=True))
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 
             def own(tokens: Ints) -> mx.array:

@@ -27,7 +27,7 @@ from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
 from outrider.engine.loading import LoadedModel
-from outrider.engine.ort.graph import Builder, Network
+from outrider.engine.ort.graph import Builder, DecoderLayers
 from outrider.protocol.errors import CannotDraft, first_line
 
 Layer = Callable[[mx.array], mx.array]
@@ -102,7 +102,7 @@ class Mtp(HeadModule):
         normed: mx.array = self.norm(hidden)
         return normed if self.form.after_norm else hidden
 
-    def network(self, target: Network) -> Network:
+    def decoder(self, target: DecoderLayers) -> DecoderLayers:
         output = self.get("lm_head", target.output)
         table = self.get("embed_tokens", target.embedding)
         return replace(target, layers=self.layers, embedding=table, norm=self.norm, output=output, begin=self._begin)

@@ -27,7 +27,7 @@ import numpy as np
 
 from outrider.engine.flat import FlatCache, Segment, one_column
 from outrider.engine.memory import give_back
-from outrider.engine.ort.graph import FAMILIES, Array, Layout, Network, build, host, levels
+from outrider.engine.ort.graph import FAMILIES, Array, DecoderLayers, Layout, build, host, levels
 from outrider.engine.ort.sessions import CachedGraph, Sessions, free_arena
 from outrider.engine.positions import Ints
 from outrider.protocol.errors import InvalidRequest, ModelError, first_line, named_errors
@@ -74,18 +74,18 @@ class OrtForward:
     """The sessions of a model, or of a head. `quantised`: activations are rounded to 8 bits. `least`: the rows that
     forwards are padded to."""
 
-    def __init__(self, network: Network, cached: CachedGraph | None = None) -> None:
+    def __init__(self, decoder: DecoderLayers, cached: CachedGraph | None = None) -> None:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
-        layout = Layout.of(network)
-        self._sessions = Sessions.open(partial(build, network, layout), cached)
+        layout = Layout.of(decoder)
+        self._sessions = Sessions.open(partial(build, decoder, layout), cached)
         self._group = layout.group
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
         self.kv_dtype = layout.kv_dtype
-        self._head_tokens = np.array(network.tokens) if network.tokens is not None else None
-        self.vocab_size = network.vocab_size
+        self._head_tokens = np.array(decoder.tokens) if decoder.tokens is not None else None
+        self.vocab_size = decoder.vocab_size
         self.least = 1
-        self._embedding = Embedding(network.embedding, network.factor)
+        self._embedding = Embedding(decoder.embedding, decoder.factor)
         self._angles: list[tuple[Array, Array]] = []
         self._bound: dict[Any, Any] = {}
         self._places: dict[int, tuple[ref[Array], tuple[tuple[int, ...], int]]] = {}
@@ -347,7 +347,7 @@ def serve(model: nn.Module, model_type: str, folder: Path) -> OrtForward | None:
     try:
         with named_errors("ONNX Runtime's forwards", logging.INFO):
             cached = CachedGraph.of(folder)
-            forward = OrtForward(Network.of(model, model_type), cached)
+            forward = OrtForward(DecoderLayers.of(model, model_type), cached)
             least = cached.least
             if least is None:
                 check(forward, lambda tokens: model(mx.array(tokens[None]))[0])

@@ -52,7 +52,7 @@ Begin = Callable[["Builder"], tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class DecoderLayers:
     """The modules that a graph computes. `windows`: each layer's; None: it sees all tokens.
 
     `factor`: that of embeddings. `output` computes the logits of all tokens, or only of these `tokens`, of a vocabulary
@@ -72,7 +72,7 @@ class Network:
     rounded: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, model_type: str) -> Network:
+    def of(cls, model: nn.Module, model_type: str) -> DecoderLayers:
         """Returns a model's modules. Raises ModelError: one of them can't be found."""
         with _refusals():
             backbone, layers = backbone_of(model)
@@ -104,15 +104,15 @@ class Layout:
     outputs: int
 
     @classmethod
-    def of(cls, network: Network) -> Layout:
+    def of(cls, decoder: DecoderLayers) -> Layout:
         """Reads no weights.
 
         Raises:
             ModelError: a layer is not supported.
         """
         with _refusals():
-            attentions = [layer.self_attn for layer in network.layers]
-            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, network.windows, strict=True)]
+            attentions = [layer.self_attn for layer in decoder.layers]
+            shapes = [LayerShape.of(own, window) for own, window in zip(attentions, decoder.windows, strict=True)]
             groups = {int(own.n_heads) // shape.kv_heads for own, shape in zip(attentions, shapes, strict=True)}
             if len(groups) > 1:
                 raise TypeError("layers with different numbers of query heads for a key head are not supported")
@@ -126,11 +126,11 @@ class Layout:
                     known[key] = len(ropes)
                     ropes.append(_rope(rope, shape.width))
                 angles.append(known[key])
-            masks = list(dict.fromkeys(network.windows))
-            parts = [network.output, *(part for layer in network.layers for part in layer.modules())]
-            quantised = network.rounded
+            masks = list(dict.fromkeys(decoder.windows))
+            parts = [decoder.output, *(part for layer in decoder.layers for part in layer.modules())]
+            quantised = decoder.rounded
             quantised |= any(isinstance(part, nn.QuantizedLinear | nn.QuantizedEmbedding) for part in parts)
-            hidden, outputs = int(network.norm.weight.size), int(network.output.weight.shape[0])
+            hidden, outputs = int(decoder.norm.weight.size), int(decoder.output.weight.shape[0])
             return cls(shapes, groups.pop(), angles, ropes, masks, quantised, hidden, outputs)
 
     @property
@@ -345,20 +345,20 @@ def _refusals() -> Iterator[None]:
         raise ModelError(f"ONNX Runtime can't compute this model: {error}") from error
 
 
-def build(network: Network, layout: Layout) -> Graph:
+def build(decoder: DecoderLayers, layout: Layout) -> Graph:
     """Builds the graph of modules from their weights.
 
     Raises:
         ModelError: one of its layers is not supported.
     """
     with _refusals():
-        return _build(network, layout)
+        return _build(decoder, layout)
 
 
-def _build(network: Network, layout: Layout) -> Graph:
-    b = Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype), rounded=network.rounded)
-    layers, added = network.layers, ""
-    res, n = network.begin(b) if network.begin is not None else ("x", b.norm("x", layers[0].input_layernorm))
+def _build(decoder: DecoderLayers, layout: Layout) -> Graph:
+    b = Builder(kv_type=helper.np_dtype_to_tensor_dtype(layout.kv_dtype), rounded=decoder.rounded)
+    layers, added = decoder.layers, ""
+    res, n = decoder.begin(b) if decoder.begin is not None else ("x", b.norm("x", layers[0].input_layernorm))
     for number, (layer, shape, rope) in enumerate(zip(layers, layout.shapes, layout.angles, strict=True)):
         mask = f"mask{layout.masks.index(shape.window)}"
         if number:
@@ -376,8 +376,8 @@ def _build(network: Network, layout: Layout) -> Graph:
     last = f"layer{len(layers) - 1}"
     b.op("Add", res, added, outputs=[last])
     b.op("Gather", last, "wanted", axis=0, outputs=["hidden"])
-    b.op("Identity", b.linear(b.norm("hidden", network.norm), [network.output]), outputs=["logits"])
-    return Graph(_proto(b, layout, network.begin is not None), b.weights)
+    b.op("Identity", b.linear(b.norm("hidden", decoder.norm), [decoder.output]), outputs=["logits"])
+    return Graph(_proto(b, layout, decoder.begin is not None), b.weights)
 
 
 def _attention(

@@ -24,7 +24,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort import forward, graph
 from outrider.engine.ort import forward as ort_forward
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ort.graph import Affine, Layout, Network, build
+from outrider.engine.ort.graph import Affine, DecoderLayers, Layout, build
 from outrider.engine.prompt_cache import CachedPrefix
 from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree, feed_together
@@ -128,7 +128,7 @@ def test_every_form_of_affine_weights_has_its_own_biases(
     if kind == "uneven":  # rounded zero points alone are another model
         own_points = Affine.zero_points
         monkeypatch.setattr(Affine, "zero_points", lambda self: (own_points(self)[0], np.zeros_like(self.biases)))
-        wrong = ort_forward.OrtForward(Network.of(model.model, "llama"))
+        wrong = ort_forward.OrtForward(DecoderLayers.of(model.model, "llama"))
         found = forward.alone(wrong, np.array(tokens, np.int32), (len(tokens),))
         assert np.sqrt(np.square(found - own).mean()) > 0.2 * own.std()
 
@@ -165,7 +165,7 @@ def test_bits_are_the_same_at_every_width(quantised: Quantised, family: str, bit
 
 def test_a_text_passes_the_end_of_the_tabulated_angles(loaded: Loaded) -> None:
     """A token that is fed alone is padded to two rows, so it wants one column more than it has positions."""
-    made = OrtForward(Network.of(loaded("llama").model, "llama"))
+    made = OrtForward(DecoderLayers.of(loaded("llama").model, "llama"))
     end = len(made._angles[0][0])
     _, columns = made.room([Segment(0, 0, end)])
     buffers = [[np.zeros((1, like.kv_heads, columns, like.width), np.float32)] * 2 for like in made.shapes]
@@ -257,7 +257,7 @@ def test_hidden_rows_are_the_model_s(loaded: Loaded, points: HiddenStatePoints) 
 def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> None:
     """What a forward returned is its reader's, whatever the next one over the same buffers is asked for."""
     model = loaded("llama")
-    forward = OrtForward(Network.of(model.model, model.model_type))
+    forward = OrtForward(DecoderLayers.of(model.model, model.model_type))
     layers = [
         tuple(np.zeros((1, shape.kv_heads, 64, shape.width), np.float32) for _ in range(2)) for shape in forward.shapes
     ]
@@ -271,7 +271,7 @@ def test_rows_that_were_wanted_once_are_not_written_again(loaded: Loaded) -> Non
 def test_buffers_that_grew_apart_are_bound_as_they_are(loaded: Loaded) -> None:
     """Layers' buffers grow one after the other, so one may lie where a smaller one lay."""
     model = loaded("llama")
-    forward = OrtForward(Network.of(model.model, model.model_type))
+    forward = OrtForward(DecoderLayers.of(model.model, model.model_type))
     memory = [np.zeros(2 * 64 * shape.kv_heads * shape.width, np.float32) for shape in forward.shapes for _ in range(2)]
 
     def layers(columns: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -388,12 +388,12 @@ def test_a_graph_that_computes_another_model_is_not_used(
 
 def test_what_the_graph_does_not_know_is_refused(loaded: Loaded) -> None:
     model = loaded("llama").model
-    network = Network.of(model, "llama")
-    layout = Layout.of(network)
+    decoder = DecoderLayers.of(model, "llama")
+    layout = Layout.of(decoder)
     layer = model.layers[0].mlp
     kept, layer.down_proj = layer.down_proj, nn.Sequential(layer.down_proj)
     try:
         with pytest.raises(ModelError, match="Sequential"):
-            build(network, layout)
+            build(decoder, layout)
     finally:
         layer.down_proj = kept

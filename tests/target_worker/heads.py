@@ -27,7 +27,7 @@ from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.ort.forward import OrtForward
-from outrider.engine.ort.graph import Network
+from outrider.engine.ort.graph import DecoderLayers
 from outrider.protocol.errors import ModelError
 from tests.drafters import nextn_heads
 from tests.tiny import VOCAB_SIZE, write_model
@@ -188,8 +188,8 @@ def drafter(head: Head, target: LoadedModel) -> HeadDrafter:
 
 def unrounded(head: Head, target: LoadedModel) -> OrtForward:
     """ONNX Runtime's forwards of a head, without the rounding to 8 bits."""
-    network = head.network(Network.of(target.model, target.model_type))
-    return OrtForward(replace(network, windows=[None] * len(network.layers)))
+    decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
+    return OrtForward(replace(decoder, windows=[None] * len(decoder.layers)))
 
 
 def _known_ids() -> Array:
