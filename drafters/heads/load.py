@@ -197,12 +197,13 @@ def forward_of(head: Head, target: LoadedModel) -> OrtForward | None:
     """Returns the head's forwards by ONNX Runtime, compared with MLX's; None: MLX computes them (the log says why)."""
     if not enabled():
         return None
-    rows = np.random.default_rng(0).standard_normal((_FEATURES, head.points.count * int(target.config["hidden_size"])))
     try:
         with named_errors("ONNX Runtime's forwards of the head", logging.INFO):
             decoder = head.decoder(DecoderLayers.of(target.model, target.model_type))
             windows = [None] * len(decoder.layers)
             forward = OrtForward(replace(decoder, windows=windows, factor=1.0, rounded=True))
+            width = head.points.count * int(target.config["hidden_size"])
+            rows = np.random.default_rng(0).standard_normal((_FEATURES, width))
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 
             def own(tokens: Ints) -> mx.array:

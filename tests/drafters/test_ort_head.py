@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -103,6 +104,15 @@ def test_rounding_changes_logits_little(target: LoadedModel, make: Callable[[Loa
     assert np.array_equal(known, np.isfinite(found[1]))
     expected, actual = (own[known] for own in found)
     assert np.sqrt(np.square(actual - expected).mean()) < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("make", [mtp_head, random_head])
+def test_a_quantised_target_lends_its_embedding_and_output_layer(
+    tmp_path: Path, make: Callable[[LoadedModel], Head]
+) -> None:
+    quantised = markov_llama(tmp_path)
+    nn.quantize(quantised.model, 32, 4)
+    assert forward_of(make(quantised), quantised) is not None
 
 
 @pytest.mark.parametrize("make", [latent_head, recurrent_head])
