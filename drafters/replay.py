@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.engine.pace import AWAKE_SECONDS, Pace
@@ -259,7 +260,8 @@ class PacedDrafter:
         constraint: Constraint | None = None,
         cached: int = 1,
     ) -> TokenTree:
-        return PacedTree(self._drafter.open(tokens, sampling, progress, constraint, cached), self._pace, self._ready)
+        tree = self._drafter.open(tokens, sampling, progress, constraint, cached)
+        return cast(TokenTree, PacedTree(tree, self._pace, self._ready))
 
 
 class PacedTree:
@@ -267,29 +269,10 @@ class PacedTree:
 
     def __init__(self, tree: TokenTree, pace: Pace, ready: Callable[[], float]) -> None:
         self.inner, self._pace, self._ready = tree, pace, ready
-        self.column_tokens, self.child = tree.column_tokens, tree.child
-        self.commit, self.close, self.drawn_from = tree.commit, tree.close, tree.drawn_from
-        self.draws = tree.draws
 
-    @property
-    def root(self) -> int:
-        return self.inner.root
-
-    @property
-    def next_node(self) -> int:
-        return self.inner.next_node
-
-    @property
-    def cached(self) -> int:
-        return self.inner.cached
-
-    @property
-    def committed_len(self) -> int:
-        return self.inner.committed_len
-
-    @property
-    def room(self) -> int:
-        return self.inner.room
+    def __getattr__(self, name: str) -> Any:
+        """Returns what takes no time from the wrapped tree."""
+        return getattr(self.inner, name)
 
     def feed(self, parents: Sequence[int], tokens: Sequence[int | None]) -> list[int]:
         self._pace.begin(self._ready())
