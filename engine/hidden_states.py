@@ -302,6 +302,13 @@ class LogitsIndices:
         return mx.take(hidden, self.rows, axis=1)
 
 
+def spread(logits: mx.array, tokens: mx.array, vocab_size: int) -> mx.array:
+    """Returns logits [..., V] from those of these tokens, [..., T]; -inf for all others."""
+    whole = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, logits.dtype)
+    whole[..., tokens] = logits
+    return whole
+
+
 class ReducedLMHead(nn.Module):  # type: ignore[misc]
     """An output layer for part of the vocabulary, as in FR-Spec and EAGLE-3; the other tokens' logits are -inf.
 
@@ -316,13 +323,7 @@ class ReducedLMHead(nn.Module):  # type: ignore[misc]
         self.freeze()
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.spread(self.rows(x))
-
-    def spread(self, logits: mx.array) -> mx.array:
-        """Returns logits [..., V] for the layer's own [..., V_d]."""
-        whole = mx.full((*logits.shape[:-1], self.vocab_size), -mx.inf, logits.dtype)
-        whole[..., self.tokens] = logits
-        return whole
+        return spread(self.rows(x), self.tokens, self.vocab_size)
 
 
 class LMHead(nn.Module):  # type: ignore[misc]

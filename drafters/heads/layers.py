@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from outrider.engine.flat import FlatCache, attention
+from outrider.engine.hidden_states import spread
 from outrider.protocol.errors import CannotDraft
 
 
@@ -122,11 +123,7 @@ class DraftVocabulary:
 
     def spread(self, own: mx.array) -> mx.array:
         """Returns the logits [R, V] from the head's own [R, V_d]; -inf for tokens that it does not know."""
-        if self.ids is None:
-            return own
-        whole = mx.full((own.shape[0], self.size), -mx.inf)
-        whole[:, self.ids] = own
-        return whole
+        return own if self.ids is None else spread(own, self.ids, self.size)
 
     def own(self, tokens: mx.array) -> mx.array:
         """Returns the head's ids of tokens that it knows."""
