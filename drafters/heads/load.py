@@ -89,7 +89,7 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
         cpu = forward_of(head, model)
         progress("testing the head with the target")
         with _named(f"trying the head {path}"):
-            trial = agreement(head, model)
+            trial = agreement(head, model, cpu)
             doubts = filter(None, (stranger(find(path, progress), model.folder), trial.doubt))
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
@@ -145,15 +145,15 @@ class Agreement:
         return ""
 
 
-def agreement(head: Head, model: LoadedModel) -> Agreement:
-    """Generates a text with the target and lets the head predict it."""
+def agreement(head: Head, model: LoadedModel, cpu: OrtForward | None = None) -> Agreement:
+    """Generates a text with the target and lets the head predict it. `cpu`: see `proposer_of`."""
     text = trial_text(model)
-    own = _share(head, proposer_of(head), model, text)
-    others = {f"tokens {_away(by)}": _share(head, proposer_of(head), model, text, tokens=by) for by in (-1, 1)}
+    own = _share(head, proposer_of(head, cpu), model, text)
+    others = {f"tokens {_away(by)}": _share(head, proposer_of(head, cpu), model, text, tokens=by) for by in (-1, 1)}
     others |= {name: _share(head, proposer, model, text) for name, proposer in wrong_proposers_of(head)}
     for name, points in _other_points(head.points):
         try:
-            others[name] = _share(head, proposer_of(head), model, text, points)
+            others[name] = _share(head, proposer_of(head, cpu), model, text, points)
         except ModelError:  # there is no such layer
             continue
     return Agreement(own, others)
