@@ -78,7 +78,7 @@ class OrtForward:
         """Opens the sessions. Raises ModelError if ONNX Runtime can't compute these modules."""
         layout = Layout.of(decoder)
         self._sessions = Sessions.open(partial(build, decoder, layout), cached)
-        self._group = layout.group
+        self._heads = layout.heads
         self.shapes, self._ropes, self._masks = layout.shapes, layout.ropes, layout.masks
         self.quantised, self.width, self._outputs = layout.quantised, layout.width, layout.outputs
         self.kv_dtype = layout.kv_dtype
@@ -109,7 +109,7 @@ class OrtForward:
             all_cores: also computes on the drafters' core, if they have one.
             features: float32 [T, W], for a head; then `hidden` [R, H], the last layer's output, is returned, too.
         """
-        place = _Arrangement.of(parts, max(len(tokens), self.least), self._group)
+        place = _Arrangement.of(parts, max(len(tokens), self.least), self._heads)
         self._look_up(max(place.total, place.positions_end))
         x = self._embedding(tokens)
         inputs = {"x": x} if features is None else {"x": x, "features": np.ascontiguousarray(features)}
@@ -174,7 +174,7 @@ class OrtForward:
 
     def room(self, parts: Sequence[Segment]) -> tuple[int, int]:
         """Returns the rows and columns that a forward of these needs in buffers [rows, heads, columns, width]."""
-        columns = max(part.start + _queries(part, self._group) for part in parts)
+        columns = max(part.start + _queries(part, self._heads) for part in parts)
         return max(part.row for part in parts) + 1, columns
 
     def buffers(self, caches: Sequence[FlatCache], parts: Sequence[Segment]) -> Layers:
@@ -226,9 +226,9 @@ class OrtForward:
         self._bound.clear()
 
 
-def _queries(part: Segment, group: int) -> int:
-    """Returns how many queries a segment has in attention."""
-    return max(group * part.count, _PADDED)
+def _queries(part: Segment, heads: tuple[int, int]) -> int:
+    """Returns how many queries a segment has in attention, with these `heads` (see `graph.Layout`)."""
+    return max(heads[0] // heads[1] * part.count, _PADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +249,12 @@ class _Arrangement:
     inputs: dict[str, Array]
 
     @classmethod
-    def of(cls, parts: Sequence[Segment], flat: int, group: int) -> _Arrangement:
+    def of(cls, parts: Sequence[Segment], flat: int, heads: tuple[int, int]) -> _Arrangement:
+        query_heads, kv_heads = heads
+        group = query_heads // kv_heads
         first = min(part.row for part in parts)
         rows = max(part.row for part in parts) + 1 - first
-        size = max(_queries(part, group) for part in parts)
+        size = max(_queries(part, heads) for part in parts)
         take, back = np.zeros((rows, size), np.int64), np.zeros((flat, group), np.int64)
         lengths, fed = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         positions = np.zeros((rows, size), np.int64)
@@ -264,7 +266,7 @@ class _Arrangement:
             take[row, :used] = (np.arange(begin, end) * group + np.arange(group)[:, None]).reshape(-1)
             take[row, used:] = begin * group
             back[begin:end] = (row * size + places).T
-            fed[row] = _queries(part, group)
+            fed[row] = _queries(part, heads)
             lengths[row] = part.start + fed[row] - 1
             own = part.positions
             positions[row, :used].reshape(group, count)[:] = own
@@ -272,10 +274,15 @@ class _Arrangement:
             begin = end
         back[begin:] = back[0]
         total = int(lengths.max()) + 1
+        token, shared = np.divmod(take[..., None], group)
+        each = np.arange(kv_heads)
+        apart = np.concatenate(
+            [each * group + shared, np.tile(query_heads + np.arange(2 * kv_heads), (rows, size, 1))], -1
+        )
         inputs: dict[str, Array] = {
-            "take": take.reshape(-1),
+            "take": (token * (query_heads + 2 * kv_heads) + apart).reshape(-1),
             "laid": np.array([rows, size, -1], np.int64),
-            "back": back.reshape(-1),
+            "back": (back[:, None] * kv_heads + each[:, None]).reshape(-1),
             "lengths": lengths,
             "total": np.array(total, np.int32),
             "counts": fed,

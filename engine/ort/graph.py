@@ -91,11 +91,11 @@ class DecoderLayers:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a graph's inputs look like. `group`: the query heads of a key head; `angles`: each layer's rope, an index of
-    `ropes`; `masks`: their windows."""
+    """What a graph's inputs look like. `heads`: each layer's query heads and key heads; `angles`: each layer's rope, an
+    index of `ropes`; `masks`: their windows."""
 
     shapes: list[LayerShape]
-    group: int
+    heads: tuple[int, int]
     angles: list[int]
     ropes: list[RopeTable]
     masks: list[int | None]
@@ -113,9 +113,9 @@ class Layout:
         with _refusals():
             attentions = [layer.self_attn for layer in decoder.layers]
             shapes = [LayerShape.of(own, window) for own, window in zip(attentions, decoder.windows, strict=True)]
-            groups = {int(own.n_heads) // shape.kv_heads for own, shape in zip(attentions, shapes, strict=True)}
-            if len(groups) > 1:
-                raise TypeError("layers with different numbers of query heads for a key head are not supported")
+            heads = {(int(own.n_heads), shape.kv_heads) for own, shape in zip(attentions, shapes, strict=True)}
+            if len(heads) > 1:
+                raise TypeError("layers with different numbers of heads are not supported")
             known: dict[Any, int] = {}
             ropes: list[RopeTable] = []
             angles = []
@@ -131,7 +131,7 @@ class Layout:
             quantised = decoder.rounded
             quantised |= any(isinstance(part, nn.QuantizedLinear | nn.QuantizedEmbedding) for part in parts)
             hidden, outputs = int(decoder.norm.weight.size), int(decoder.output.weight.shape[0])
-            return cls(shapes, groups.pop(), angles, ropes, masks, quantised, hidden, outputs)
+            return cls(shapes, heads.pop(), angles, ropes, masks, quantised, hidden, outputs)
 
     @property
     def kv_dtype(self) -> np.dtype[Any]:
@@ -147,8 +147,10 @@ class Graph:
     Attention has one head for each key head. The G query heads that share it are G queries, one after the other for all
     tokens of a text, so keys and values are read once. What the further queries write lies behind the text.
 
-    Inputs: `x` [T, H], embedded tokens; of a head `features` [T, W]; `take` [B x S], which of the T x G queries is at
-    each place of [B, S]; `back` [T x G], each query's place; `lengths` [B], each text's columns afterwards, less one;
+    Inputs: `x` [T, H], embedded tokens; of a head `features` [T, W]; `take` [B x S x 3 x KV], the heads at each place
+    of [B, S], KV of queries, keys and values each, as numbers of a token's query heads, key heads and value heads,
+    token after token; `back` [T x heads], the place of each query head's result in [B, S, KV]; `lengths` [B], each
+    text's columns afterwards, less one;
     `total`; `counts` [B], the queries of a text; `places` [B, S], their positions; `cos{r}` and `sin{r}` of each rope;
     `mask{w}` [B, 1, S, total] for each of the layout's masks; `wanted` [R], the tokens that get logits. For each layer
     `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `hidden` [R, H], the
@@ -324,13 +326,6 @@ class Builder:
         )
         return outputs[0]
 
-    def regrouped(self, x: str, outer: int, inner: int, width: int, shape: tuple[int, ...]) -> str:
-        """Adds x [.., outer x inner x width] as [.., inner x outer x width], in this `shape`."""
-        if outer > 1 and inner > 1:
-            x = self.op("Reshape", x, self.ints(-1, outer, inner, width))
-            x = self.op("Transpose", x, perm=[0, 2, 1, 3])
-        return str(self.op("Reshape", x, self.ints(*shape)))
-
     def normed_heads(self, x: str, layer: nn.Module, heads: int, width: int) -> str:
         apart = self.op("Reshape", x, self.ints(-1, heads, width))
         return str(self.op("Reshape", self.norm(apart, layer), self.ints(-1, heads * width)))
@@ -393,14 +388,8 @@ def _attention(
         q = b.normed_heads(q, attention.q_norm, heads, width)
         k = b.normed_heads(k, attention.k_norm, kv_heads, width)
         qkv = b.op("Concat", q, k, v, axis=-1)
-    group = heads // kv_heads
-    q, kv = f"queries_{number}", f"keys_values_{number}"
-    widths = b.ints(heads * width, 2 * kv_heads * width)
-    b.op("Split", b.op("Cast", qkv, to=b.kv_type), widths, outputs=[q, kv], axis=-1)
-    q = b.regrouped(q, kv_heads, group, width, (-1, group, kv_heads * width))
-    kv = b.op("Expand", b.op("Reshape", kv, b.ints(-1, 1, 2 * kv_heads * width)), b.ints(1, group, 1))
-    queries = b.op("Reshape", b.op("Concat", q, kv, axis=-1), b.ints(-1, 3 * kv_heads * width))
-    laid = b.op("Reshape", b.op("Gather", queries, "take", axis=0), "laid")
+    apart = b.op("Reshape", b.op("Cast", qkv, to=b.kv_type), b.ints(-1, width))
+    laid = b.op("Reshape", b.op("Gather", apart, "take", axis=0), "laid")
     inputs = [laid, "", "", f"k{number}", f"v{number}", "lengths", "total", *angles, "places", mask]
     b.op(
         "GroupQueryAttention",
@@ -414,8 +403,8 @@ def _attention(
         do_rotary=1,
         scale=float(attention.scale),
     )
-    flat = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, kv_heads * width)), "back", axis=0)
-    flat = b.regrouped(flat, group, kv_heads, width, (-1, heads * width))
+    found = b.op("Gather", b.op("Reshape", f"found_{number}", b.ints(-1, width)), "back", axis=0)
+    flat = b.op("Reshape", found, b.ints(-1, heads * width))
     return b.linear(b.op("Cast", flat, to=TensorProto.FLOAT), [attention.o_proj])
 
 
@@ -438,9 +427,9 @@ def _proto(b: Builder, layout: Layout, features: bool) -> bytes:
     inputs = [
         info("x", f32, "T", "H"),
         *([info("features", f32, "T", "W")] if features else []),
-        info("take", i64, "BS"),
+        info("take", i64, "heads_of_places"),
         info("laid", i64, 3),
-        info("back", i64, "TG"),
+        info("back", i64, "places_of_heads"),
         info("lengths", i32, "B"),
         info("total", i32),
         info("counts", i32, "B"),
