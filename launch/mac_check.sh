@@ -35,6 +35,7 @@ case "$predictions" in '' | *[!0-9]*) fail "--predictions is '$predictions'; exp
 case "$report" in /*) ;; *) report="$PWD/$report" ;; esac
 if [ "$(uname -s)" != Darwin ]; then
     say "outrider: this is no Mac: the reference interpreter stands in for Core ML, which only shows that the check works"
+    export OUTRIDER_COREML_STAND_IN=tests.harness.mil_interpreter
 fi
 
 # step TITLE COMMAND...: runs a command; its output goes to the report, its progress to the screen.

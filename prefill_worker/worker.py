@@ -1,9 +1,9 @@
 """The prefill worker's loop: receives PREFILL, sends PROMPTKV, runs one forward at a time, first come first served.
 
 It handles messages between two forwards. `PrefillReader` is the interface of its readers: the target's own model by MLX
-or ONNX Runtime, or a Core ML package of its weights. A package runs on a Mac's Neural Engine; elsewhere it is
-interpreted. It computes in float16, so the text may differ from the one after the target's own reading if two tokens
-have nearly equal scores (docs/exactness.md). Knows nothing of rounds or text.
+or ONNX Runtime, or a Core ML package of its weights on a Mac's Neural Engine. A package computes in float16, so the
+text may differ from the one after the target's own reading if two tokens have nearly equal scores (docs/exactness.md).
+Knows nothing of rounds or text.
 """
 
 from __future__ import annotations

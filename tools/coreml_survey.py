@@ -1,7 +1,7 @@
 """Tries a draft's Core ML package with every mode, weight kind and compute unit, and prints a table.
 
 `launch/mac_check.sh` runs it on a Mac. Each trial runs in a process of its own, which may crash. On other systems the
-interpreter replaces the device, to test the survey itself.
+interpreter of `tests.harness` replaces the device, to test the survey itself.
 """
 
 from __future__ import annotations
@@ -13,48 +13,47 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import converter, selection, trial
-from outrider.drafters.coreml.converter import Options
-from outrider.drafters.coreml.interpreter import REFERENCE
+from outrider.drafters.coreml import trial
 from outrider.drafters.coreml.layout import Mode
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.selection import Tried
+from outrider.drafters.coreml.selection import Packages
+from outrider.drafters.coreml.trial import Tried
+from outrider.engine.loading import find
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import OutriderError
 
 COLUMNS = ("mode", "weights", "units", "good", "agreement", "distance", "compile s", "load s", "q1 ms", "q8 ms",
            "q16 ms", "q32 ms", "prefill64 ms", "engine share q1", "why not")  # fmt: skip
 _ON_A_MAC = (("CPU_AND_NE", ("fp16", "int8")), ("CPU_ONLY", ("fp16", "int8")), ("CPU_AND_GPU", ("fp16", "int4")))
-_ELSEWHERE = ((REFERENCE, ("fp16", "int8", "int4")),)
+_ELSEWHERE = (("CPU_ONLY", ("fp16", "int8", "int4")),)
 _DECODE_STEPS = 60
 
 
 def cells(row: Tried) -> tuple[str, ...]:
     """Returns the cells of a table row."""
-    trial, verdict = row.verdict.trial, row.verdict
-    head = (row.variant.mode.value, row.variant.weights, verdict.units, "yes" if verdict.good else "NO")
-    if trial is None:
-        return (*head, *[""] * (len(COLUMNS) - len(head) - 1), verdict.reason)
-    times = [f"{trial.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
-    share = f"{trial.engine_share['q1']:.3f}" if "q1" in trial.engine_share else ""
-    seconds = (f"{trial.compile_seconds:.1f}", f"{trial.load_seconds:.1f}")
-    numbers = (f"{trial.agreement:.3f}", f"{trial.distance:.4f}", *seconds)
-    return (*head, *numbers, *times, share, verdict.reason)
+    head = (row.options.mode.value, row.options.weights, row.units, "NO" if row.reason else "yes")
+    if row.trial is None:
+        return (*head, *[""] * (len(COLUMNS) - len(head) - 1), row.reason)
+    found = row.trial
+    times = [f"{found.ms[name]:.3f}" for name in ("q1", "q8", "q16", "q32", "prefill64")]
+    share = f"{found.engine_share['q1']:.3f}" if "q1" in found.engine_share else ""
+    seconds = (f"{found.compile_seconds:.1f}", f"{found.load_seconds:.1f}")
+    return (*head, f"{found.agreement:.3f}", f"{found.distance:.4f}", *seconds, *times, share, row.reason)
 
 
-def survey(checkpoint: Path, predictions: int, folder: Path) -> Iterator[Tried]:
-    """Converts the draft for each mode and weight kind into `folder`, and tries each package on its compute units."""
+def survey(packages: Packages, predictions: int) -> Iterator[Tried]:
+    """Converts the draft for each mode and weight kind, and tries each package on its compute units."""
     for mode in Mode:
         for units, kinds in _ON_A_MAC if sys.platform == "darwin" else _ELSEWHERE:
             for weights in kinds:
-                options = Options(mode, weights, selection.context_of(checkpoint))
-                package = converter.package_of(checkpoint, options, folder=folder)
-                yield Tried.of(package, selection.try_out(package, units, predictions))
+                form = replace(packages.variants[0], mode=mode, weights=weights)
+                yield trial.try_out(packages.get(form), units, predictions)
 
 
 def slowdown(target: str, package: Package, units: str) -> str:
@@ -74,8 +73,8 @@ def slowdown(target: str, package: Package, units: str) -> str:
     decode()
     alone = decode()
     with tempfile.TemporaryDirectory() as directory:
-        line = [*selection.arguments(package, units, 10**6), "--result", str(Path(directory) / "trial.json")]
-        command = trial.command(selection.MODULE, *line)
+        result = str(Path(directory) / "trial.json")
+        command = trial.command(package, units, "--predictions", str(10**6), "--result", result)
         silent = subprocess.DEVNULL
         drafting = subprocess.Popen(command, stdout=silent, stderr=silent, env=trial.environment())
         try:
@@ -97,20 +96,16 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="the draft: a model directory or a Hugging Face id")
     parser.add_argument("--target", help="measure how much its decoding slows down while the draft runs")
     parser.add_argument("--predictions", type=int, default=1000)
-    parser.add_argument("--folder", type=Path, help="folder for packages (default: the cache)")
     options = parser.parse_args()
     try:
-        checkpoint = selection.checkpoint_of(options.model)
+        packages = Packages(find(options.model, lambda stage: None))
         _row(COLUMNS)
         _row(["---"] * len(COLUMNS))
-        for tried in survey(checkpoint, options.predictions, options.folder or converter.root()):
+        for tried in survey(packages, options.predictions):
             _row(cells(tried))
         if options.target:
-            package = converter.package_of(
-                checkpoint, Options(context=selection.context_of(checkpoint)), folder=options.folder
-            )
-            units = "CPU_AND_NE" if sys.platform == "darwin" else REFERENCE
-            sys.stdout.write(f"\n{slowdown(options.target, package, units)}\n")
+            units = "CPU_AND_NE" if sys.platform == "darwin" else "CPU_ONLY"
+            sys.stdout.write(f"\n{slowdown(options.target, packages.get(packages.variants[0]), units)}\n")
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

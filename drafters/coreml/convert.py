@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from outrider.drafters.coreml.layout import Mode
+from outrider.drafters.coreml.layout import DEFAULT_CONTEXT, WEIGHTS, Mode, Options
 from outrider.protocol.errors import OutriderError
 
 _BAR = 30
@@ -23,11 +23,11 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     try:
-        from outrider.drafters.coreml.converter import Options, convert
-        from outrider.drafters.coreml.selection import checkpoint_of
-
         wanted = Options(Mode(options.mode), options.weights, options.context)
-        model = checkpoint_of(options.model, lambda stage: _say(f"{stage}\n"))
+        from outrider.drafters.coreml.converter import convert
+        from outrider.engine.loading import find
+
+        model = find(options.model, lambda stage: _say(f"{stage}\n"))
         manifest = convert(model, options.out, wanted, None if options.quiet else _bar, options.mlx_out)
     except OutriderError as error:
         _say(f"{parser.prog}: {error}\n")
@@ -49,8 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a directory or a Hugging Face id (Llama, Qwen2/2.5, Qwen3)")
     parser.add_argument("--out", type=Path, required=True, help="the package's directory; must not exist")
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default=Mode.STATELESS.value)
-    parser.add_argument("--weights", choices=["fp16", "int8", "int4", "fp32"], default="fp16")
-    parser.add_argument("--context", type=int, default=1024, help="positions the package can draft at (1024)")
+    parser.add_argument("--weights", choices=WEIGHTS, default="fp16")
+    positions = "positions the package can draft at (1024)"
+    parser.add_argument("--context", type=int, default=DEFAULT_CONTEXT, help=positions)
     parser.add_argument("--mlx-out", type=Path, help="also write an mlx-lm checkpoint with the same numbers")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

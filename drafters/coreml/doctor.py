@@ -1,8 +1,8 @@
 """`python -m outrider.drafters.coreml.doctor`: this machine, and the cost of each placement of a drafter, as JSON.
 
 `outrider doctor` formats it; the program is separate so that the command line never imports MLX. A `Placement` is the
-time of one token and of a tree of eight on one device of this machine. CPU, GPU and interpreter are measured now, which
-takes seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
+time of one token and of a tree of eight on one device of this machine. CPU and GPU are measured now, which takes
+seconds; Core ML's times are those of a kept trial, or of a new one with --probe.
 """
 
 from __future__ import annotations
@@ -11,28 +11,27 @@ import argparse
 import dataclasses
 import json
 import logging
+import operator
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
 
-from outrider.drafters.coreml import converter, prompts, selection, trial
-from outrider.drafters.coreml.host import LinearCache, PackageHost
-from outrider.drafters.coreml.interpreter import NumpyRuntime
-from outrider.drafters.coreml.layout import PackageFunction
-from outrider.drafters.coreml.package import Package
+from outrider.drafters.coreml import prompts, runtimes, selection, trial
 from outrider.drafters.coreml.runtimes import os_build
-from outrider.drafters.coreml.selection import PREFERRED, OfCheckpoint, Tried, Verdicts
+from outrider.drafters.coreml.selection import PREFERRED, Packages
+from outrider.drafters.coreml.trial import Trials, Tried
 from outrider.engine.kv_cache import Feed
 from outrider.engine.load_checks import open_kv_cache
+from outrider.engine.loading import find
 from outrider.engine.loading import load as load_model
 from outrider.protocol.errors import ModelError, OutriderError
 
@@ -45,7 +44,6 @@ _SHARED = "shares the GPU with the target: each slows the other down"
 _OWN_CORES = "on cores of its own, next to the target's GPU: --draft-device cpu"
 _APART = "next to the target's GPU: --draft-backend coreml"
 _SAME_CPU = "shares the CPU with the target"
-_SLOW = "for tests only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def on_device(model: Path, device: mx.DeviceType) -> Placement:
         def step(rows: int) -> None:
             mx.eval(kv_cache.forward([Feed(slot, [0] * rows, rows)]))
 
-        one, eight = _time(lambda: step(1)), _time(lambda: step(_TREE))
+        one, eight = (round(trial.median_ms(partial(step, rows), _ROUNDS, _WARM_UP), 3) for rows in (1, _TREE))
     finally:
         mx.set_default_device(default)
     if device == mx.gpu:
@@ -81,64 +79,34 @@ def on_device(model: Path, device: mx.DeviceType) -> Placement:
     return Placement("MLX on the CPU" if loaded.cpu is None else "ONNX Runtime on the CPU", True, one, eight, note=note)
 
 
-def on_core_ml(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
-    """Returns the verdict on each package and compute unit, kept or tried now; the one that would draft is first."""
-    if sys.platform != "darwin":
-        return [Placement("Core ML on the Neural Engine", False, note="macOS only")]
+def on_core_ml(packages: Packages, try_now: bool) -> list[Placement]:
+    """Returns the results of each package and compute unit, kept or tried now; the one that would draft is first."""
+    if not try_now and not any(map(packages.made, packages.variants)):
+        return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
+    reading = []
     if try_now:
-        selection.choose(packages, converter.probes(), log.info, thorough=True)
-    places = []
+        selection.choose(packages, log.info, thorough=True)
+        reading = [prompts.timed_here(packages, log.info)]
+    rows, places = Trials(packages.source_hash).rows, []
     for units in PREFERRED:
-        rows = [row for row in Verdicts(converter.probes(), packages.source_hash).rows if row.verdict.units == units]
-        best = selection.quickest(rows)
-        ordered = sorted(rows, key=lambda row, best=best: row is not best)
-        places += [_verdict(row) for row in ordered] or [_untried(units)]
+        here = [row for row in rows if row.units == units]
+        best = selection.quickest(here)
+        places += [_tried(row) for row in sorted(here, key=partial(operator.is_not, best and best[0]))]
+        if not here:
+            note = "not measured yet: run `outrider doctor --probe`"
+            places.append(Placement(f"Core ML on {units}", False, note=note))
+    reading = reading or [row.prompts_here for row in rows if row.prompts_here is not None]
+    for times in reading[:1]:
+        places.append(Placement("prompts of a draft on MLX", times.least is not None, note=times.sentence))
     return places
 
 
-def on_prompts(packages: OfCheckpoint, try_now: bool) -> Placement | None:
-    """Returns the measured backend that reads prompts for a drafter on MLX; None without a measurement."""
-    made = [packages.get(variant) for variant in packages.variants if packages.made(variant)]
-    trials = [kept for package in made if (kept := prompts.recall(package, converter.probes())) is not None]
-    if not trials and try_now:
-        trials = [prompts.trial_here(packages, log.info)]
-    if not trials:
-        return None
-    return Placement("prompts of a draft on MLX", trials[0].least is not None, note=trials[0].sentence)
-
-
-def on_interpreter(package: Package) -> Placement:
-    """Measures the reference interpreter."""
-    host = PackageHost(package, NumpyRuntime(package.mlpackage))
-    single, tree = package.layout.smallest(1), package.layout.smallest(_TREE)
-    if single is None or tree is None:
-        raise ModelError(f"{package.path} has no function for one row and for {_TREE}")
-    return Placement("reference interpreter", True, _feed_time(host, single), _feed_time(host, tree), note=_SLOW)
-
-
-def _feed_time(host: PackageHost, function: PackageFunction) -> float:
-    line = LinearCache(host)
-    taken = _time(lambda: line.feed([1] * function.rows, function))
-    line.close()
-    return taken
-
-
-def _verdict(row: Tried) -> Placement:
-    verdict, name = row.verdict, f"Core ML on {row.verdict.units}, {row.variant}"
-    if verdict.trial is None:
-        return Placement(name, False, note=verdict.reason)
-    trial = verdict.trial
-    note = verdict.reason or _APART
-    share = trial.engine_share.get("q1")
-    return Placement(name, verdict.good, trial.ms.get("q1"), trial.ms.get(f"q{_TREE}"), share, note)
-
-
-def _untried(units: str) -> Placement:
-    return Placement(f"Core ML on {units}", False, note="not measured yet: run `outrider doctor --probe`")
-
-
-def _time(task: Callable[[], object]) -> float:
-    return round(trial.median_ms(task, _ROUNDS, _WARM_UP), 3)
+def _tried(row: Tried) -> Placement:
+    name = f"Core ML on {row.units}, {row.options}"
+    if row.trial is None:
+        return Placement(name, False, note=row.reason)
+    ms, share = row.trial.ms, row.trial.engine_share.get("q1")
+    return Placement(name, not row.reason, ms.get("q1"), ms.get(f"q{_TREE}"), share, row.reason or _APART)
 
 
 _LIBRARIES = ("mlx", "mlx-lm", "coremltools", "numpy")
@@ -252,27 +220,18 @@ def examine(model: str | None, try_now: bool) -> DoctorReport:
     machine = inspect()
     if model is None:
         return DoctorReport(machine, None, ())
-    checkpoint = selection.checkpoint_of(model)
+    checkpoint = find(model, log.info)
     places = [on_device(checkpoint, mx.cpu)]
     if machine.mlx_device == "gpu":
         places.insert(0, on_device(checkpoint, mx.gpu))
     try:
-        places += _converted(selection.packages_of(checkpoint), try_now)
+        if runtimes.available():
+            places += on_core_ml(Packages(checkpoint), try_now)
+        else:
+            places.append(Placement("Core ML on the Neural Engine", False, note="macOS only"))
     except ModelError as error:
         places.append(Placement("Core ML", False, note=str(error)))
     return DoctorReport(machine, str(checkpoint), tuple(places))
-
-
-def _converted(packages: OfCheckpoint, try_now: bool) -> list[Placement]:
-    """Returns the placements of the draft as a package."""
-    made = [variant for variant in packages.variants if packages.made(variant)]
-    if not made and not try_now:
-        return [Placement("Core ML", False, note="the draft is not converted yet: run `outrider doctor --probe`")]
-    places = on_core_ml(packages, try_now)
-    kept = [variant for variant in packages.variants if packages.made(variant)] or list(packages.variants)
-    places.append(on_interpreter(packages.get(kept[0])))
-    reading = on_prompts(packages, try_now)
-    return places if reading is None else [*places, reading]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The drafter `coreml`: a converted model on the Neural Engine, or in the reference interpreter if there is none.
+"""The drafter `coreml`: a converted model on the Neural Engine, or on the unit where it passes its trial.
 
 Its token trees are the engine's (`engine.tree`), over columns in a package's cache. A column has a slot there, which it
 keeps: columns that are dropped free theirs, so rollback and commits move nothing. Each call gets its own mask and
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import package, selection
 from outrider.drafters.coreml.host import CallOutput, HostRows, PackageHost, cache_bytes
-from outrider.drafters.coreml.interpreter import runtime_of
 from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import Runtime
-from outrider.drafters.coreml.selection import OnePackage, PackageSource, Tell
+from outrider.drafters.coreml.runtimes import Runtime, open_runtime
+from outrider.drafters.coreml.selection import OnePackage, Packages, PackageSource, Tell
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.engine.flat import Bools, Ints
 from outrider.engine.kv_rows import NewRows
+from outrider.engine.loading import find
 from outrider.engine.prompt_cache import CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.residual import Draws
 from outrider.engine.sampling import Sampler
@@ -249,19 +249,25 @@ class CoreMLDrafter:
 def load(model: str, tell: Tell) -> Drafter:
     """Returns the drafter for `model`: a package directory, a model directory or a Hugging Face id.
 
-    A model is converted first (once). Without Core ML the reference interpreter runs it; if Core ML's trials fail on
-    every unit, MLX does. `tell` receives a sentence about each.
+    A model is converted first (once). MLX drafts if Core ML's trials fail on every unit, or there is no Core ML. `tell`
+    receives a sentence about each.
 
     Raises:
-        ModelError: there is no such model, or the converter refuses it.
+        ModelError: there is no such model, the converter refuses it, or a package without its model can't run here.
     """
-    packages, checkpoint = _packages(model, tell)
-    placed = selection.place(packages, tell)
-    sentence = placed.sentence
+    directory, checkpoint = Path(model).expanduser(), None
+    packages: PackageSource
+    if (directory / package.MANIFEST).is_file():
+        packages = OnePackage(open_package(directory))
+    else:
+        checkpoint = find(model, tell)
+        packages = Packages(checkpoint, tell)
+    chosen = selection.choose(packages, tell)
+    sentence = chosen.sentence
     tell(sentence)
-    if placed.package is not None and placed.units is not None:
+    if chosen.package is not None and chosen.row is not None:
         try:
-            return CoreMLDrafter(placed.package, runtime_of(placed.package, placed.units), note=sentence)
+            return CoreMLDrafter(chosen.package, open_runtime(chosen.package, chosen.row.units), note=sentence)
         except ModelError as error:  # although its trial succeeded before
             sentence = f"{error}, drafting with MLX instead"
             tell(sentence)
@@ -270,12 +276,3 @@ def load(model: str, tell: Tell) -> Drafter:
     from outrider.drafters.mlx import MlxDrafter
 
     return MlxDrafter.load(str(checkpoint), tell)
-
-
-def _packages(model: str, tell: Tell) -> tuple[PackageSource, Path | None]:
-    """Returns the packages that the drafter may run, and their checkpoint if it is known."""
-    directory = Path(model).expanduser()
-    if (directory / package.FILE).is_file():
-        return OnePackage(open_package(directory)), None
-    checkpoint = selection.checkpoint_of(model, tell)
-    return selection.packages_of(checkpoint, tell), checkpoint

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import saved
 from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, PackageFunction, PackageLayout
+from outrider.drafters.coreml.package import coremltools
 from outrider.drafters.coreml.weights import HEAD, NORM, DenseMatrix, Int4, Int8, Weights
 
 
@@ -27,7 +27,7 @@ class Constants:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._mil = saved.mil()
+        self._mil = coremltools(".converters.mil.mil")
         self._mb = self._mil.Builder
 
     def matrix(self, name: str, first: int = 0, last: int | None = None) -> Any:
@@ -101,7 +101,7 @@ def build(layout: PackageLayout, constants: Constants, function: PackageFunction
 
 class _GraphBuilder:
     def __init__(self, layout: PackageLayout, constants: Constants, function: PackageFunction) -> None:
-        self._mil = saved.mil()
+        self._mil = coremltools(".converters.mil.mil")
         self._mb = self._mil.Builder
         self._layout = layout
         self._sizes: DecoderArchitecture = layout.architecture
@@ -111,7 +111,7 @@ class _GraphBuilder:
         self._float = np.float32 if layout.weights == "fp32" else np.float16
 
     def build(self) -> Any:
-        target = saved.coremltools().target.iOS18
+        target = coremltools().target.iOS18
         with self._mil.Function(self._placeholders(), opset_version=target) as function:
             inputs = function.inputs
             rows = _Rows(inputs["cos"], inputs["sin"], inputs["mask"])

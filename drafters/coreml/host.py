@@ -10,6 +10,7 @@ transposed or computed again; only float16 rounding differs from MLX's own readi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,7 @@ class CallOutput:
 
 def cache_bytes(layout: PackageLayout) -> int:
     """Returns the size of a request's keys and values in float32, which does not depend on the text's length."""
-    sizes = layout.architecture
-    return 2 * 4 * sizes.layers * sizes.kv_heads * layout.slots * sizes.head_dim
+    return 2 * 4 * math.prod(layout.cache_shape)
 
 
 class PackageHost:
@@ -76,9 +76,9 @@ class PackageHost:
         self._runtime = runtime
         self._buffers: dict[str, dict[str, NDArray[Any]]] = {}
         self._spare: list[PackageCache] = []
-        rope = package.rope
-        self._cos = np.concatenate([rope.cos, rope.cos], axis=-1)
-        self._sin = np.concatenate([-rope.sin, rope.sin], axis=-1)  # the graph rotates by x cos + swap(x) sin
+        cos, sin = package.rope
+        self._cos = np.concatenate([cos, cos], axis=-1)
+        self._sin = np.concatenate([-sin, sin], axis=-1)  # the graph rotates by x cos + swap(x) sin
 
     def new_cache(self) -> PackageCache:
         """Returns an empty cache. Buffers of closed ones are reused, because a device may read them after a call."""
@@ -86,9 +86,7 @@ class PackageHost:
             return PackageCache(state=self._runtime.new_state())
         if self._spare:
             return self._spare.pop()
-        sizes = self.layout.architecture
-        shape = (sizes.layers, sizes.kv_heads, self.layout.slots, sizes.head_dim)
-        return PackageCache(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+        return PackageCache(*(np.zeros(self.layout.cache_shape, np.float32) for _ in range(2)))
 
     def give_back(self, cache: PackageCache) -> None:
         if not self.layout.mode.stateful:

@@ -1,8 +1,9 @@
 """The models that the converter accepts, and the inputs and outputs of a package's functions.
 
 `DecoderArchitecture` is read from config.json; a model that does not fit the graph or the Neural Engine's grid is
-refused with the reason. `PackageLayout` has the names, shapes and types of inputs, states and outputs, for both the
-converter and the host. Slots are entries of the cache, rows are the tokens of one call; the host assigns slots.
+refused with the reason. `Options` are a user's choices. `PackageLayout` has the names, shapes and types of inputs,
+states and outputs, for both the converter and the host. Slots are entries of the cache, rows are the tokens of one
+call; the host assigns slots.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from outrider.protocol.errors import ModelError
+import numpy as np
+
+from outrider.protocol.errors import InvalidRequest, ModelError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEAD_GRID = 32  # the Neural Engine pads the last axis of a cache to a multiple, and rejects other states
@@ -125,6 +128,9 @@ def _check_grid(sizes: DecoderArchitecture) -> None:
 TREE_ROWS = (1, 8, 16, 32)
 PREFILL_ROWS = 64
 SCRATCH_SLOTS = 128  # slots beyond the context, for drafted tokens
+DEFAULT_CONTEXT = 1024
+LONGEST_CONTEXT = MAX_WIDTH - SCRATCH_SLOTS - PREFILL_ROWS  # the width of the mask is that of slots and rows
+WEIGHTS = ("fp16", "int8", "int4", "fp32")
 
 
 class Mode(StrEnum):
@@ -142,6 +148,30 @@ class Mode(StrEnum):
     @property
     def stateful(self) -> bool:
         return self is not Mode.STATELESS
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The form of a package: see `Mode`; `weights` is one of WEIGHTS, `context` in tokens.
+
+    Raises:
+        InvalidRequest: a value is invalid, or two exclude each other.
+    """
+
+    mode: Mode = Mode.STATELESS
+    weights: str = "fp16"
+    context: int = DEFAULT_CONTEXT
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHTS:
+            raise InvalidRequest(f"weights is {self.weights!r}; expected one of {', '.join(WEIGHTS)}")
+        if not PREFILL_ROWS <= self.context <= LONGEST_CONTEXT:
+            raise InvalidRequest(f"context is {self.context}; expected {PREFILL_ROWS} to {LONGEST_CONTEXT} tokens")
+        if self.weights == "fp32" and self.mode.stateful:
+            raise InvalidRequest("Core ML keeps states in float16 only; weights fp32 need --mode stateless")
+
+    def __str__(self) -> str:
+        return f"{self.mode.value} {self.weights}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +197,19 @@ FUNCTIONS = (
     PackageFunction(f"prefill{PREFILL_ROWS}", PREFILL_ROWS, False),
 )
 
+TRIAL_PROMPT, TRIAL_ROWS, TRIAL_STEPS = 16, 8, 12
+"""A trial reads so many tokens of `trial_text` by the prefill, then so many in one call, then so many one by one."""
+
+
+def trial_text(vocab_size: int) -> list[int]:
+    """Returns the random tokens that a trial reads."""
+    length = TRIAL_PROMPT + TRIAL_ROWS + TRIAL_STEPS
+    return [int(token) for token in np.random.default_rng(0).integers(0, vocab_size, length)]
+
 
 @dataclass(frozen=True, slots=True)
 class PackageLayout:
-    """A package's sizes: `context` positions, `slots` >= context of the cache; `weights` as in weights.KINDS."""
+    """A package's sizes: `context` positions, `slots` >= context of the cache; `weights` is one of WEIGHTS."""
 
     architecture: DecoderArchitecture
     mode: Mode
@@ -178,6 +217,11 @@ class PackageLayout:
     context: int
     slots: int
     functions: tuple[PackageFunction, ...] = FUNCTIONS
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int, int]:
+        """The shape of a request's keys, and of its values, in all layers."""
+        return (self.architecture.layers, self.architecture.kv_heads, self.slots, self.architecture.head_dim)
 
     def inputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
         sizes, rows = self.architecture, function.rows
@@ -189,24 +233,21 @@ class PackageLayout:
         )
         match self.mode:
             case Mode.STATELESS:
-                past = (sizes.layers, sizes.kv_heads, self.slots, sizes.head_dim)
-                return (*common, Tensor("k_past", past), Tensor("v_past", past))
+                return (*common, Tensor("k_past", self.cache_shape), Tensor("v_past", self.cache_shape))
             case Mode.HYBRID:
                 return (*common, Tensor("pos", (1,), integer=True))
             case Mode.ONEHOT:
                 return (*common, Tensor("write", (1, 1, self.slots, rows)))
 
     def states(self) -> tuple[Tensor, ...]:
-        sizes = self.architecture
+        layers, *one = self.cache_shape
         match self.mode:
             case Mode.STATELESS:
                 return ()
             case Mode.HYBRID:
-                one = (1, sizes.kv_heads, self.slots, sizes.head_dim)
-                return tuple(Tensor(f"{kind}_state_{layer}", one) for layer in range(sizes.layers) for kind in "kv")
+                return tuple(Tensor(f"{kind}_state_{layer}", (1, *one)) for layer in range(layers) for kind in "kv")
             case Mode.ONEHOT:
-                whole = (sizes.layers, sizes.kv_heads, self.slots, sizes.head_dim)
-                return (Tensor("k_state", whole), Tensor("v_state", whole))
+                return (Tensor("k_state", self.cache_shape), Tensor("v_state", self.cache_shape))
 
     def outputs(self, function: PackageFunction) -> tuple[Tensor, ...]:
         """Returns the outputs; `k_new` and `v_new` come first if the host needs them: without a state, or a prefill."""

@@ -1,9 +1,10 @@
 """The interface of runtimes, which run a package, and Core ML itself (macOS).
 
-`Runtime` has two implementations, this module's `CoreMLRuntime` and `interpreter.NumpyRuntime`, so that the host is the
-same on a Mac and elsewhere. `CoreMLRuntime` has one compiled model for each function, all loaded before the first call.
-coremltools' predict holds the GIL for the whole call, and releases inputs late, on Core ML's own queue. So its worker
-is a process of its own, every call comes from one thread, and input buffers outlive it.
+`CoreMLRuntime` has one compiled model for each function, all loaded before the first call. coremltools' predict holds
+the GIL for the whole call, and releases inputs late, on Core ML's own queue. So its worker is a process of its own,
+every call comes from one thread, and input buffers outlive it.
+
+Tests of machines without Core ML name a module in the environment (STAND_IN), whose `open_runtime` replaces Core ML's.
 
 `has_engine` and `engine_share` report whether there is a Neural Engine, and which operations Core ML plans for it.
 """
@@ -11,21 +12,22 @@ is a process of its own, every call comes from one thread, and input buffers out
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import saved
-from outrider.drafters.coreml.package import Package
-from outrider.protocol.errors import ModelError, WorkerError, first_line
+from outrider.drafters.coreml.package import Package, coremltools
+from outrider.protocol.errors import ModelError, OutriderError, WorkerError, first_line
 
 Inputs = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[np.float32]]
@@ -38,10 +40,11 @@ class RuntimeState(Protocol):
 class Runtime(Protocol):
     """Runs the functions of one package. Every call comes from the same thread.
 
-    `name`: the runtime and its device, for users.
+    `name`: the runtime and its device, for users. `compile_seconds`: the time it took to compile the package now.
     """
 
     name: str
+    compile_seconds: float
 
     def new_state(self) -> RuntimeState | None:
         """Returns an empty cache; None for a package whose cache is owned by the host."""
@@ -67,58 +70,81 @@ class RuntimeFault(WorkerError):
 
 
 UNITS = ("CPU_AND_NE", "CPU_AND_GPU", "CPU_ONLY", "ALL")
+STAND_IN = "OUTRIDER_COREML_STAND_IN"
+ABSENT = "Core ML runs on macOS only"
+_OFF = "; drafting is off for this request"
+_CONSTANTS = ("const", "constexpr")
+
+
+def available() -> bool:
+    """Returns whether packages can run on this system."""
+    return sys.platform == "darwin" or STAND_IN in os.environ
+
+
+def open_runtime(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
+    """Returns a runtime for `package` on `units`, one of UNITS.
+
+    Args:
+        functions: only these (default: all); each takes time and memory to load.
+
+    Raises:
+        DeviceAbsent: this is not a Mac.
+        ModelError: Core ML refuses the package, or its directory can't be written to.
+    """
+    stand_in = os.environ.get(STAND_IN)
+    if stand_in is not None:
+        runtime: Runtime = importlib.import_module(stand_in).open_runtime(package)
+        return runtime
+    return CoreMLRuntime(package, units, functions)
 
 
 class CoreMLRuntime:
-    """A `Runtime` over `package` on `units`, one of UNITS.
-
-    Raises:
-        ModelError: this is not a Mac with Core ML, or Core ML refuses the package.
-    """
+    """A `Runtime` of Core ML; see `open_runtime`."""
 
     def __init__(self, package: Package, units: str, functions: Sequence[str] | None = None) -> None:
-        """
-        Args:
-            functions: only these (default: all); each takes time and memory to load.
-        """
         self.name = f"Core ML on {units}"
-        coremltools = saved.coremltools()
         self._stateful = package.layout.mode.stateful
+        started = time.monotonic()
         compiled = compiled_path(package)
-        try:
+        self.compile_seconds = time.monotonic() - started
+        tools = coremltools()
+        with _errors_named(f"Core ML can't load {package.path} on {units}"):
             self._models = {
-                name: coremltools.models.CompiledMLModel(
+                name: tools.models.CompiledMLModel(
                     str(compiled),
-                    compute_units=coremltools.ComputeUnit[units],
+                    compute_units=tools.ComputeUnit[units],
                     function_name=name,
-                    optimization_hints={"specializationStrategy": coremltools.SpecializationStrategy.FastPrediction},
+                    optimization_hints={"specializationStrategy": tools.SpecializationStrategy.FastPrediction},
                 )
                 for name in functions or [function.name for function in package.layout.functions]
             }
-        except Exception as error:  # coremltools raises it bare
-            raise ModelError(f"Core ML can't load {package.path} on {units}: {first_line(error)}") from error
 
     def new_state(self) -> RuntimeState | None:
         if not self._stateful:
             return None
-        state: RuntimeState = self._guarded(lambda: next(iter(self._models.values())).make_state())
+        with _errors_named(f"{self.name} failed", RuntimeFault, _OFF):
+            state: RuntimeState = next(iter(self._models.values())).make_state()
         return state
 
     def call(self, function: str, inputs: Inputs, state: RuntimeState | None) -> Outputs:
         model = self._models.get(function)
         if model is None:
             raise RuntimeFault(f"the function {function} was not loaded; loaded are {', '.join(self._models)}")
-        outputs = self._guarded(lambda: model.predict(dict(inputs), state))
+        with _errors_named(f"{self.name} failed", RuntimeFault, _OFF):
+            outputs = model.predict(dict(inputs), state)
         return {name: np.asarray(array, np.float32) for name, array in outputs.items()}
 
     def close(self) -> None:
         self._models = {}
 
-    def _guarded(self, task: Callable[[], Any]) -> Any:
-        try:
-            return task()
-        except Exception as error:  # coremltools raises it bare
-            raise RuntimeFault(f"{self.name} failed: {first_line(error)}; drafting is off for this request") from error
+
+@contextmanager
+def _errors_named(what: str, kind: type[OutriderError] = ModelError, then: str = "") -> Iterator[None]:
+    """Raises `kind` with one sentence for any error of coremltools, which raises Exception itself."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}: {first_line(error)}{then}") from error
 
 
 def compiled_path(package: Package) -> Path:
@@ -129,26 +155,20 @@ def compiled_path(package: Package) -> Path:
         ModelError: Core ML refuses the package, or its directory can't be written to.
     """
     if sys.platform != "darwin":
-        raise DeviceAbsent("Core ML runs on macOS only; elsewhere the reference interpreter replaces it")
+        raise DeviceAbsent(ABSENT)
     path = package.path.resolve() / f"compiled-{os_build()}.mlmodelc"
     if path.is_dir():
         return path
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             partial = Path(directory) / "model.mlmodelc"
-            _compile(package, partial)
+            with _errors_named(f"Core ML can't compile {package.path}"):
+                coremltools().models.utils.compile_model(str(package.mlpackage), str(partial))
             with suppress(OSError):  # another process was faster, with the same result
                 partial.rename(path)
     except OSError as error:
         raise ModelError(f"{package.path} can't be written to ({error}); compiled models are kept there") from error
     return path
-
-
-def _compile(package: Package, destination: Path) -> None:
-    try:
-        saved.coremltools().models.utils.compile_model(str(package.mlpackage), str(destination))
-    except Exception as error:  # coremltools raises it bare
-        raise ModelError(f"Core ML can't compile {package.path}: {first_line(error)}") from error
 
 
 def os_build() -> str:
@@ -160,15 +180,12 @@ def os_build() -> str:
     return done.stdout.strip() or platform.mac_ver()[0]
 
 
-_NO_WORK = ("const", "constexpr")
-Answer = TypeVar("Answer")
-
-
 def has_engine() -> bool:
     """Whether there is a Neural Engine. Raises ModelError if Core ML does not report its devices."""
-    devices = importlib.import_module("coremltools.models.compute_device")
-    present = _query(lambda: list(devices.MLComputeDevice.get_all_compute_devices()))
-    return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in present)
+    devices = coremltools(".models.compute_device")
+    with _errors_named("Core ML does not answer"):
+        present = devices.MLComputeDevice.get_all_compute_devices()
+        return any(isinstance(device, devices.MLNeuralEngineComputeDevice) for device in present)
 
 
 def engine_share(package: Package, units: str) -> dict[str, float]:
@@ -177,32 +194,18 @@ def engine_share(package: Package, units: str) -> dict[str, float]:
     Raises:
         ModelError: Core ML makes no plan for the package.
     """
-    return _query(lambda: _shares(str(compiled_path(package)), units))
-
-
-def _shares(compiled: str, units: str) -> dict[str, float]:
-    coremltools = saved.coremltools()
-    plans = importlib.import_module("coremltools.models.compute_plan")
-    devices = importlib.import_module("coremltools.models.compute_device")
-    plan = plans.MLComputePlan.load_from_path(compiled, coremltools.ComputeUnit[units])
-    program = plan.model_structure.program
-    shares = {}
-    for name, function in program.functions.items() if program is not None else ():
-        placed = []
-        for operation in function.block.operations:
-            if operation.operator_name.split(".")[-1].startswith(_NO_WORK):
-                continue
-            usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-            if usage is not None:
-                placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
-        if placed:  # a plan reports nothing for functions that it does not cover
-            shares[name] = round(sum(placed) / len(placed), 4)
+    compiled, shares = compiled_path(package), {}
+    devices, plans = coremltools(".models.compute_device"), coremltools(".models.compute_plan")
+    with _errors_named("Core ML does not answer"):
+        plan = plans.MLComputePlan.load_from_path(str(compiled), coremltools().ComputeUnit[units])
+        program = plan.model_structure.program
+        for name, function in program.functions.items() if program is not None else ():
+            placed = []
+            for operation in function.block.operations:
+                usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+                constant = operation.operator_name.split(".")[-1].startswith(_CONSTANTS)
+                if usage is not None and not constant:
+                    placed.append(isinstance(usage.preferred_compute_device, devices.MLNeuralEngineComputeDevice))
+            if placed:  # a plan reports nothing for functions that it does not cover
+                shares[name] = round(sum(placed) / len(placed), 4)
     return shares
-
-
-def _query(query: Callable[[], Answer]) -> Answer:
-    saved.coremltools()
-    try:
-        return query()
-    except Exception as error:  # coremltools raises it bare
-        raise ModelError(f"Core ML does not answer: {first_line(error)}") from error

@@ -1,7 +1,11 @@
-"""`python -m outrider.drafters.coreml.trial`: tries one package on one compute unit, and writes the result to a file.
+"""Trials of a package on a compute unit, each in a process of its own, and their results, which are kept.
 
-Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So this
-program runs in a process of its own, started by `run_program`; if it writes no file, its `Ending` has the reason.
+Some graphs crash the Neural Engine's compiler, and with it the process, a few only after a hundred predictions. So
+`python -m outrider.drafters.coreml.trial` is a program of its own, which `try_out` and `time_prompts` start: it drafts
+with the package, or reads prompts with it, and writes its measurements to a file.
+
+`Trials` keeps the results of a draft's packages. Each is valid for one package (by its hash), one build of macOS and
+one version of coremltools; times of prompts also for one version of MLX and its device.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -17,91 +22,59 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes
-from outrider.drafters.coreml.host import LinearCache, PackageHost
-from outrider.drafters.coreml.interpreter import NAMES, REFERENCE, NumpyRuntime, runtime_of
-from outrider.drafters.coreml.layout import PackageFunction
-from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import DeviceAbsent, compiled_path
-from outrider.protocol.errors import ModelError, OutriderError
+from outrider.drafters.coreml.host import LinearCache, PackageHost, PackageReader
+from outrider.drafters.coreml.layout import (
+    TRIAL_PROMPT,
+    TRIAL_ROWS,
+    TRIAL_STEPS,
+    Mode,
+    Options,
+    PackageFunction,
+    trial_text,
+)
+from outrider.drafters.coreml.package import Package, folder, open_package
+from outrider.drafters.coreml.runtimes import UNITS, DeviceAbsent, open_runtime, os_build
+from outrider.engine.kv_rows import DenseKVRows
+from outrider.engine.load_checks import open_kv_rows
+from outrider.engine.loading import LoadedModel, load
+from outrider.protocol.digest import replace_file
+from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 
-ABSENT = 20
-"""The exit code of a program whose device does not exist on this machine."""
+MODULE = "outrider.drafters.coreml.trial"
+PREDICTIONS = 300
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 _ROOT = Path(__file__).absolute().parents[3]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The end of a program: its `written` result, or None with the `reason`.
-
-    `final`: the device does not exist or does not respond, so that further trials are of no use.
-    """
-
-    written: str | None
-    reason: str = ""
-    final: bool = False
-
-
-def command(module: str, *arguments: str) -> list[str]:
-    """Returns the command line of one of this project's modules."""
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def environment() -> dict[str, str]:
-    """Returns this process's environment, with the project on the module path."""
-    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
-def run_program(module: str, arguments: list[str], seconds: float) -> Ending:
-    """Runs `module` with `arguments` and --result FILE, for at most `seconds`."""
-    with tempfile.TemporaryDirectory() as directory:
-        result = Path(directory) / "result.json"
-        line = command(module, *arguments, "--result", str(result))
-        try:
-            done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=seconds, env=environment())
-        except subprocess.TimeoutExpired:
-            return Ending(None, f"its trial was still running after {seconds:.0f} seconds", final=True)
-        if not result.is_file():
-            return Ending(None, _reason(done), final=done.returncode == ABSENT)
-        return Ending(result.read_text(encoding="utf-8"))
-
-
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode < 0:
-        return f"its trial was ended by {_signal(-done.returncode)}"
-    lines = done.stderr.strip().splitlines()
-    return f"its trial failed: {lines[-1]}" if lines else f"its trial failed with exit code {done.returncode}"
-
-
-def _signal(number: int) -> str:
-    names = {known.value: known.name for known in signal.Signals}
-    return names.get(number, f"signal {number}")
-
-
-_STEPS = 12
-_WARM_UP = 3
+_SECONDS = 900.0  # a first compile for the Neural Engine can take minutes
+_ABSENT = 20  # the exit code if the device does not exist on this machine
+_LEAST_AGREEMENT = 0.9
+_MOST_DISTANCE = 0.05
 _TIE = 0.05  # of the logits' standard deviation
+_WARM_UP = 3
+_READINGS = 3
+_WORTH_IT = 0.95  # of MLX's time
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The trial of a package on a unit.
+    """The measurements of a package on a unit.
 
-    `agreement`: the share of compared rows whose best token is the interpreter's (see `agreement`); `distance`: the
-    mean total variation between the two distributions. `ms`: median milliseconds a call by function; `engine_share`:
-    the share of operations that Core ML plans for the Neural Engine, {} without a plan. `compile_seconds` is 0 if the
-    package was compiled before.
+    `agreement`: the share of compared rows whose best token is that of `Package.expected` (see `agreement`);
+    `distance`: the mean total variation between the two distributions. `ms`: median milliseconds a call by function;
+    `engine_share`: the share of operations that Core ML plans for the Neural Engine, {} without a plan.
+    `compile_seconds` is 0 if the package was compiled before.
     """
 
-    units: str
     compile_seconds: float
     load_seconds: float
     predictions: int
@@ -110,26 +83,189 @@ class Trial:
     ms: dict[str, float] = field(default_factory=dict)
     engine_share: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def fault(self) -> str:
+        """Why the unit must not be used, or "" if it may be."""
+        if not self.agreement >= _LEAST_AGREEMENT:  # also for NaN
+            return f"it agreed with the reference on {self.agreement:.0%} of tokens; expected {_LEAST_AGREEMENT:.0%}"
+        if not self.distance <= _MOST_DISTANCE:
+            return f"its distributions are {self.distance:.3f} from the reference; expected at most {_MOST_DISTANCE}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTimes:
+    """The median milliseconds to read prompts of `lengths` tokens, by MLX and by a package on `units`.
+
+    With a `reason` the trial failed, and there are none. `mlx`: the version of MLX and its device.
+    """
+
+    units: str
+    mlx: str
+    lengths: list[int] = field(default_factory=list)
+    mlx_ms: list[float] = field(default_factory=list)
+    package_ms: list[float] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def least(self) -> int | None:
+        """The shortest prompt in tokens from which on the package is faster; None: it is not."""
+        least = None
+        for length, mlx, own in zip(self.lengths, self.mlx_ms, self.package_ms, strict=True):
+            faster = own < _WORTH_IT * mlx
+            least = (least or length) if faster else None
+        return least
+
+    @property
+    def sentence(self) -> str:
+        if self.reason:
+            return f"prompts are read by MLX: {self.reason}"
+        last = f"{self.lengths[-1]} tokens: {self.package_ms[-1]:.1f} ms against {self.mlx_ms[-1]:.1f}"
+        if self.least is None:
+            return f"MLX reads prompts: it is faster than the package on {self.units} ({last})"
+        return f"prompts of {self.least} tokens and more are read by the package on {self.units} ({last})"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The results of the package with the hash `key` on one unit.
+
+    `trial`: None if it did not finish. `reason`: why the unit must not be used, or "". `final`: the device does not
+    exist or does not respond, so that no other package will do better. `prompts`: None if they were not timed.
+    """
+
+    options: Options
+    key: str
+    units: str
+    trial: Trial | None = None
+    reason: str = ""
+    final: bool = False
+    prompts: PromptTimes | None = None
+
+    @property
+    def prompts_here(self) -> PromptTimes | None:
+        """The times of prompts if they hold for this version of MLX and its device."""
+        return self.prompts if self.prompts is not None and self.prompts.mlx == mlx_and_device() else None
+
+
+class Trials:
+    """The kept results of the draft whose weights have the hash `source_hash`."""
+
+    def __init__(self, source_hash: str) -> None:
+        system = f"{os_build()}-{platform.machine()}-coremltools{version('coremltools')}"
+        self._file = folder() / "probes" / f"{source_hash[:16]}-{system}.json"
+        self.rows = _read(self._file)
+
+    @staticmethod
+    def any_prompts() -> bool:
+        """Returns whether prompts of any draft were timed; reads no weights."""
+        return any(row.prompts for file in (folder() / "probes").glob("*.json") for row in _read(file))
+
+    def find(self, package: Package, units: str) -> Tried | None:
+        found = (row for row in self.rows if (row.key, row.units) == (package.manifest.key, units))
+        return next(found, None)
+
+    def add(self, row: Tried) -> None:
+        """Keeps `row`, in the place of an earlier one of the same package and unit."""
+        self.rows = [row if (old.key, old.units) == (row.key, row.units) else old for old in self.rows]
+        self.rows += [] if row in self.rows else [row]
+        replace_file(self._file, json.dumps([dataclasses.asdict(kept) for kept in self.rows], indent=1))
+
+
+def _read(file: Path) -> list[Tried]:
+    """Returns the rows of `file`; none if it is missing or unreadable, so that trials run again."""
+    try:
+        return [_tried(**fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError, KeyError, InvalidRequest):
+        return []
+
+
+def _tried(options: dict[str, Any], trial: dict[str, Any] | None, prompts: dict[str, Any] | None, **rest: Any) -> Tried:
+    form = Options(Mode(options["mode"]), options["weights"], options["context"])
+    found = None if trial is None else Trial(**trial)
+    return Tried(form, trial=found, prompts=None if prompts is None else PromptTimes(**prompts), **rest)
+
+
+class TrialFailed(OutriderError):
+    """A trial ended without a result; `final` as in `Tried`."""
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+def try_out(package: Package, units: str, predictions: int = PREDICTIONS) -> Tried:
+    """Tries `units`: compiles, loads, compares, predicts, measures."""
+    row = Tried(package.options, package.manifest.key, units)
+    try:
+        found = Trial(**_run_program(package, units, "--predictions", str(predictions)))
+    except TrialFailed as failed:
+        return dataclasses.replace(row, reason=str(failed), final=failed.final)
+    return dataclasses.replace(row, trial=found, reason=found.fault)
+
+
+def time_prompts(package: Package, units: str, checkpoint: Path) -> PromptTimes:
+    """Times the reading of prompts by the package, and by MLX with the model in the directory `checkpoint`."""
+    try:
+        return PromptTimes(**_run_program(package, units, "--model", str(checkpoint)))
+    except TrialFailed as failed:
+        return PromptTimes(units, mlx_and_device(), reason=str(failed))
+
+
+def mlx_and_device() -> str:
+    return f"mlx{version('mlx')}-{mx.default_device().type.name}"
+
+
+def command(package: Package, units: str, *arguments: str) -> list[str]:
+    """Returns the command line of the program, without the file for its result."""
+    return [sys.executable, "-P", "-m", MODULE, "--package", str(package.path), "--units", units, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Returns this process's environment, with the project on the module path."""
+    paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _run_program(package: Package, units: str, *arguments: str) -> Any:
+    """Returns the JSON object that the program writes. Raises TrialFailed."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "result.json"
+        line = command(package, units, *arguments, "--result", str(result))
+        try:
+            done = subprocess.run(
+                line, capture_output=True, text=True, check=False, timeout=_SECONDS, env=environment()
+            )
+        except subprocess.TimeoutExpired:
+            raise TrialFailed(f"its trial was still running after {_SECONDS:.0f} seconds", final=True) from None
+        if result.is_file():
+            return json.loads(result.read_text(encoding="utf-8"))
+    if done.returncode < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        number = -done.returncode
+        raise TrialFailed(f"its trial was ended by {names.get(number, f'signal {number}')}")
+    lines = done.stderr.strip().splitlines()
+    reason = f": {lines[-1]}" if lines else f" with exit code {done.returncode}"
+    raise TrialFailed(f"its trial failed{reason}", final=done.returncode == _ABSENT)
+
 
 def run(package: Package, units: str, predictions: int) -> Trial:
-    """Compiles, loads, compares with the interpreter, predicts `predictions` times, and measures.
+    """Compiles, loads, compares with MLX's logits, predicts `predictions` times, and measures.
 
     Raises:
         DeviceAbsent: this machine has no such unit.
         OutriderError: the device refused the package or returned no finite numbers.
     """
+    if units == "CPU_AND_NE":
+        _check_engine()
     started = time.monotonic()
-    if units != REFERENCE:
-        compiled_path(package)
-    _check_engine(units)
-    compiled = time.monotonic()
-    host = PackageHost(package, runtime_of(package, units))
+    runtime = open_runtime(package, units)
     loaded = time.monotonic()
-    actual, expected = _logits(host), _logits(PackageHost(package, NumpyRuntime(package.mlpackage)))
+    host = PackageHost(package, runtime)
+    actual, expected = _logits(host), package.expected
     return Trial(
-        units=units,
-        compile_seconds=round(compiled - started, 3),
-        load_seconds=round(loaded - compiled, 3),
+        compile_seconds=round(runtime.compile_seconds, 3),
+        load_seconds=round(loaded - started - runtime.compile_seconds, 3),
         predictions=predictions,
         agreement=agreement(actual, expected),
         distance=float(np.abs(_softmax(actual) - _softmax(expected)).sum(axis=-1).mean() / 2),
@@ -138,10 +274,8 @@ def run(package: Package, units: str, predictions: int) -> Trial:
     )
 
 
-def _check_engine(units: str) -> None:
-    """Raises DeviceAbsent if the unit needs a Neural Engine and Core ML reports none; it would be the CPU again."""
-    if units != "CPU_AND_NE":
-        return
+def _check_engine() -> None:
+    """Raises DeviceAbsent if Core ML reports that there is no Neural Engine; the unit would be the CPU again."""
     try:
         has_engine = runtimes.has_engine()
     except ModelError:  # not known
@@ -151,8 +285,6 @@ def _check_engine(units: str) -> None:
 
 
 def _engine_share(package: Package, units: str) -> dict[str, float]:
-    if units == REFERENCE:
-        return {}
     try:
         return runtimes.engine_share(package, units)
     except ModelError:  # the plan is only informative
@@ -168,13 +300,12 @@ def agreement(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> flo
 
 
 def _logits(host: PackageHost) -> NDArray[np.float32]:
-    """Returns the logits of a fixed random text, read by the prefill, then eight tokens at once, then one by one."""
+    """Returns the logits of `trial_text` after its prompt, in the order of `Package.expected`."""
     layout = host.layout
-    text = np.random.default_rng(0).integers(0, layout.architecture.vocab_size, layout.context).tolist()
-    line, rows = LinearCache(host), []
-    several, single = layout.functions[1], layout.functions[0]
-    line.feed(text[:16], layout.prefill)
-    for function, count in ((several, several.rows), *((single, 1) for _ in range(_STEPS))):
+    text, line, rows = trial_text(layout.architecture.vocab_size), LinearCache(host), []
+    single, several = layout.functions[:2]
+    line.feed(text[:TRIAL_PROMPT], layout.prefill)
+    for function, count in ((several, TRIAL_ROWS), *((single, 1) for _ in range(TRIAL_STEPS))):
         fresh = line.feed(text[line.length : line.length + count], function)
         if fresh.logits is not None:
             rows.append(fresh.logits)
@@ -221,25 +352,52 @@ def _softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
-def write_result(file: Path, result: Callable[[], object]) -> int:
-    """Writes `result`, a dataclass, to `file` as JSON; returns the exit code of the program."""
-    try:
-        value: Any = result()
-    except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-        return ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
-    file.write_text(json.dumps(dataclasses.asdict(value)), encoding="utf-8")
-    return 0
+def read_prompts(model: LoadedModel, package: Package, units: str) -> PromptTimes:
+    """Measures the reading of prompts as the drafter would read them.
+
+    Raises:
+        OutriderError: the package can't be run, or its model can't draft.
+    """
+    reader = PackageReader(package, open_runtime(package, units, [package.layout.prefill.name]), least=1)
+    vocabulary = package.layout.architecture.vocab_size
+    lengths = [length for length in LENGTHS if length <= package.layout.context]
+
+    def by_mlx(tokens: list[int]) -> None:
+        open_kv_rows(model).prefill(tokens, None, len(tokens))
+
+    def by_package(tokens: list[int]) -> None:
+        kv_rows = open_kv_rows(model, reader)
+        kv_rows.prefill(tokens, None, len(tokens))
+        if not isinstance(kv_rows, DenseKVRows) or kv_rows.read != len(tokens):
+            raise OutriderError("the package did not read the prompt")
+
+    prompts = [[(7 * i + 3) % vocabulary for i in range(length)] for length in lengths]
+    mlx_ms, package_ms = (
+        [round(median_ms(partial(read_by, tokens), _READINGS, 1), 3) for tokens in prompts]
+        for read_by in (by_mlx, by_package)
+    )
+    return PromptTimes(units, mlx_and_device(), lengths, mlx_ms, package_ms)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="outrider.drafters.coreml.trial", description=__doc__)
+    parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--units", choices=NAMES, required=True)
-    parser.add_argument("--predictions", type=int, default=300)
+    parser.add_argument("--units", choices=UNITS, required=True)
+    parser.add_argument("--predictions", type=int, default=PREDICTIONS)
+    parser.add_argument("--model", type=Path, help="time the reading of prompts, by the package and by this model")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
-    return write_result(options.result, lambda: run(open_package(options.package), options.units, options.predictions))
+    try:
+        package = open_package(options.package, options.model)
+        if options.model is None:
+            found: Trial | PromptTimes = run(package, options.units, options.predictions)
+        else:
+            found = read_prompts(load(str(options.model)), package, options.units)
+    except OutriderError as error:
+        sys.stderr.write(f"{error}\n")
+        return _ABSENT if isinstance(error, DeviceAbsent) else error.exit_code
+    options.result.write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A model's weights as numpy arrays in the package's form, read one matrix at a time.
+"""A checkpoint: its architecture, its rotations, and its weights as numpy arrays in a package's form.
 
-MLX releases each matrix as soon as it is read, so that a conversion needs little more memory than the weights. Knows
-mlx-lm's module names; knows nothing of graphs.
+Matrices are read one at a time, and MLX releases each as soon as it is read, so that a conversion needs little more
+memory than the weights. Rotations are found by rotating unit vectors with the model's own rope module: there is no
+rotary formula here, so any scaling that mlx-lm supports is right. Knows mlx-lm's module names; knows nothing of graphs.
 
 A matrix is dense, `Int8` or `Int4`, with exactly the same numbers in MLX and in Core ML. Core ML computes s * (q - z),
 MLX s * q + b, both in float16. They agree bit for bit if b = -z * s, and s has so few significant bits that every
@@ -11,22 +12,27 @@ product is exact in float16's eleven.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.utils import load_config, load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.layout import DecoderArchitecture
-from outrider.protocol.errors import InvalidRequest, ModelError
+from outrider.drafters.coreml import layout
+from outrider.drafters.coreml.layout import TRIAL_PROMPT, DecoderArchitecture
+from outrider.protocol.errors import ModelError, first_line
 
 GROUP = 64
 _INT4_SCALE_BITS = 7  # times a 4-bit number: 11 bits
 _INT8_SCALE_BITS = 3  # times an 8-bit number: 11 bits
 _FINEST = -24  # the exponent of float16's smallest number
 _BLOCK = 1 << 21
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,6 @@ def _significant(x: NDArray[np.floating], bits: int, rounding: np.ufunc) -> NDAr
     return np.asarray(np.maximum(rounded, 2.0**_FINEST), np.float16)
 
 
-KINDS = ("fp16", "int8", "int4", "fp32")
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
                "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 HEAD = "lm_head"
@@ -195,6 +200,14 @@ class Weights:
                 numbers += form.values.size if isinstance(form, DenseMatrix) else form.data.size
         return numbers
 
+    def dense(self, prefix: str) -> list[tuple[str, mx.array]]:
+        """Returns the weights below the module `prefix` in float32, by their names there."""
+        named: dict[str, NDArray[np.floating]] = {
+            f"{name}.weight": form.values for name, form in self.matrices.items() if name.startswith(prefix)
+        }
+        named |= {name: vector for name, vector in self.vectors.items() if name.startswith(prefix)}
+        return [(name.removeprefix(prefix), mx.array(value.astype(np.float32))) for name, value in named.items()]
+
 
 @dataclass(slots=True)
 class _Range:
@@ -214,31 +227,65 @@ class _Range:
         )
 
 
-class WeightReader:
-    """Reads and releases the weights of an mlx-lm `model`. `kind` is one of KINDS."""
+class Checkpoint:
+    """An mlx-lm model in the directory `path`, whose weights are not read yet; `kind` is one of layout.WEIGHTS.
 
-    def __init__(self, model: nn.Module, architecture: DecoderArchitecture, kind: str) -> None:
-        if kind not in KINDS:
-            raise InvalidRequest(f"weights is {kind!r}; expected one of {', '.join(KINDS)}")
-        self._modules: dict[str, Any] = dict(model.named_modules())
-        self._architecture = architecture
-        self._kind = kind
-        self._dtype = np.float32 if kind == "fp32" else np.float16
-        self._range = _Range()
+    Raises:
+        ModelError: there is no model, its architecture is refused, or its weights contradict config.json.
+    """
 
-    def read(self, progress: Callable[[int, int], None] | None = None) -> Weights:
-        """Reads all weights; `progress(done, total)` counts matrices.
+    def __init__(self, path: Path, kind: str) -> None:
+        if not (path / "config.json").is_file() or not any(path.glob("model*.safetensors")):
+            raise ModelError(f"{path} is not a model folder; expected config.json and model*.safetensors in it")
+        try:
+            config = load_config(path)
+        except ValueError as error:
+            raise ModelError(f"{path / 'config.json'} is not JSON: {first_line(error)}") from error
+        self.path, self.architecture = path, layout.read(config)
+        _check_head(path, self.architecture.tied)
+        try:
+            self._model, _ = load_model(path, lazy=True)
+        except (ValueError, KeyError, TypeError, OSError, RuntimeError) as error:
+            raise ModelError(f"{path} can't be loaded: {first_line(error)}") from error
+        self._modules: dict[str, Any] = dict(self._model.named_modules())
+        self._kind, self._range = kind, _Range()
+
+    def rope(self, positions: int) -> NDArray[np.float32]:
+        """Returns cos and sin of positions 0 .. `positions` - 1, [2, positions, head_dim / 2], see `Package.rope`.
+
+        Raises:
+            ModelError: the model's rope is not a rotation of the two halves of a head (a traditional or partial rope).
+        """
+        rope, width = self._model.model.layers[0].self_attn.rope, self.architecture.head_dim
+
+        def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
+            wide = np.broadcast_to(x, (1, 1, positions, width)).astype(np.float32)
+            return np.asarray(rope(mx.array(wide), offset=0).astype(mx.float32)).reshape(positions, width)
+
+        cos, sin = np.split(rotate(np.repeat(np.array([1, 0], np.float32), width // 2)), 2, axis=1)
+        sample = np.random.default_rng(0).standard_normal(width).astype(np.float32)
+        low, high = np.split(sample, 2)
+        expected = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=1)
+        if not np.allclose(rotate(sample), expected, atol=_TOLERANCE * float(np.abs(sample).max())):
+            raise ModelError(
+                "this model's rope does not rotate the two halves of a head (a traditional or partial rope); "
+                "the coreml graph does (use --draft-backend mlx for this one)"
+            )
+        return np.stack([cos, sin])
+
+    def read(self, progress: Callable[[int, int], None]) -> Weights:
+        """Reads and releases all weights; `progress(done, total)` counts matrices.
 
         Raises:
             ModelError: a weight does not fit float16, or its width does not divide into int4's groups.
         """
         names = list(self._matrix_names())
-        weights = Weights(self._architecture, self._kind, np.empty((0, 0)))
+        weights = Weights(self.architecture, self._kind, np.empty((0, 0)))
         for done, name in enumerate(names):
             form = self._matrix(name)
             if name == EMBEDDING:
                 weights.embedding = form.values
-                if self._architecture.tied:
+                if self.architecture.tied:
                     weights.matrices[HEAD] = form
             else:
                 weights.matrices[name] = form
@@ -246,8 +293,7 @@ class WeightReader:
             if bias is not None:
                 weights.vectors[f"{name}.bias"] = bias
             self._modules.pop(name).clear()
-            if progress:
-                progress(done + 1, len(names))
+            progress(done + 1, len(names))
         for name in self._norm_names():
             vector = self._vector(name, "weight")
             if vector is not None:
@@ -255,28 +301,44 @@ class WeightReader:
         weights.notes = self._range.note()
         return weights
 
+    def expected_logits(self, weights: Weights) -> NDArray[np.float32]:
+        """Returns `Package.expected`: MLX's logits in float32 from `weights`, with one layer in memory at a time."""
+        model = type(self._model)(self._model.args)  # dense, whatever the checkpoint is
+        tokens, layers = layout.trial_text(self.architecture.vocab_size), model.model.layers
+        with mx.stream(mx.cpu):  # some GPUs round float32 products
+            x = mx.array(weights.embedding[tokens].astype(np.float32))[None]
+            for number in range(self.architecture.layers):
+                layer = layers.pop(0)
+                layer.load_weights(weights.dense(f"model.layers.{number}."))
+                x = layer(x, "causal")
+                mx.eval(x)
+            model.model.norm.load_weights(weights.dense(f"{NORM}."))
+            last = np.array(model.model.norm(x))[0, TRIAL_PROMPT:]
+        head = weights.embedding if self.architecture.tied else weights.matrices[HEAD].values
+        return np.concatenate([last @ head[rows].astype(np.float32).T for rows in _blocks(head)], axis=1)
+
     def _matrix_names(self) -> Iterator[str]:
         yield EMBEDDING
-        for layer in range(self._architecture.layers):
+        for layer in range(self.architecture.layers):
             for name in PROJECTIONS:
                 yield f"model.layers.{layer}.{name}"
-        if not self._architecture.tied:
+        if not self.architecture.tied:
             yield HEAD
 
     def _norm_names(self) -> Iterator[str]:
         inner = ["input_layernorm", "post_attention_layernorm"]
-        if self._architecture.normed_heads:
+        if self.architecture.normed_heads:
             inner += ["self_attn.q_norm", "self_attn.k_norm"]
-        for layer in range(self._architecture.layers):
+        for layer in range(self.architecture.layers):
             for name in inner:
                 yield f"model.layers.{layer}.{name}"
         yield NORM
 
     def _matrix(self, name: str) -> Form:
-        """Returns the module's weight [rows, columns] in this reader's kind."""
+        """Returns the module's weight [rows, columns]."""
         module = self._modules[name]
         dense = self._narrow(name, _dense(module))
-        stays_dense = name == EMBEDDING and not self._architecture.tied
+        stays_dense = name == EMBEDDING and not self.architecture.tied
         if self._kind == "int8" and not stays_dense:
             return int8(dense)
         if self._kind == "int4" and not stays_dense:
@@ -288,8 +350,8 @@ class WeightReader:
         return None if vector is None else self._narrow(f"{name}.{key}", vector)
 
     def _narrow(self, name: str, array: mx.array) -> NDArray[np.floating]:
-        """Returns `array` in this reader's float type, and counts the numbers that this changes."""
-        if self._dtype is np.float32:
+        """Returns `array` in float32 for fp32, else in float16, and counts the numbers that this changes."""
+        if self._kind == "fp32":
             return np.array(array.astype(mx.float32))
         narrow = np.array(array.astype(mx.float16))
         if array.dtype != mx.float16:
@@ -303,6 +365,35 @@ class WeightReader:
                 " Engine computes in float16 (use --draft-backend mlx for this model)"
             )
         return narrow
+
+
+def _check_head(path: Path, tied: bool) -> None:
+    """Raises ModelError if config.json and the checkpoint disagree on tied embeddings."""
+    head = _tensor(path, f"{HEAD}.weight")
+    if head is None and not tied:
+        raise ModelError(
+            f"{path}: config.json says the output head is untied, but the checkpoint has no lm_head.weight; "
+            "expected one of the two to change (tie_word_embeddings: true)"
+        )
+    if head is None or not tied:
+        return
+    embedding = _tensor(path, f"{EMBEDDING}.weight")
+    if embedding is None or head.shape != embedding.shape or not mx.array_equal(head, embedding):
+        raise ModelError(
+            f"{path}: config.json says the output head is tied to the embedding, but the checkpoint has another "
+            "lm_head.weight; expected tie_word_embeddings: false or no such tensor"
+        )
+
+
+def _tensor(path: Path, name: str) -> mx.array | None:
+    """Returns a tensor of the checkpoint, not read yet; None if there is none. Loading reports damaged files."""
+    for file in sorted(path.glob("model*.safetensors")):
+        with suppress(RuntimeError):
+            tensors: Any = mx.load(str(file))
+            if name in tensors:
+                found: mx.array = tensors[name]
+                return found
+    return None
 
 
 def _dense(module: nn.Module) -> mx.array:

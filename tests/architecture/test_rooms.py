@@ -64,8 +64,8 @@ WITHIN = {
 FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
-        "layout", "saved", "package", "weights", "graph", "converter", "runtimes", "interpreter", "host",
-        "trial", "selection", "drafter", "prompts", "doctor", "convert",
+        "layout", "package", "weights", "graph", "converter", "runtimes", "host", "trial", "selection", "drafter",
+        "prompts", "doctor", "convert",
     ),
     "drafters/heads": (
         "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +16,20 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import saved
-from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml import runtimes, trial
+from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.host import LinearCache, PackageHost
-from outrider.drafters.coreml.interpreter import NumpyRuntime
-from outrider.drafters.coreml.layout import Mode
-from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.saved import SavedModel
-from outrider.drafters.coreml.trial import Trial
+from outrider.drafters.coreml.layout import Mode, Options
+from outrider.drafters.coreml.package import MODEL, WEIGHTS, Package, open_package
+from outrider.drafters.coreml.trial import Trial, Tried
 from tests import tiny
+from tests.harness import mil_interpreter, mil_program
+from tests.harness.mil_interpreter import NumpyRuntime
+from tests.harness.mil_program import SavedModel
 
 MS = {"q1": 2.25, "q8": 2.5, "q16": 3.0, "q32": 4.0, "prefill64": 6.0}
-GOOD = Trial("CPU_AND_NE", 1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
+GOOD = Trial(1.5, 0.5, 300, 1.0, 0.001, MS, {"q1": 0.97})
 VOCAB = 512
 CONTEXT = 256
 
@@ -54,10 +56,10 @@ class Bench:
     twin: Path | None = None
 
     def host(self) -> PackageHost:
-        return PackageHost(self.package, NumpyRuntime(self.package.mlpackage))
+        return PackageHost(self.package, NumpyRuntime(self.package.path))
 
     def drafter(self) -> CoreMLDrafter:
-        return CoreMLDrafter(self.package, NumpyRuntime(self.package.mlpackage))
+        return CoreMLDrafter(self.package, NumpyRuntime(self.package.path))
 
     def mlx(self, dtype: mx.Dtype = mx.float32) -> nn.Module:
         model, _ = load_model(self.twin or self.model_path)
@@ -84,22 +86,41 @@ class Bench:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _interpreted() -> Iterator[None]:
+    """The interpreter stands in for Core ML, here and in processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform != "darwin":
+            patch.setenv(runtimes.STAND_IN, mil_interpreter.__name__)
+        yield
+
+
+@pytest.fixture
+def good_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trial ends well at once, without a process of its own."""
+
+    def try_out(package: Package, units: str) -> Tried:
+        return Tried(package.options, package.manifest.key, units, GOOD)
+
+    monkeypatch.setattr(trial, "try_out", try_out)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _read_once() -> Iterator[None]:
     """A package's file is parsed once for all interpreters, as long as it is the same."""
     known: dict[tuple[Path, int, int], SavedModel] = {}
-    read = saved.read
+    read = mil_program.read
 
     def once(package: Path) -> SavedModel:
-        file = package / saved.MODEL
+        file = package / MODEL
         key = (package, file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
-        if key is None or not (package / saved.WEIGHTS).is_file():
+        if key is None or not (package / WEIGHTS).is_file():
             return read(package)
         if key not in known:
             known[key] = read(package)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved, "read", once)
+        patch.setattr(mil_program, "read", once)
         yield
 
 

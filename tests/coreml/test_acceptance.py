@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.host import PackageReader
-from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import Package, open_package
 from outrider.drafters.drafter import Drafter
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.pairing.model_files import embedded_pair
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.mil_interpreter import NumpyRuntime
 from tests.system.cluster import Cluster, Run
 from tests.system.links import VirtualClock
 
@@ -46,9 +47,9 @@ def drafters(pair: tuple[LoadedModel, LoadedModel], tmp_path_factory: pytest.Tem
     directory = tmp_path_factory.mktemp("draft") / "package"
     convert(Path(embedded_pair()[1]), directory, Options(context=256))
     package: Package = open_package(directory)
-    reader = PackageReader(package, NumpyRuntime(package.mlpackage), 1)
+    reader = PackageReader(package, NumpyRuntime(package.path), 1)
     return {
-        "coreml": CoreMLDrafter(package, NumpyRuntime(package.mlpackage)),
+        "coreml": CoreMLDrafter(package, NumpyRuntime(package.path)),
         "mlx": MlxDrafter(pair[1]),
         "read by the package": MlxDrafter(pair[1], reader),
     }

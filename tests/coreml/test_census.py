@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.drafters.coreml import saved
-from outrider.drafters.coreml.saved import Constant, SavedFunction, SavedModel
 from tests.coreml.conftest import Bench
+from tests.harness import mil_program
+from tests.harness.mil_program import Constant, SavedFunction, SavedModel
 
 PLAIN = {
     "const", "abs", "add", "concat", "conv", "matmul", "maximum", "mul", "real_div", "reduce_max", "reduce_mean",
@@ -26,7 +26,7 @@ MODES = list(BY_MODE)
 @pytest.fixture(params=[*((mode, "fp16") for mode in MODES), ("stateless", "int8"), ("hybrid", "int4")], ids="-".join)
 def model(request: pytest.FixtureRequest, bench: Callable[..., Bench]) -> SavedModel:
     mode, weights = request.param
-    return saved.read(bench("qwen3", mode=mode, weights=weights).package.mlpackage)
+    return mil_program.read(bench("qwen3", mode=mode, weights=weights).package.path)
 
 
 def test_it_is_an_ios18_package_of_five_functions(model: SavedModel) -> None:
@@ -65,7 +65,7 @@ def test_whole_numbers_are_nowhere_but_in_positions(model: SavedModel, request: 
 
 @pytest.mark.parametrize("mode", ["hybrid", "onehot"])
 def test_states_end_in_a_multiple_of_32(bench: Callable[..., Bench], mode: str) -> None:
-    model = saved.read(bench("qwen3", mode=mode).package.mlpackage)
+    model = mil_program.read(bench("qwen3", mode=mode).package.path)
     states = [function.states for function in model.functions.values()]
     assert states[0] and all(other == states[0] for other in states)  # one cache for every function
     for port in states[0]:
@@ -83,7 +83,7 @@ def test_every_projection_is_a_one_by_one_convolution(model: SavedModel) -> None
 
 def test_functions_share_their_weights(bench: Callable[..., Bench]) -> None:
     made = bench("qwen3")
-    model = saved.read(made.package.mlpackage)
+    model = mil_program.read(made.package.path)
     offsets = {name: _offsets(function) for name, function in model.functions.items()}
     assert offsets["q1"] == offsets["q8"] == offsets["q16"] == offsets["q32"]
     assert offsets["prefill64"] < offsets["q1"]  # it lacks the head, and what follows the last layer's keys
@@ -92,7 +92,7 @@ def test_functions_share_their_weights(bench: Callable[..., Bench]) -> None:
 
 def test_a_wide_vocabulary_is_cut_into_chunks(bench: Callable[..., Bench]) -> None:
     made = bench("llama", vocab_size=16384 * 2 + 100, num_hidden_layers=1, context=64)
-    model = saved.read(made.package.mlpackage)
+    model = mil_program.read(made.package.path)
     shapes = [operation.outputs[0].shape for operation in model.functions["q8"].operations if operation.kind == "conv"]
     assert [shape[1] for shape in shapes[-3:]] == [16384, 16384, 100]
     for function in model.functions.values():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.engine.loading import load
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
+from tests.harness.mil_interpreter import NumpyRuntime
 from tests.system.cluster import Cluster
 from tests.system.links import VirtualClock
 
@@ -22,10 +22,10 @@ SAMPLING = SamplingParams(max_tokens=40, temp=0.8, seed=9)
 class Failing:
     """The interpreter until its `after`th call; then it says NaN, infinity, or nothing at all."""
 
-    name = "the failing device"
+    name, compile_seconds = "the failing device", 0.0
 
     def __init__(self, made: Bench, after: int, how: str) -> None:
-        self._inner = NumpyRuntime(made.package.mlpackage)
+        self._inner = NumpyRuntime(made.package.path)
         self._after, self._how, self.calls = after, how, 0
 
     def new_state(self) -> RuntimeState | None:

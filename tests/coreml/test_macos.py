@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import prompts, runtimes, selection
+from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
 from outrider.drafters.coreml.host import LinearCache, PackageHost, PackageReader
-from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtimes import CoreMLRuntime, Runtime
 from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench
+from tests.harness.mil_interpreter import NumpyRuntime
 
 pytestmark = [
     pytest.mark.macos,
@@ -49,7 +48,7 @@ def test_the_cpu_predicts_what_the_interpreter_does(
     """Tight: float16 noise. Prefill, trees and single rows share one cache, so this is also state across functions."""
     made = bench("qwen2", mode=mode, weights=weights)
     found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
-    expected = logits(made, NumpyRuntime(made.package.mlpackage), text)
+    expected = logits(made, NumpyRuntime(made.package.path), text)
     assert np.abs(found - expected).max() <= 0.1 * expected.std()
     assert agreement(found, expected) >= 0.99
 
@@ -57,16 +56,16 @@ def test_the_cpu_predicts_what_the_interpreter_does(
 def test_a_float32_package_is_exact_on_the_cpu(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("qwen2", weights="fp32")
     found = logits(made, CoreMLRuntime(made.package, "CPU_ONLY"), text)
-    assert np.abs(found - logits(made, NumpyRuntime(made.package.mlpackage), text)).max() <= 1e-3
+    assert np.abs(found - logits(made, NumpyRuntime(made.package.path), text)).max() <= 1e-3
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_neural_engine_survives_its_trial_or_is_refused(bench: Callable[..., Bench], mode: str) -> None:
     """Loose: what the probe finds may be bad, but it finds it, in a process of its own."""
-    verdict = selection.try_out(bench("qwen2", mode=mode).package, "CPU_AND_NE")
-    assert verdict.good or verdict.reason
+    row = trial.try_out(bench("qwen2", mode=mode).package, "CPU_AND_NE")
+    assert row.trial is not None or row.reason
     if mode == "stateless":
-        assert verdict.good, verdict.reason
+        assert not row.reason, row.reason
 
 
 def test_a_plan_tells_the_share_of_the_neural_engine(bench: Callable[..., Bench]) -> None:
@@ -92,7 +91,7 @@ def test_a_thousand_predictions(bench: Callable[..., Bench]) -> None:
 
 def test_a_drafter_on_the_cpu_drafts_as_the_interpreter(bench: Callable[..., Bench], text: list[int]) -> None:
     made, drafted = bench("qwen2"), []
-    for runtime in (CoreMLRuntime(made.package, "CPU_ONLY"), NumpyRuntime(made.package.mlpackage)):
+    for runtime in (CoreMLRuntime(made.package, "CPU_ONLY"), NumpyRuntime(made.package.path)):
         drafter = CoreMLDrafter(made.package, runtime)
         tree = drafter.open(text[:60], SamplingParams())
         drafted.append([tree.best(tree.feed([tree.root] * 8, list(range(8))))])
@@ -104,7 +103,7 @@ def test_a_drafter_on_the_cpu_drafts_as_the_interpreter(bench: Callable[..., Ben
 @pytest.mark.parametrize("mode", MODES)
 def test_prompts_read_on_the_cpu_are_the_interpreters(bench: Callable[..., Bench], text: list[int], mode: str) -> None:
     package = bench("qwen2", mode=mode).package
-    runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.mlpackage))
+    runtimes = (CoreMLRuntime(package, "CPU_ONLY", ["prefill64"]), NumpyRuntime(package.path))
     found, expected = (list(PackageReader(package, runtime, 1).read(text[:150])) for runtime in runtimes)
     for one, other in zip(found, expected, strict=True):
         for a, b in ((one.keys, other.keys), (one.values, other.values)):
@@ -115,7 +114,7 @@ def test_this_mac_tells_whether_it_has_a_neural_engine() -> None:
     assert isinstance(runtimes.has_engine(), bool)
 
 
-def test_the_length_from_which_the_package_reads_quicker_is_found(bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_the_length_from_which_the_package_reads_quicker_is_found(bench: Callable[..., Bench]) -> None:
     made = bench("qwen2")
-    found = prompts.kept_trial(made.model_path, made.package, "CPU_ONLY", tmp_path)
+    found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
     assert found.lengths, found.sentence

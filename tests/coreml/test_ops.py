@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import interpreter, saved
 from outrider.drafters.coreml.host import LinearCache
-from outrider.drafters.coreml.interpreter import NumpyRuntime
+from outrider.drafters.coreml.package import WEIGHTS, coremltools
 from outrider.drafters.coreml.runtimes import RuntimeFault
-from outrider.drafters.coreml.saved import Constant
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
+from tests.harness import mil_interpreter as interpreter
+from tests.harness import mil_program
+from tests.harness.mil_interpreter import NumpyRuntime
+from tests.harness.mil_program import Constant
 
 WITHOUT_INFERENCE = {"conv", "silu", "split"}  # of split, coremltools takes sizes for places
 PER_KIND = 6
+MIL = ".converters.mil.mil"
 
 
 @pytest.fixture
@@ -64,11 +67,11 @@ def test_real_operations_agree_with_coremltools(executed: dict[str, list[dict[st
 
 
 def test_constexpr_agrees_with_coremltools() -> None:
-    mil, draws = saved.mil(), np.random.default_rng(0)
+    mil, draws = coremltools(MIL), np.random.default_rng(0)
     data = draws.integers(-128, 128, (8, 64, 1, 1)).astype(np.int8)
     scale = draws.random((8, 2, 1, 1)).astype(np.float16)
     zero = draws.integers(-128, 128, scale.shape).astype(np.int8)
-    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=saved.coremltools().target.iOS18):
+    with mil.Function({"x": mil.Builder.TensorSpec((1,))}, opset_version=coremltools().target.iOS18):
         for offset in (zero, None):
             given = {"data": data, "scale": scale} | ({} if offset is None else {"offset": offset})
             var = mil.Builder.constexpr_blockwise_shift_scale(**given)
@@ -140,7 +143,7 @@ def test_two_states_know_nothing_of_each_other(bench: Callable[..., Bench]) -> N
 
 def test_a_state_is_asked_for_and_kept_apart(bench: Callable[..., Bench]) -> None:
     made = bench("qwen3", mode="hybrid")
-    runtime = NumpyRuntime(made.package.mlpackage)
+    runtime = NumpyRuntime(made.package.path)
     inputs = {t.name: np.zeros(t.shape, np.float32) for t in made.package.layout.inputs(made.package.layout.prefill)}
     with pytest.raises(RuntimeFault, match="state"):
         runtime.call("prefill64", inputs, None)
@@ -148,7 +151,7 @@ def test_a_state_is_asked_for_and_kept_apart(bench: Callable[..., Bench]) -> Non
 
 
 def test_wrong_inputs_and_functions_are_named(bench: Callable[..., Bench]) -> None:
-    runtime = NumpyRuntime(bench("qwen3").package.mlpackage)
+    runtime = NumpyRuntime(bench("qwen3").package.path)
     with pytest.raises(RuntimeFault, match="no function q2; it has prefill64, q1"):
         runtime.call("q2", {}, None)
     with pytest.raises(RuntimeFault, match=r"input x has shape \(3,\); expected \(1, 128, 1, 1\)"):
@@ -167,8 +170,8 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
 
     seen = set()
     for weights in ("fp16", "fp32", "int8", "int4"):
-        model = saved.read(bench("qwen3", weights=weights).package.mlpackage)
-        reader = Reader(str(bench("qwen3", weights=weights).package.mlpackage / saved.WEIGHTS))
+        model = mil_program.read(bench("qwen3", weights=weights).package.path)
+        reader = Reader(str(bench("qwen3", weights=weights).package.path / WEIGHTS))
         for constant in _constants(model):
             expected = _read_by_coremltools(reader, constant)
             assert (model.value(constant).reshape(-1) == expected.reshape(-1)).all()
@@ -177,7 +180,7 @@ def test_weights_are_read_as_coremltools_reads_them(bench: Callable[..., Bench])
 
 
 def test_a_blob_that_is_not_there_is_refused(tmp_path: Path, bench: Callable[..., Bench]) -> None:
-    file = saved.BlobFile(bench("qwen3").package.mlpackage / saved.WEIGHTS)
+    file = mil_program.BlobFile(bench("qwen3").package.path / WEIGHTS)
     for offset, shape in ((0, (4,)), (64, (10**6,)), (10**9, (4,))):
         with pytest.raises(ModelError, match="does not belong to this model"):
             file.read(offset, "FLOAT16", shape)
@@ -185,8 +188,8 @@ def test_a_blob_that_is_not_there_is_refused(tmp_path: Path, bench: Callable[...
 
 def _inferred(kind: str, arguments: dict[str, Any]) -> list[NDArray[Any]] | None:
     """What coremltools computes for constant arguments while it builds a graph; None where it does not."""
-    mil = saved.mil()
-    target = saved.coremltools().target.iOS18
+    mil = coremltools(MIL)
+    target = coremltools().target.iOS18
     given = {name: _plain(value) for name, value in arguments.items()}
     with mil.Function({"unused": mil.Builder.TensorSpec((1,))}, opset_version=target):
         result = getattr(mil.Builder, kind)(**given)
@@ -203,7 +206,7 @@ def _shapes(arguments: dict[str, Any]) -> list[object]:
     return [(name, [a.shape for a in v] if isinstance(v, list) else np.shape(v)) for name, v in arguments.items()]
 
 
-def _constants(model: saved.SavedModel) -> list[Constant]:
+def _constants(model: mil_program.SavedModel) -> list[Constant]:
     return [
         constant
         for operation in model.functions["q1"].operations

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from outrider.drafters.coreml import converter, prompts
+from outrider.drafters.coreml import prompts, trial
 from outrider.drafters.coreml.host import PackageReader
-from outrider.drafters.coreml.interpreter import NumpyRuntime
-from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
-from outrider.drafters.coreml.trial import Ending
+from outrider.drafters.coreml.runtimes import STAND_IN, Inputs, Outputs, RuntimeFault, RuntimeState
+from outrider.drafters.coreml.selection import Packages
+from outrider.drafters.coreml.trial import TrialFailed, Trials, Tried
 from outrider.drafters.drafter import make
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.kv_rows import DenseKVRows, OrtKVRows
@@ -24,7 +27,8 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.tree import Tree
 from outrider.protocol.errors import InvalidRequest, ModelError
 from outrider.protocol.sampling import SamplingParams
-from tests.coreml.conftest import SIZES, VOCAB, Bench
+from tests.coreml.conftest import GOOD, SIZES, VOCAB, Bench
+from tests.harness.mil_interpreter import NumpyRuntime
 
 Figure = Callable[[str, float], None]
 STEPS = 40
@@ -41,7 +45,7 @@ kinds = pytest.mark.parametrize(("family", "mode", "weights", "layers"), KINDS)
 
 
 def reader_of(made: Bench, least: int = 1) -> PackageReader:
-    return PackageReader(made.package, NumpyRuntime(made.package.mlpackage), least)
+    return PackageReader(made.package, NumpyRuntime(made.package.path), least)
 
 
 @kinds
@@ -109,10 +113,10 @@ def test_short_prompts_are_left_to_the_model(bench: Callable[..., Bench], text: 
 class Failing:
     """The interpreter until its second call; then it says NaN, or nothing at all."""
 
-    name = "the failing device"
+    name, compile_seconds = "the failing device", 0.0
 
     def __init__(self, made: Bench, how: str) -> None:
-        self._inner, self._how, self.calls = NumpyRuntime(made.package.mlpackage), how, 0
+        self._inner, self._how, self.calls = NumpyRuntime(made.package.path), how, 0
 
     def new_state(self) -> RuntimeState | None:
         return None
@@ -161,23 +165,35 @@ def test_a_reading_that_is_broken_off_gives_its_cache_back(bench: Callable[..., 
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(converter, "root", lambda: tmp_path)
-    yield tmp_path
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_trials: None) -> Path:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    return tmp_path
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]:
+def scripted(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]:
     """Measurements that find so many milliseconds for MLX and the package at 64, 128, ... tokens."""
     asked: list[str] = []
-    lengths = ", ".join(str(64 << i) for i in range(len(ms)))
-    mlx, package = (", ".join(str(pair[i]) for pair in ms) for i in (0, 1))
 
-    def measured(checkpoint: Path, package_: object, units: str) -> Ending:
+    def run(package: object, units: str, *arguments: str) -> dict[str, Any]:
         asked.append(units)
-        return Ending(f'{{"units": "{units}", "lengths": [{lengths}], "mlx_ms": [{mlx}], "package_ms": [{package}]}}')
+        if not ms:
+            raise TrialFailed("its trial was ended by SIGKILL")
+        lengths = [64 << i for i in range(len(ms))]
+        mlx, own = ([pair[i] for pair in ms] for i in (0, 1))
+        mine = {"units": units, "mlx": trial.mlx_and_device()}
+        return {**mine, "lengths": lengths, "mlx_ms": mlx, "package_ms": own}
 
-    monkeypatch.setattr(prompts, "run_measurement", measured)
+    monkeypatch.setattr(trial, "_run_program", run)
     return asked
+
+
+@pytest.fixture
+def packages(bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
+    """The packages of a model, of which the first one is there."""
+    made = bench("llama", max_position_embeddings=256)
+    found = Packages(made.model_path)
+    shutil.copytree(made.package.path, found._directory(found.variants[0]))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -190,58 +206,81 @@ def told(monkeypatch: pytest.MonkeyPatch, *ms: tuple[float, float]) -> list[str]
         ([(1, 2)], None),
     ],
 )
-def test_the_package_reads_from_where_it_is_quicker(
-    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    ms: Sequence[tuple[float, float]], least: int | None,
-) -> None:  # fmt: skip
-    made, asked = bench("llama"), told(monkeypatch, *ms)
-    for _ in range(2):
-        found = prompts.kept_trial(made.model_path, made.package, "CPU_AND_NE", tmp_path)
-        assert found.least == least and prompts.recall(made.package, tmp_path) == found
-        assert ("MLX reads" in found.sentence) == (least is None) and "\n" not in found.sentence
-    assert asked == ["CPU_AND_NE"]
-    assert prompts.recall(bench("qwen2").package, tmp_path) is None
-    prompts.kept_trial(made.model_path, made.package, "CPU_ONLY", tmp_path)
-    monkeypatch.setattr(prompts, "os_build", lambda: "99Z1")
-    assert prompts.recall(made.package, tmp_path) is None
-    assert asked == ["CPU_AND_NE", "CPU_ONLY"]
-
-
-def test_a_measurement_that_dies_leaves_prompts_to_mlx(
-    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_package_reads_from_where_it_is_faster(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, ms: Sequence[tuple[float, float]], least: int | None
 ) -> None:
-    made = bench("llama")
-    found = prompts.kept_trial(
-        made.model_path, made.package, "CPU_AND_NE", tmp_path, lambda *_: Ending(None, "its trial was ended by SIGKILL")
+    asked, model = scripted(monkeypatch, *ms), str(packages.checkpoint)
+    assert prompts.reader_for(model, "auto", print) is None
+    for _ in range(2):
+        found = prompts.timed_here(packages, print)
+        assert found.least == least and ("MLX reads" in found.sentence) == (least is None)
+        assert "\n" not in found.sentence
+        reader = prompts.reader_for(model, "auto", print)
+        assert (None if reader is None else reader.least) == least
+    assert asked == ["CPU_AND_NE"]
+
+
+@pytest.mark.parametrize("change", ["mlx_and_device", "os_build"])
+def test_times_of_prompts_hold_for_one_version_of_mlx_and_of_macos(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    asked = scripted(monkeypatch, (9, 1))
+    assert prompts.timed_here(packages, print).least == 64
+    monkeypatch.setattr(trial, change, lambda: "another")
+    assert prompts.reader_for(str(packages.checkpoint), "auto", print) is None
+    assert prompts.timed_here(packages, print).least == 64 and asked == ["CPU_AND_NE"] * 2
+
+
+def test_times_of_a_package_that_was_made_again_are_not_used(
+    packages: Packages, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, (9, 1))
+    row = Tried(
+        packages.variants[0], "another key", "CPU_ONLY", GOOD, prompts=trial.time_prompts(None, "CPU_ONLY", None)
     )
-    assert found.least is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
-    assert prompts.recall(made.package, tmp_path) == found
+    Trials(packages.source_hash).add(row)
+    assert Trials.any_prompts() and prompts.reader_for(str(packages.checkpoint), "auto", print) is None
 
 
-def test_a_measurement_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_a_measurement_that_dies_leaves_prompts_to_mlx(packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = scripted(monkeypatch)
+    for _ in range(2):
+        found = prompts.timed_here(packages, print)
+        assert found.least is None and found.sentence == "prompts are read by MLX: its trial was ended by SIGKILL"
+    assert asked == ["CPU_AND_NE"]
+
+
+def test_a_measurement_in_its_own_process(bench: Callable[..., Bench]) -> None:
     made = bench("llama")
-    found = prompts.kept_trial(made.model_path, made.package, "REFERENCE", tmp_path)
-    assert found.lengths == (64, 128, 256)
+    found = trial.time_prompts(made.package, "CPU_ONLY", made.model_path)
+    assert found.lengths == [64, 128, 256] and found.reason == ""
     assert min(*found.mlx_ms, *found.package_ms) > 0
 
 
-def test_a_drafter_uses_it_only_where_it_was_measured_quicker(
-    bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch, text: list[int]
+def test_a_drafter_uses_it_only_where_it_was_measured_faster(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch, text: list[int]
 ) -> None:
-    made, heard = bench("llama"), list[str]()
-    assert prompts.reader_for(str(made.model_path), "auto", heard.append) is None and heard == []
-    told(monkeypatch, (9, 20), (20, 9))
-    monkeypatch.setattr(prompts.selection, "context_of", lambda checkpoint: 256)
-    packages = prompts.selection.packages_of(made.model_path)
-    assert prompts.trial_here(packages, heard.append).least == 128
-    reader = prompts.reader_for(str(made.model_path), "auto", heard.append)
+    model, heard = str(packages.checkpoint), list[str]()
+    assert prompts.reader_for(model, "auto", heard.append) is None and heard == []
+    scripted(monkeypatch, (9, 20), (20, 9))
+    assert prompts.timed_here(packages, heard.append).least == 128
+    reader = prompts.reader_for(model, "auto", heard.append)
     assert reader is not None and reader.readable(127) == 0 and reader.readable(128) == 128
     assert heard[-1].startswith("prompts of 128 tokens and more are read by the reference interpreter")
-    drafter = make("mlx", str(made.model_path), heard.append)
+    drafter = make("mlx", model, heard.append)
     assert isinstance(drafter, MlxDrafter) and drafter.note == reader.note
     tree = drafter.open(text[:150], SamplingParams())
-    alone = make("mlx", str(made.model_path), heard.append, "mlx").open(text[:150], SamplingParams())
+    alone = make("mlx", model, heard.append, "mlx").open(text[:150], SamplingParams())
     assert tree.best([tree.root]) == alone.best([alone.root])
+
+
+def test_without_core_ml_mlx_reads(bench: Callable[..., Bench], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform == "darwin":
+        pytest.skip("on a Mac Core ML is there")
+    monkeypatch.delenv(STAND_IN)
+    heard: list[str] = []
+    assert prompts.reader_for(str(bench("llama").model_path), "coreml", heard.append) is None
+    assert heard == ["prompts are read by MLX: Core ML runs on macOS only; drafting with MLX instead"]
 
 
 @pytest.mark.parametrize("prefill", ["coreml", "package"])

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.host import PackageReader
-from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
 from outrider.engine.loading import load, outline
 from outrider.prefill_worker.worker import CoreMLReader, MlxReader
 from tests.coreml.conftest import Bench
+from tests.harness.mil_interpreter import NumpyRuntime
 
 NOISE = {"fp32": 1e-4, "fp16": 0.1}
 
@@ -23,7 +23,7 @@ NOISE = {"fp32": 1e-4, "fp16": 0.1}
 def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[int], weights: str, start: int) -> None:
     made, prompt = bench("llama", weights=weights, max_position_embeddings=1024), text[:200]
     layout = KVLayout.of(outline(str(made.model_path)).model)
-    package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1), layout)
+    package = CoreMLReader(PackageReader(made.package, NumpyRuntime(made.package.path), 1), layout)
     exact = MlxReader(load(made.model_path))
     found, expected = [], []
     for reader, pieces in ((package, found), (exact, expected)):
@@ -40,7 +40,7 @@ def test_it_hands_over_what_mlx_would(bench: Callable[..., Bench], text: list[in
 def test_what_lies_beyond_its_context_is_left_to_the_target(bench: Callable[..., Bench], text: list[int]) -> None:
     made = bench("llama", max_position_embeddings=1024)
     reader = CoreMLReader(
-        PackageReader(made.package, NumpyRuntime(made.package.mlpackage), 1),
+        PackageReader(made.package, NumpyRuntime(made.package.path), 1),
         KVLayout.of(outline(str(made.model_path)).model),
     )
     read = 0

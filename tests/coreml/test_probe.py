@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml import runtimes, saved, selection, trial
+from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.runtimes import DeviceAbsent
 from outrider.drafters.coreml.trial import Trial
 from outrider.protocol.errors import ModelError
@@ -32,32 +32,43 @@ from tests.coreml.conftest import GOOD, Bench
     ],
 )
 def test_the_gate(change: dict[str, Any], reason: str) -> None:
-    verdict = selection.judge(dataclasses.replace(GOOD, **change))
-    assert verdict.reason == reason and verdict.good == (not reason)
+    assert dataclasses.replace(GOOD, **change).fault == reason
 
 
 def test_a_trial_in_its_own_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    """The interpreter tried against itself stands for a device; a folder of the user's may be named like a room."""
+    """The interpreter stands in for a device; a folder of the user's may be named like a room."""
     package = bench("llama").package
     result = tmp_path / "trial.json"
     (tmp_path / "outrider.py").write_text("raise SystemExit('the wrong one')")
-    arguments = [*selection.arguments(package, "REFERENCE", 4), "--result", str(result)]
+    command = trial.command(package, "CPU_ONLY", "--predictions", "4", "--result", str(result))
     done = subprocess.run(
-        trial.command(selection.MODULE, *arguments), cwd=tmp_path, env=trial.environment(),
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        command, cwd=tmp_path, env=trial.environment(), capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0 and done.stdout == done.stderr == ""
     found = Trial(**json.loads(result.read_text()))
-    assert found.agreement == 1.0 and found.distance == 0.0 and found.predictions == 4
+    assert found.agreement == 1.0 and found.distance < 0.02 and found.fault == "" and found.predictions == 4
     assert set(found.ms) == {"q1", "q8", "q16", "q32", "prefill64"} and all(ms > 0 for ms in found.ms.values())
 
 
-def test_a_machine_without_the_device_says_so_once_and_for_all(bench: Callable[..., Bench]) -> None:
+def test_a_machine_without_the_device_says_so_once_and_for_all(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if sys.platform == "darwin":
         pytest.skip("on a Mac Core ML is there")
-    verdict = selection.try_out(bench("llama").package, "CPU_AND_NE")
-    assert verdict.reason.startswith("its trial failed: Core ML runs on macOS only") and verdict.trial is None
-    assert verdict.final
+    monkeypatch.delenv(runtimes.STAND_IN)
+    row = trial.try_out(bench("llama").package, "CPU_AND_NE")
+    assert row.reason.startswith("its trial failed: Core ML runs on macOS only") and row.trial is None
+    assert row.final
+
+
+def test_a_unit_that_computes_something_else_fails_its_trial(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is MLX's: a package of other numbers does not pass."""
+    made, other = bench("llama").package, bench("qwen2").package
+    assert trial.run(made, "CPU_ONLY", 1).fault == ""
+    swapped = dataclasses.replace(made, expected=other.expected)
+    assert "it agreed with the reference on" in trial.run(swapped, "CPU_ONLY", 1).fault
 
 
 @pytest.mark.parametrize(
@@ -74,11 +85,11 @@ def test_a_machine_without_the_device_says_so_once_and_for_all(bench: Callable[.
 def test_a_trial_may_die_or_hang(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, program: str, reason: str, final: bool
 ) -> None:
-    monkeypatch.setattr(trial, "command", lambda module, *arguments: [sys.executable, "-c", program])
+    monkeypatch.setattr(trial, "command", lambda *arguments: [sys.executable, "-c", program])
     if final:  # the one that hangs
-        monkeypatch.setattr(selection, "_SECONDS", 1.0)
-    verdict = selection.try_out(bench("llama").package, "CPU_AND_NE")
-    assert (verdict.reason, verdict.final, verdict.good) == (reason, final, False)
+        monkeypatch.setattr(trial, "_SECONDS", 1.0)
+    row = trial.try_out(bench("llama").package, "CPU_AND_NE")
+    assert (row.reason, row.final, row.trial) == (reason, final, None)
 
 
 class Plan:
@@ -88,13 +99,14 @@ class Plan:
         self._kinds = {name: type(name, (), {}) for name in ("MLCPUComputeDevice", "MLNeuralEngineComputeDevice")}
         self._placed, self._devices = placed, devices
 
-    def module(self, name: str) -> Any:
+    def module(self, name: str = "") -> Any:
         if name.endswith("compute_device"):
             found = [self._kinds[device]() for device in self._devices]
             return SimpleNamespace(
                 **self._kinds, MLComputeDevice=SimpleNamespace(get_all_compute_devices=lambda: self._told(found))
             )
-        return SimpleNamespace(MLComputePlan=SimpleNamespace(load_from_path=self._load))
+        plan = SimpleNamespace(load_from_path=self._load)
+        return SimpleNamespace(MLComputePlan=plan, ComputeUnit={"CPU_AND_NE": 1})
 
     def _told(self, answer: Any) -> Any:
         if not self._devices:
@@ -121,16 +133,15 @@ class Plan:
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr(runtimes.importlib, "import_module", plan.module)
+    monkeypatch.setattr(runtimes, "coremltools", plan.module)
     monkeypatch.setattr(runtimes, "compiled_path", lambda package: Path("model.mlmodelc"))
-    monkeypatch.setattr(saved, "coremltools", lambda: SimpleNamespace(ComputeUnit={"CPU_AND_NE": 1}))
 
 
 def test_the_share_counts_operations_that_work(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, cpu = "MLNeuralEngineComputeDevice", "MLCPUComputeDevice"
     operations = [("ios18.conv", engine), ("ios16.constexpr_blockwise_shift_scale", cpu), ("const", cpu),
                   ("ios18.softmax", cpu), ("ios18.matmul", engine), ("add", None)]  # fmt: skip
-    package = bench("llama").package  # which imports what it needs: before nothing can be
+    package = bench("llama").package
     planned(monkeypatch, Plan({"q1": operations, "q8": [("add", None)]}, [cpu]))
     assert runtimes.engine_share(package, "CPU_AND_NE") == {"q1": 0.6667}  # of q8 nothing is told
     assert not runtimes.has_engine()
@@ -142,13 +153,13 @@ def test_without_a_plan_or_a_word_a_trial_goes_on(bench: Callable[..., Bench], m
     with pytest.raises(ModelError, match=r"Core ML does not answer: no plan$"):
         runtimes.engine_share(package, "CPU_AND_NE")
     assert trial._engine_share(package, "CPU_AND_NE") == {}
-    trial._check_engine("CPU_AND_NE")
+    trial._check_engine()
     planned(monkeypatch, Plan(None, ["MLCPUComputeDevice"]))
-    trial._check_engine("CPU_ONLY")
+    assert trial.run(package, "CPU_ONLY", 1).fault == ""
     with pytest.raises(DeviceAbsent, match="can't use a Neural Engine"):
-        trial._check_engine("CPU_AND_NE")
+        trial.run(package, "CPU_AND_NE", 1)
     planned(monkeypatch, Plan(None, ["MLCPUComputeDevice", "MLNeuralEngineComputeDevice"]))
-    trial._check_engine("CPU_AND_NE")
+    trial._check_engine()
 
 
 def test_agreement_counts_misses_but_not_near_ties() -> None:

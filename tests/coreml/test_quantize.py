@@ -16,13 +16,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import interpreter, saved, weights
-from outrider.drafters.coreml.converter import Options, convert
+from outrider.drafters.coreml import weights
+from outrider.drafters.coreml.converter import convert
+from outrider.drafters.coreml.layout import Options
 from outrider.drafters.coreml.package import open_package
-from outrider.drafters.coreml.saved import Constant, SavedModel, SavedOperation
 from outrider.drafters.coreml.weights import GROUP, Int4, Int8
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
+from tests.harness import mil_interpreter, mil_program
+from tests.harness.mil_program import Constant, SavedModel, SavedOperation
 
 
 def matrix(seed: int, scale: float, rows: int = 96, columns: int = 192, offset: float = 0.0) -> NDArray[np.float16]:
@@ -80,7 +82,7 @@ def test_the_package_on_disk_is_its_mlx_twin_bit_for_bit(bench: Callable[..., Be
         for name, module in twin.named_modules()
         if "scales" in module and (tied or "embed" not in name)
     ]
-    found = _matrices_on_disk(saved.read(made.package.mlpackage))
+    found = _matrices_on_disk(mil_program.read(made.package.path))
     assert len(found) == len(expected) == 15  # seven a layer, and the head
     for values in found:
         assert values.dtype == np.float16
@@ -102,7 +104,7 @@ def test_a_checkpoint_of_four_bits_keeps_its_levels(tiny_model: Callable[..., Pa
     (packed / "config.json").write_text(json.dumps(config))
     convert(packed, tmp_path / "package", Options(weights="int4", context=64))
     before = [np.array(_dequantized(module)) for _, module in model.named_modules() if "scales" in module]
-    for values in _matrices_on_disk(saved.read(open_package(tmp_path / "package").mlpackage)):
+    for values in _matrices_on_disk(mil_program.read(open_package(tmp_path / "package").path)):
         close = [other for other in before if other.shape == values.shape and np.abs(other - values).max() < 0.02]
         assert len(close) == 1
         step = np.abs(close[0]).max() / 8
@@ -122,7 +124,7 @@ def _matrices_on_disk(model: SavedModel) -> list[NDArray[np.float16]]:
     found = []
     for operation in model.functions[model.default_function].operations:
         if operation.kind == "constexpr_blockwise_shift_scale":
-            expanded = interpreter.blockwise_shift_scale(**_parts(model, operation)).astype(np.float16)
+            expanded = mil_interpreter.blockwise_shift_scale(**_parts(model, operation)).astype(np.float16)
             found.append(expanded.reshape(expanded.shape[:2]))
     return found
 

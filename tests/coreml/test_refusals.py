@@ -14,11 +14,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.coreml import converter, saved
-from outrider.drafters.coreml.converter import Options, convert
-from outrider.drafters.coreml.layout import Mode
-from outrider.drafters.coreml.package import EMBEDDING, MLPACKAGE, open_package
-from outrider.drafters.coreml.weights import WeightReader
+from outrider.drafters.coreml.converter import convert
+from outrider.drafters.coreml.layout import Mode, Options
+from outrider.drafters.coreml.package import EMBEDDING, EXPECTED, MODEL, WEIGHTS, coremltools, open_package
+from outrider.drafters.coreml.selection import Packages
 from outrider.protocol.errors import InvalidRequest, ModelError, OutriderError
 from tests.coreml.conftest import SIZES, Bench
 
@@ -164,8 +163,6 @@ def test_options_that_do_not_go_together(tiny_model: Model, tmp_path: Path) -> N
         Options(mode=Mode.HYBRID, weights="fp32")
     model = tiny_model("llama", **SIZES, max_position_embeddings=128)
     assert "this model has 128 positions" in refused(model, tmp_path, Options(context=256))
-    with pytest.raises(InvalidRequest, match="weights is 'fp4'"):
-        WeightReader(SimpleNamespace(named_modules=list), None, "fp4")  # type: ignore[arg-type]
 
 
 def test_int4_of_a_width_that_has_no_groups(tiny_model: Model, tmp_path: Path) -> None:
@@ -198,7 +195,7 @@ def test_a_disk_that_fills_up_half_way(
         monkeypatch.setattr(np, "save", _raise(OSError(errno.ENOSPC, "No space left on device")))
         expected = "No space left on device"
     else:
-        utils = converter.saved.coremltools().utils
+        utils = coremltools().utils
         monkeypatch.setattr(utils, "save_spec", _raise(RuntimeError("[MIL FileWriter]: Unknown error")))
         expected = "MIL FileWriter"
     assert expected in refused(tiny_model("llama", **SIZES), tmp_path)
@@ -243,7 +240,7 @@ def test_a_package_of_other_weights_than_the_draft_that_is_named(copied: Path, t
     assert "was made from llama-" in message and "other weights than" in message
 
 
-@pytest.mark.parametrize("file", [EMBEDDING, f"{MLPACKAGE}/{saved.WEIGHTS}", f"{MLPACKAGE}/{saved.MODEL}"])
+@pytest.mark.parametrize("file", [EMBEDDING, EXPECTED, str(WEIGHTS), str(MODEL)])
 def test_a_file_that_is_not_the_manifests(copied: Path, file: str) -> None:
     data = bytearray((copied / file).read_bytes())
     data[-1] ^= 1
@@ -273,7 +270,7 @@ def test_a_manifest_that_does_not_match_its_package(copied: Path, change: dict[s
 def test_manifests_that_are_none(copied: Path, tmp_path: Path) -> None:
     file = copied / "manifest.json"
     file.write_text('{"format": 99}')
-    assert "has format 99; this version reads 1" in opening(copied)
+    assert "has format 99; this version reads 2" in opening(copied)
     file.write_text("[]")
     assert "has format None" in opening(copied)
     file.write_text("{")
@@ -284,12 +281,15 @@ def test_manifests_that_are_none(copied: Path, tmp_path: Path) -> None:
 def test_a_model_is_converted_once_and_found_again(
     tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, stages = tiny_model("llama", **SIZES), list[str]()
-    first = converter.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
-    assert {"reading", "reading weights", "building", "checking"} <= set(stages)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    stages: list[str] = []
+    packages = Packages(tiny_model("llama", **SIZES, max_position_embeddings=64), stages.append)
+    fp16, _, _, int8 = packages.variants[:4]
+    first = packages.get(fp16)
+    assert stages == [
+        f"converting the draft for Core ML: {stage}" for stage in ("reading", "reading weights", "building", "checking")
+    ]
     stages.clear()
-    again = converter.package_of(model, SHORT, lambda stage, done, total: stages.append(stage), tmp_path / "store")
-    assert again.path == first.path and stages == []
-    other = converter.package_of(model, Options(context=64, weights="int8"), folder=tmp_path / "store")
-    assert other.path != first.path
-    assert sorted(path.name[:1] != "." for path in (tmp_path / "store").iterdir()) == [True, True]
+    assert packages.get(fp16).path == first.path and stages == []
+    assert packages.get(int8).path != first.path
+    assert sorted(path.name[:1] != "." for path in (tmp_path / "coreml").iterdir()) == [True, True]

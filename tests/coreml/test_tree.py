@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from outrider.drafters.coreml.drafter import CoreMLDrafter, CoreMLTree
-from outrider.drafters.coreml.interpreter import NumpyRuntime
 from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.drafters.drafter import DrafterFault, TokenTree
 from outrider.drafters.fan_out import POLICIES, Calibration
@@ -23,6 +22,7 @@ from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
 from tests.alone import advanced
 from tests.coreml.conftest import CONTEXT, VOCAB, Bench
+from tests.harness.mil_interpreter import NumpyRuntime
 
 Figure = Callable[[str, float], None]
 KINDS = [("stateless", "fp32"), ("stateless", "fp16"), ("hybrid", "fp16"), ("onehot", "fp16")]
@@ -391,10 +391,10 @@ def test_input_buffers_are_made_once(bench: Callable[..., Bench], text: list[int
 class _Watched:
     """The reference interpreter, watched or broken."""
 
-    name = "the watched runtime"
+    name, compile_seconds = "the watched runtime", 0.0
 
     def __init__(self, made: Bench) -> None:
-        self._inner = NumpyRuntime(made.package.mlpackage)
+        self._inner = NumpyRuntime(made.package.path)
         self.calls: list[str] = []
         self.buffers: dict[str, set[int]] = {}
         self.poison: float | None = None

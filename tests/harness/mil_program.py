@@ -1,17 +1,12 @@
-"""Reads a .mlpackage from disk: its functions as plain records, the weights still in the file.
+"""Reads the .mlpackage of a package from disk: its functions as plain records, the weights still in the file.
 
 Only coremltools' protobuf classes are used, so a check of these records is a check of the written file. `BlobFile`
 reads weight.bin, Core ML's blob storage, through a memory map: each blob is a 64-byte header (sentinel, dtype, size,
 offset) and its bytes, and nothing is copied before it is used.
-
-`coremltools` imports that module without its warnings about missing Core ML, torch or scikit-learn.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafters.coreml.package import MODEL, WEIGHTS, coremltools
 from outrider.protocol.errors import ModelError
 
 _HEADER = struct.Struct("<IIQQ")
@@ -58,44 +54,6 @@ class BlobFile:
 def unpack4(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
     """Returns `count` 4-bit numbers, the low half of each byte first."""
     return np.stack([data & 15, data >> 4], axis=-1).reshape(-1)[:count]
-
-
-_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # coremltools imports transformers, which warns that torch is missing
-
-
-def coremltools() -> Any:
-    """Returns the coremltools module. Raises ModelError if it is not installed."""
-    logger = logging.getLogger("coremltools")
-    level, advice = logger.level, os.environ.get(_ADVICE)
-    logger.setLevel(logging.ERROR)
-    os.environ[_ADVICE] = "1"
-    try:
-        return importlib.import_module("coremltools")
-    except ImportError as error:
-        raise ModelError(f"the coreml drafter needs coremltools ({error}); pip install 'coremltools>=9.0'") from error
-    finally:
-        logger.setLevel(level)
-        if advice is None:
-            del os.environ[_ADVICE]
-        else:
-            os.environ[_ADVICE] = advice
-
-
-def mil() -> Any:
-    """Returns coremltools' package of program builders: Builder, Function, Program, types."""
-    coremltools()
-    return importlib.import_module("coremltools.converters.mil.mil")
-
-
-def model_proto() -> Any:
-    """Returns the protobuf module of model.mlmodel."""
-    coremltools()
-    return importlib.import_module("coremltools.proto.Model_pb2")
-
-
-_DATA = Path("Data") / "com.apple.CoreML"
-MODEL = _DATA / "model.mlmodel"
-WEIGHTS = _DATA / "weights" / "weight.bin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +110,10 @@ class SavedModel:
 
 
 def read(package: Path) -> SavedModel:
-    """Returns the model in the .mlpackage directory `package`.
+    """Returns the model in the package directory `package`.
 
     Raises:
-        ModelError: `package` is not one.
+        ModelError: `package` is not one, or it has an operation with blocks.
     """
     if not (package / MODEL).is_file() or not (package / WEIGHTS).is_file():
         raise ModelError(f"{package} is not a Core ML package; expected {MODEL} and {WEIGHTS} in it")
@@ -165,13 +123,9 @@ def read(package: Path) -> SavedModel:
 class _Reader:
     def __init__(self, package: Path) -> None:
         self._package = package
-        proto = model_proto()
-        self._types = proto.DESCRIPTOR.pool.FindEnumTypeByName("CoreML.Specification.MILSpec.DataType")
-        self._model = proto.Model()
-        try:
-            self._model.ParseFromString((package / MODEL).read_bytes())
-        except ValueError as error:  # protobuf's DecodeError
-            raise ModelError(f"{package / MODEL} is damaged ({error}); convert the model again") from error
+        self._types = coremltools(".proto.MIL_pb2").DataType
+        self._model = coremltools(".proto.Model_pb2").Model()
+        self._model.ParseFromString((package / MODEL).read_bytes())
 
     def read(self) -> SavedModel:
         specs = sorted(self._model.mlProgram.functions.items())  # protobuf keeps no order
@@ -211,7 +165,7 @@ class _Reader:
     def _port(self, name: str, spec: Any) -> Port:
         tensor = spec.tensorType
         sizes = (dim.constant.size if dim.WhichOneof("dimension") == "constant" else -1 for dim in tensor.dimensions)
-        return Port(name, self._types.values_by_number[tensor.dataType].name, tuple(sizes))
+        return Port(name, str(self._types.Name(tensor.dataType)), tuple(sizes))
 
     def _constant(self, spec: Any) -> Constant:
         port = self._port("", spec.type)

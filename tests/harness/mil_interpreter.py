@@ -1,15 +1,13 @@
-"""The reference runtime: runs a saved package in numpy, on any machine.
+"""The reference interpreter: runs a saved package in numpy, on any machine, in Core ML's place.
 
 It computes each operation as in Core ML's documentation, and rounds each result to the type that the graph declares
 for it (sums are taken in float32). So float16 packages show float16's errors. It is slow. Operations take float32,
 int32 or bool arrays by Core ML's argument names and return one array or a list of them.
-
-`runtime_of` returns the runtime of a package by name: one of Core ML's compute units, or this interpreter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,19 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml import saved
 from outrider.drafters.coreml.package import Package
-from outrider.drafters.coreml.runtimes import (
-    UNITS,
-    CoreMLRuntime,
-    Inputs,
-    Outputs,
-    Runtime,
-    RuntimeFault,
-    RuntimeState,
-)
-from outrider.drafters.coreml.saved import Constant, Port, SavedFunction, SavedModel, SavedOperation
+from outrider.drafters.coreml.runtimes import Inputs, Outputs, RuntimeFault, RuntimeState
 from outrider.protocol.errors import ModelError
+from tests.harness import mil_program
+from tests.harness.mil_program import Constant, Port, SavedFunction, SavedModel, SavedOperation
 
 Array: TypeAlias = NDArray[Any]
 Op: TypeAlias = Callable[..., Array | list[Array]]
@@ -157,16 +147,17 @@ class _Step:
 
 
 class NumpyRuntime:
-    """A `Runtime` over the .mlpackage directory `package`.
+    """A `Runtime` over the package directory `package`.
 
     Raises:
         ModelError: there is no package, or it has an operation that this interpreter does not support.
     """
 
     name = "the reference interpreter (numpy): exact and slow, for checking"
+    compile_seconds = 0.0
 
     def __init__(self, package: Path) -> None:
-        self._model: SavedModel = saved.read(package)
+        self._model: SavedModel = mil_program.read(package)
         self._weights: dict[object, NDArray[Any]] = {}
         self._plans: dict[str, tuple[_Step, ...]] = {}
 
@@ -314,14 +305,6 @@ def _widened(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
-REFERENCE = "REFERENCE"
-NAMES = (*UNITS, REFERENCE)
-
-
-def runtime_of(package: Package, units: str, functions: Sequence[str] | None = None) -> Runtime:
-    """Returns a runtime for `package` on `units`, one of NAMES, with `functions` or all of them.
-
-    Raises:
-        ModelError: there is no such device here, or it refuses the package.
-    """
-    return NumpyRuntime(package.mlpackage) if units == REFERENCE else CoreMLRuntime(package, units, functions)
+def open_runtime(package: Package) -> NumpyRuntime:
+    """Returns the interpreter in Core ML's place: see `runtimes.STAND_IN`."""
+    return NumpyRuntime(package.path)
