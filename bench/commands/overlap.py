@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, positions_of, verifies, whole
+from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, positions_of, verifies
 from outrider.bench.timing.workbench import Workbench, workbench
 from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
@@ -62,7 +62,7 @@ def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, br
     numbers = numbers_of(rounds)
     known = (len(prompt), bench.text(prompt, len(numbers) * (depth + 1) + 1, GREEDY)[0])
     verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
-    ahead = [milliseconds(whole(spans)) for spans in aheads(bench, known, GREEDY, depth, branches, numbers)]
+    ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
     bench.open(prompt, GREEDY, target=True, drafter=True)
     positions = positions_of(known, depth, numbers)
     parallel = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in positions]
@@ -74,8 +74,8 @@ def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, br
         branches,
         statistics.median(verify),
         statistics.median(ahead),
-        _median([whole([both.outcome.work, both.ahead]) for both in counted]),
-        _median([both.outcome.work for both in counted]),
+        _median([both.whole for both in counted]),
+        _median([both.verify for both in counted]),
         _median([both.ahead for both in counted]),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -53,22 +53,15 @@ class RoundPosition:
 
 @dataclass(frozen=True, slots=True)
 class SdRound:
-    """A round of SD in milliseconds: the chain from request to answer, the target's wait beyond it, and the whole round
-    from verify end to verify end."""
+    """A round of SD in milliseconds: the chain from request to answer, and the target's wait beyond it."""
 
     chain_ms: float
     between_ms: float
-    whole_ms: float
 
 
 def numbers_of(rounds: int) -> range:
     """Returns the round numbers of the warm-up and of `rounds` rounds."""
     return range(1, WARM_UP + rounds + 1)
-
-
-def whole(spans: Sequence[Span]) -> Span:
-    """Returns the span from the first start to the last end."""
-    return Span(min(span.started_ns for span in spans), max(span.ended_ns for span in spans))
 
 
 def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[RoundPosition]:
@@ -104,82 +97,36 @@ def verifies(
     bench.close()
 
 
-def chains(
-    bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
-) -> Iterator[tuple[float, float]]:
-    """Requests chains one right after another. Yields the milliseconds of the work, and of the answer beyond it."""
-    start, text = known
-    bench.open(text[:start], sampling, target=False, drafter=True)
-    for place in positions_of(known, 1, numbers):
-        drafted, whole_ms = bench.chain(place.number, place.base_len, place.new, depth)
-        if place.number > WARM_UP:
-            yield milliseconds(drafted.work), whole_ms - milliseconds(drafted.work)
-    bench.close()
-
-
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
 ) -> Iterator[SdRound]:
     """Alternates a chain on request with a verify of the same length. A drafter that has waited is slower."""
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
-    sent, at, ended_ns = start, start + 1, 0
+    sent, at = start, start + 1
     for number in numbers:
         if at + depth >= len(text):
             break
-        _, chain_ms = bench.chain(number, at, text[sent:at], depth)
+        chain_ms = bench.chain(number, at, text[sent:at], depth)
         outcome = bench.verify(number, at, text[at : at + depth])
         if number > WARM_UP:
             between_ms = max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
-            yield SdRound(chain_ms, between_ms, (outcome.work.ended_ns - ended_ns) / 1e6)
-        sent, at, ended_ns = at, at + outcome.accepted + 1, outcome.work.ended_ns
+            yield SdRound(chain_ms, between_ms)
+        sent, at = at, at + outcome.accepted + 1
     bench.close()
 
 
 def aheads(
-    bench: Workbench,
-    known: Text,
-    sampling: SamplingParams,
-    depth: int,
-    branches: int,
-    numbers: Iterable[int],
-    chain: int | None = None,
-) -> Iterator[list[Span]]:
-    """Works ahead for the outcomes of chains of K, or of `chain` tokens. Yields the spans of each round's forwards."""
+    bench: Workbench, known: Text, sampling: SamplingParams, depth: int, branches: int, numbers: Iterable[int]
+) -> Iterator[Span]:
+    """Works ahead for the outcomes of chains of K. Yields the span of each round's forwards."""
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
-    for place in positions_of(known, depth if chain is None else chain, numbers):
-        _, spans = bench.work_ahead(place.number, place.base_len, place.new, place.chain, depth, branches)
+    for place in positions_of(known, depth, numbers):
+        span = bench.work_ahead(place.number, place.base_len, place.new, place.chain, depth, branches)
         if place.number > WARM_UP:
-            yield spans
+            yield span
     bench.close()
-
-
-Milliseconds = Callable[[int], float]
-
-
-def costs(
-    step_ms: float,
-    verify_ms: Milliseconds,
-    chain_ms: Milliseconds,
-    ahead_ms: Milliseconds = lambda depth: 0.0,
-    *,
-    between_ms: float = 0.0,
-    turnaround_ms: float | None = None,
-) -> Costs:
-    """Returns the costs of a round, for the formula.
-
-    Args:
-        step_ms: a token of plain decoding.
-        verify_ms: a verify by its rows.
-        chain_ms: a chain on request by its length.
-        ahead_ms: the work ahead by its depth; 0 if no round waits for a tree.
-        between_ms: the target's wait in SD beyond the chain's time; also that of a chain on request.
-        turnaround_ms: the target's wait on a hit; None: `between_ms`.
-    """
-    usual_ms = between_ms if turnaround_ms is None else turnaround_ms
-    more_ms = max(between_ms - usual_ms, 0.0)
-    return Costs(step_ms, verify_ms, lambda depth: chain_ms(depth) + more_ms, ahead_ms, usual_ms)
 
 
 # Rounds of each kind in a sample.
@@ -201,14 +148,11 @@ class IsolatedTimes:
     between_ms: float
 
     def costs(self, turnaround_ms: float | None = None) -> Costs:
-        """Returns costs for the formula. `turnaround_ms`: the turnaround of the run's hits."""
-        return costs(
-            self.step_ms,
-            self.verify_ms,
-            self.chain_ms,
-            self.ahead_ms,
-            between_ms=self.between_ms,
-            turnaround_ms=turnaround_ms,
+        """Returns costs for the formula. `turnaround_ms`: the turnaround of the run's hits; None: `between_ms`."""
+        usual_ms = self.between_ms if turnaround_ms is None else turnaround_ms
+        more_ms = max(self.between_ms - usual_ms, 0.0)  # a chain on request also waits for this long
+        return Costs(
+            self.step_ms, self.verify_ms, lambda depth: self.chain_ms(depth) + more_ms, self.ahead_ms, usual_ms
         )
 
 
@@ -247,8 +191,8 @@ class Stopwatch:
             for turn in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
                 self._chain[depth].append(turn.chain_ms)
                 self._between.append(turn.between_ms)
-            for spans in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
-                self._ahead[depth].append(milliseconds(whole(spans)))
+            for span in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
+                self._ahead[depth].append(milliseconds(span))
 
     def read(self) -> IsolatedTimes:
         """Returns the medians of all samples, of which at least one is needed."""

@@ -19,7 +19,6 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import (
-    Branch,
     Branches,
     Close,
     Commit,
@@ -43,15 +42,16 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class ParallelRound:
-    """A verify and the work ahead during it. `pieces`: at least one message, in order of arrival."""
+    """The spans of a verify, and of the drafter's forwards during it."""
 
-    outcome: Outcome
-    pieces: tuple[Branches, ...]
+    verify: Span
+    ahead: Span
 
     @property
-    def ahead(self) -> Span:
-        """The span from the drafter's first forward to its last."""
-        return Span(self.pieces[0].work.started_ns, self.pieces[-1].work.ended_ns)
+    def whole(self) -> Span:
+        """The span from the first start to the last end."""
+        spans = self.verify, self.ahead
+        return Span(min(span.started_ns for span in spans), max(span.ended_ns for span in spans))
 
 
 @contextmanager
@@ -131,17 +131,13 @@ class Workbench:
 
     def work_ahead(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> tuple[list[Branch], list[Span]]:
-        """Sends a COMMIT. Returns the branches at full depth, and the span of each forward."""
+    ) -> Span:
+        """Sends a COMMIT. Returns the span from the drafter's first forward to its last."""
         self._commit(number, base_len, new, tuple(chain), depth, branches)
-        found: dict[tuple[int, ...], Branch] = {}
-        spans = []
-        while True:
-            message = self._wait(Branches)
-            spans.append(message.work)
-            found |= {entry.committed: entry for entry in message.entries}
-            if message.final:
-                return list(found.values()), spans
+        first = last = self._wait(Branches)
+        while not last.final:
+            last = self._wait(Branches)
+        return Span(first.work.started_ns, last.work.ended_ns)
 
     def both(
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
@@ -149,22 +145,22 @@ class Workbench:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         self._commit(number, base_len, new, tuple(chain), depth, branches)
-        verified: Outcome | None = None
-        pieces: list[Branches] = []
-        while verified is None or not pieces or not pieces[-1].final:
+        verify: Span | None = None
+        pushes: list[Branches] = []
+        while verify is None or not pushes or not pushes[-1].final:
             message = self._wait((Outcome, Branches))
             if isinstance(message, Outcome):
-                verified = message
+                verify = message.work
             elif isinstance(message, Branches):
-                pieces.append(message)
-        return ParallelRound(verified, tuple(pieces))
+                pushes.append(message)
+        return ParallelRound(verify, Span(pushes[0].work.started_ns, pushes[-1].work.ended_ns))
 
-    def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> tuple[Drafted, float]:
-        """Requests a chain. Returns it, and the milliseconds until it arrived."""
+    def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> float:
+        """Requests a chain. Returns the milliseconds until it arrived."""
         asked_ns = clock.now()
         self._commit(number, base_len, new, None, depth, 0)
-        drafted = self._wait(Drafted)
-        return drafted, (clock.now() - asked_ns) / 1e6
+        self._wait(Drafted)
+        return (clock.now() - asked_ns) / 1e6
 
     def _commit(
         self, number: int, base_len: int, new: Sequence[int], chain: tuple[int, ...] | None, depth: int, branches: int

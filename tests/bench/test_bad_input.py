@@ -27,7 +27,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr("outrider.bench.comparison.runners.LocalCluster", started)
     monkeypatch.setattr(tune, "LocalCluster", started)
-    monkeypatch.setattr(tune, "_probe", started)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -117,7 +116,7 @@ def test_tune_for_a_model_that_is_not_there(capsys: Captured) -> None:
     assert complaint(capsys, "tune", "--model", "/no/such")[0] == ModelError.exit_code
 
 
-def test_a_profile_that_cannot_be_kept_is_refused_before_the_probe(capsys: Captured, tmp_path: Path) -> None:
+def test_a_profile_that_cannot_be_kept_is_refused_before_anything_is_measured(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
     code, said = complaint(capsys, "tune")
     assert code == InvalidRequest.exit_code
@@ -131,8 +130,7 @@ def test_a_tune_interrupted_half_way_leaves_no_profile(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune, "_turnaround", lambda *_: 0.3)
-    monkeypatch.setattr(tune, "_probe", interrupt)
+    monkeypatch.setattr(tune, "_measured", interrupt)
     assert main(["tune"]) == 130
     assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
     assert "tune: interrupted; nothing was saved" in capsys.readouterr().err

@@ -1,0 +1,264 @@
+"""Measures arms for `tune`: interleaved real rounds of one cluster, and what their records say about costs.
+
+In AR and SD the drafter waits during a verify, so these show a verify alone; SSD shows one while the drafter works.
+Heads draft in the target's process, in turn with it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from outrider.bench.comparison.runs import require_pace
+from outrider.bench.comparison.summary import Summary, summary
+from outrider.bench.timing.loops import Curve, medians, milliseconds
+from outrider.orchestrator.client.client import Client
+from outrider.orchestrator.core.policy.forecasts import Arm
+from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
+from outrider.protocol import clock
+from outrider.protocol.messages import RoundRecord, Timings
+from outrider.protocol.sampling import SamplingParams
+
+PLAIN = Arm("ar")
+DEPTHS, BRANCHES = (1, 2, 4, 6), (4, 8, 16)
+WIDE = 15
+"""The K of a further arm of SD, which shows the cost of a verify of many tokens."""
+# Approximate duration once the workers run, and the tokens of a run.
+SECONDS = 50.0
+FEWEST_TOKENS, MOST_TOKENS = 16, 160
+# The turnaround if no hit was measured: one message in each direction.
+USUAL_TURNAROUND_MS = 0.3
+# Limits that an idle machine keeps by far: one token takes about the same time by verify and by plain decoding, and a
+# verify is not faster with more tokens, nor while the drafter works. WAITED: the share of time without a CPU.
+MOST_UNEQUAL, MOST_FOR_ONE_TOKEN, LEAST_SLOWDOWN, WAITED = 2.0, 1.5, 0.75, 0.2
+
+
+def arms_of(has_worker: bool, heads: Sequence[str]) -> list[Arm]:
+    """Returns the arms to measure, plain decoding first: SD and SSD of the draft worker, and SD with each head."""
+    worker = [Arm("sd", depth) for depth in (*DEPTHS, WIDE)]
+    worker += [Arm("ssd", depth, branches) for branches in BRANCHES for depth in DEPTHS]
+    return [PLAIN, *(worker if has_worker else ()), *(Arm("sd", k, drafter=name) for name in heads for k in DEPTHS)]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredArm:
+    """The runs of an arm over this many `texts`. `rounds`: without the first of each text, which reads the prompt."""
+
+    arm: Arm
+    texts: int
+    summary: Summary
+    rounds: tuple[RoundRecord, ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return 1000 * self.summary.tokens / self.summary.decode_ms
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.summary.tokens / self.summary.rounds
+
+    @property
+    def verify_ms(self) -> float:
+        """The mean forward of the target."""
+        return statistics.fmean(milliseconds(record.verify) for record in self.rounds)
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """How often a chain token was accepted if all before it were, by position."""
+        reached = [*self.summary.drafted[:1], *self.summary.accepted[:-1]]
+        return tuple(held / all_ for held, all_ in zip(self.summary.accepted, reached, strict=True) if all_)
+
+    @property
+    def step_ms(self) -> float:
+        """The drafter's time for a token of a chain; 0 if it drafted none."""
+        chains = [work for record in self.rounds for work in record.drafting if not work.branches]
+        return sum(milliseconds(work.work) for work in chains) / max(sum(work.depth for work in chains), 1)
+
+    @property
+    def choice(self) -> TunedArm:
+        arm = self.arm
+        return TunedArm(arm.mode, arm.depth, arm.branches, self.rate, measured=True, drafter=arm.drafter)
+
+
+_Run = tuple[Timings, Sequence[RoundRecord]]
+"""One text with one arm."""
+
+
+def measure(
+    client: Client,
+    arms: Sequence[Arm],
+    texts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    tell: Callable[[str], None],
+) -> ArmCosts:
+    """Runs the `arms`, plain decoding first, in turn, a text at a time, for about `SECONDS`.
+
+    A slow machine generates shorter texts; if even those take too long, the faster half of the arms goes on, while
+    there is time.
+    """
+    begun_ns, runs, left = clock.now(), defaultdict[Arm, list[_Run]](list), list(arms)
+    for arm in (arms[-1], PLAIN):  # warms up
+        plain, _ = _run(client, arm, texts[0], replace(sampling, max_tokens=FEWEST_TOKENS))
+    affordable = int(plain.predicted_per_second * SECONDS / (len(arms) * len(texts)))
+    sampling = replace(sampling, max_tokens=min(max(affordable, FEWEST_TOKENS), MOST_TOKENS))
+    for number, text in enumerate(texts, 1):
+        for arm in left:
+            tell(f"{_name(arm)}, K = {arm.depth}, text {number} of {len(texts)}")
+            runs[arm].append(_run(client, arm, text, sampling))
+        spent_s = (clock.now() - begun_ns) / 1e9
+        if spent_s > SECONDS:
+            break
+        if spent_s * len(texts) > SECONDS * number:
+            rates = {arm: _measured(arm, runs[arm]).rate for arm in left[1:]}
+            left = [PLAIN, *sorted(rates, key=lambda arm: -rates[arm])[: -(-len(rates) // 2)]]
+    return ArmCosts({arm: _measured(arm, found) for arm, found in runs.items()})
+
+
+def _name(arm: Arm) -> str:
+    return arm.drafter or {"ar": "plain decoding"}.get(arm.mode, f"{arm.mode}, B = {arm.branches}")
+
+
+def _run(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingParams) -> _Run:
+    stream = client.stream(
+        text, sampling, rounds=True, mode=arm.mode, num_draft_tokens=arm.depth or None,
+        branches=arm.branches or None, drafter=arm.drafter, chat_template=False,
+    )  # fmt: skip
+    rounds = [record for chunk in stream for record in chunk.rounds or ()]
+    require_pace(stream.result)
+    return stream.result.timings, rounds[1:]
+
+
+def _measured(arm: Arm, runs: Sequence[_Run]) -> MeasuredArm:
+    rounds = tuple(record for _, of_run in runs for record in of_run)
+    return MeasuredArm(arm, len(runs), summary([timings for timings, _ in runs]), rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmCosts:
+    """The measured arms, of which plain decoding is one, and the median costs of their rounds in milliseconds."""
+
+    arms: Mapping[Arm, MeasuredArm]
+
+    @property
+    def step_ms(self) -> float:
+        """A token of plain decoding."""
+        return 1000 / self.arms[PLAIN].rate
+
+    @property
+    def verify_ms(self) -> Curve:
+        """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
+        return _medians(
+            (record.drafted + 1, milliseconds(record.verify))
+            for found in self.arms.values()
+            if found.arm.mode != "ssd"
+            for record in found.rounds
+            if record.drafted >= found.arm.depth
+        )
+
+    @property
+    def chain_ms(self) -> Curve:
+        """A chain on request by its length, from the outcome to the next verify."""
+        return _medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
+
+    @property
+    def link_ms(self) -> float:
+        """The part of `chain_ms` that the drafter does not work; 0 without a draft worker."""
+        return statistics.median([wait_ms - work_ms for _, wait_ms, work_ms in self._requests()] or [0.0])
+
+    def _requests(self) -> Iterator[tuple[int, float, float]]:
+        """Yields the length of each chain on request in SD, and its milliseconds in all and of drafting."""
+        for found in self.of("sd"):
+            for record in found.rounds:
+                for work in record.drafting:
+                    if record.decided is not None and work.round == record.round and work.depth == found.arm.depth:
+                        yield work.depth, milliseconds(record.decided), milliseconds(work.work)
+
+    @property
+    def tree_ms(self) -> Curve:
+        """One more token for all branches, by their number."""
+        return _medians(
+            (found.arm.branches, milliseconds(work.work))
+            for found in self.of("ssd")
+            for record in found.rounds
+            for work in record.drafting
+            if work.branches and work.depth > 1  # the first forward also reads the chain
+        )
+
+    @property
+    def turnaround_ms(self) -> float:
+        """The target's wait between two verifies on a hit; 0 without a draft worker."""
+        found = [arm.summary.turnaround_ms for arm in self.of("ssd")]
+        hits = [turnaround_ms for turnaround_ms in found if turnaround_ms is not None]
+        return statistics.median(hits or [USUAL_TURNAROUND_MS]) if found else 0.0
+
+    def of(self, mode: str, drafter: str = "") -> list[MeasuredArm]:
+        """Returns the arms of a mode, those of most texts first, the fastest of these first."""
+        found = [one for arm, one in self.arms.items() if (arm.mode, arm.drafter) == (mode, drafter)]
+        return sorted(found, key=lambda one: (-one.texts, -one.rate))
+
+    def bests(self) -> list[MeasuredArm]:
+        """Returns each mode and head at its best K and B, the fastest first; heads that draft nothing are omitted."""
+        kinds = dict.fromkeys((arm.mode, arm.drafter) for arm in self.arms)
+        bests = [self.of(*kind)[0] for kind in kinds if not kind[1] or self._deepest(kind[1]).acceptance]
+        return sorted(bests, key=lambda best: -best.rate)
+
+    def slowdown(self, found: MeasuredArm) -> float:
+        """Returns how many times longer a verify of this arm takes than alone."""
+        alone = self.verify_ms
+        return statistics.median(milliseconds(record.verify) / alone(record.drafted + 1) for record in found.rounds)
+
+    def record(self, temp: float) -> Tuning:
+        """Returns what a server starts from."""
+        bests = self.bests()
+        heads = [self.known(best.arm.drafter) for best in bests if best.arm.drafter]
+        ssd, sd = self.of("ssd"), self._deepest("" if self.of("sd") else heads[0].name)
+        return Tuning(
+            step_ms=self.step_ms,
+            verify_ms=self.verify_ms.points,
+            depth_ms=self.tree_ms(ssd[0].arm.branches) if ssd else sd.step_ms,
+            draft_ms=sd.step_ms,
+            link_ms=self.link_ms,
+            turnaround_ms=self.turnaround_ms,
+            acceptance=sd.acceptance,
+            hit_rate=(ssd[0].summary.hit_rate or 0.0) if ssd else 0.0,
+            choices=tuple(best.choice for best in bests),
+            temp=temp,
+            own=tuple(heads),
+        )
+
+    def known(self, head: str) -> InProcessKnown:
+        """Returns what a server needs to know about a head."""
+        return InProcessKnown(head, self.of("sd", head)[0].step_ms, self._deepest(head).acceptance)
+
+    def _deepest(self, drafter: str) -> MeasuredArm:
+        """Returns SD's arm with the longest chains, which show the acceptance by position."""
+        return self.arms[Arm("sd", max(DEPTHS), drafter=drafter)]
+
+    def doubts(self, waited: float) -> list[str]:
+        """Returns contradictions between measurements as clauses; they show that the machine was busy.
+
+        `waited`: the share of its runnable time in which the target waited for a CPU.
+        """
+        one, plain = self.verify_ms(1), self.step_ms
+        larger, cheapest = min(self.verify_ms.points[1:], key=lambda point: point[1])
+        found = []
+        if waited > WAITED:
+            found.append(f"the target waited for a CPU for {waited:.0%} of its time")
+        if max(one, plain) > MOST_UNEQUAL * min(one, plain):
+            found.append(f"a verify of one token took {one:.1f} ms and a token of plain decoding {plain:.1f} ms")
+        if one > MOST_FOR_ONE_TOKEN * cheapest:
+            found.append(f"a verify of one token took {one:.1f} ms and one of {larger} tokens {cheapest:.1f} ms")
+        least = min(map(self.slowdown, self.of("ssd")), default=1.0)
+        if least < LEAST_SLOWDOWN:
+            found.append(f"a verify took {least:.2f} times as long while the drafter worked as alone")
+        return found
+
+
+def _medians(samples: Iterator[tuple[int, float]]) -> Curve:
+    by_place = defaultdict[int, list[float]](list)
+    for place, ms in samples:
+        by_place[place].append(ms)
+    return medians(by_place)

@@ -1,0 +1,246 @@
+"""What tune measures of each arm, from the rounds of a scripted server in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.bench.commands import tune
+from outrider.bench.comparison.arms import BRANCHES, DEPTHS, PLAIN, SECONDS, WIDE, ArmCosts, arms_of, measure
+from outrider.bench.timing.loops import Curve
+from outrider.orchestrator.cli import main
+from outrider.orchestrator.core.policy import tuning
+from outrider.orchestrator.core.policy.forecasts import Arm
+from outrider.orchestrator.pairing.pairing import choose_pair
+from outrider.orchestrator.settings import ServeSettings
+from outrider.protocol import clock
+from outrider.protocol.messages import DraftWork, RoundRecord, Span, Timings
+from outrider.protocol.sampling import SamplingParams
+
+MS = 1_000_000
+TEXTS = [(1, 2, 3), (4, 5), (6, 7, 8), (9,)]
+WORKER = arms_of(True, ())
+
+
+def curve(*points: tuple[int, float]) -> Curve:
+    return Curve(points)
+
+
+@dataclass
+class Machine:
+    """A server in virtual time. A drafted token takes `step_ms`, one of all branches twice that. `right`: how many
+    tokens of a chain are accepted, by drafter; others draft nothing. `slower`: a verify while the drafter works."""
+
+    verify: Curve = field(default_factory=lambda: curve((1, 10.0), (4, 12.5)))
+    step_ms: float = 2.0
+    right: dict[str, int] = field(default_factory=lambda: {"": 2})
+    slower: float = 1.0
+    plain_ms: float = 0.0
+    hits: float = 1.0
+    now_ns: int = 1
+    texts: list[tuple[Any, Arm]] = field(default_factory=list)
+
+    def stream(
+        self, text: Any, sampling: SamplingParams, *, mode: str, num_draft_tokens: int | None, branches: int | None,
+        drafter: str, **_: Any,
+    ) -> Any:  # fmt: skip
+        self.texts.append((text, Arm(mode, num_draft_tokens or 0, branches or 0, drafter)))
+        depth = num_draft_tokens or 0 if drafter in self.right else 0
+        held = min(self.right.get(drafter, 0), depth)
+        count = max(sampling.max_tokens // (held + 1), 1)
+        verify_ms = self.verify(depth + 1) * (self.slower if mode == "ssd" else 1.0)
+        chain_ms = depth * self.step_ms if mode == "sd" else 0.0
+        round_ms = self.plain_ms or verify_ms if mode == "ar" else verify_ms + chain_ms + (0.5 if not drafter else 0.0)
+        self.now_ns += int(count * round_ms * MS)
+        record = RoundRecord(
+            1, "none", "none", depth, held, held + 1, Span(0, int(verify_ms * MS)),
+            Span(0, int((chain_ms + 0.5) * MS)), tuple(self._drafting(mode, depth, branches or 0, drafter)),
+        )  # fmt: skip
+        hits = round(count * self.hits)
+        timings = Timings(
+            predicted_n=count * (held + 1) + 1, predicted_ms=count * round_ms, rounds=count + 1,
+            predicted_per_second=1000 * (held + 1) / round_ms,
+            accepted_by_position=tuple(count * (i < held) for i in range(depth)),
+            drafted_by_position=(count,) * depth, looked_up_by_accepted=(count,) * (mode == "ssd"),
+            hits_by_accepted=(hits,) * (mode == "ssd"), turnaround_ms=(0.4,) * hits if mode == "ssd" else (),
+        )  # fmt: skip
+        return Stream((RoundRecord(0, "none", "none", 0, 0, 1, Span(0, 99 * MS)), *[record] * count), timings)
+
+    def _drafting(self, mode: str, depth: int, branches: int, drafter: str) -> Iterator[DraftWork]:
+        if mode == "sd" and depth:
+            yield DraftWork(drafter or "draft-0", 1, depth, 0, Span(0, int(depth * self.step_ms * MS)))
+        for at in range(1, depth + 1) if mode == "ssd" else ():
+            yield DraftWork("draft-0", 1, at, branches, Span(0, int((9 if at == 1 else 2) * self.step_ms * MS)))
+
+
+class Stream:
+    def __init__(self, rounds: Sequence[RoundRecord], timings: Timings) -> None:
+        self._rounds = rounds
+        self.result = SimpleNamespace(timings=timings, notes=())
+
+    def __iter__(self) -> Iterator[Any]:
+        yield SimpleNamespace(rounds=self._rounds)
+
+
+def measured(machine: Machine, arms: Sequence[Arm] = WORKER) -> ArmCosts:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "now", lambda: machine.now_ns)
+        client: Any = machine
+        return measure(client, arms, TEXTS, SamplingParams(), lambda _: None)
+
+
+def verdict(found: ArmCosts) -> str:
+    return tune._verdict(found)[-1]
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("right", [0, 99])
+def test_measuring_takes_about_a_minute_on_any_machine(factor: float, right: int) -> None:
+    machine = Machine(curve((1, 10 * factor), (4, 12 * factor)), 4 * factor, {"": right})
+    found = measured(machine)
+    assert machine.now_ns / 1e9 < 1.5 * SECONDS
+    assert set(found.arms) == set(WORKER) and found.arms[PLAIN].texts == max(one.texts for one in found.arms.values())
+    assert verdict(found).endswith("Recommended: --mode ar") is (right == 0)
+
+
+def test_every_k_and_b_is_measured_in_turn() -> None:
+    machine = Machine(curve((1, 1.0)), 0.1)
+    measured(machine)
+    assert {(arm.depth, arm.branches) for arm in WORKER if arm.mode == "ssd"} == {
+        (k, b) for k in DEPTHS for b in BRANCHES
+    }
+    assert machine.texts[2:] == [(text, arm) for text in TEXTS for arm in WORKER]  # the first two warm up
+
+
+def test_costs_are_those_of_the_rounds() -> None:
+    found = measured(Machine())
+    assert found.step_ms == pytest.approx(10.0)
+    assert found.verify_ms.points == tuple(
+        (rows, pytest.approx(Machine().verify(rows))) for rows in (1, 2, 3, 5, 7, 16)
+    )
+    assert found.chain_ms.points == tuple((k, pytest.approx(2 * k + 0.5)) for k in (*DEPTHS, WIDE))
+    assert found.link_ms == pytest.approx(0.5)
+    assert found.tree_ms.points == tuple((b, pytest.approx(4.0)) for b in BRANCHES)  # without each round's first
+    assert found.turnaround_ms == pytest.approx(0.4)
+    assert measured(Machine(hits=0.0)).turnaround_ms == 0.3
+
+
+def test_the_record_has_the_arms_by_rate_and_the_acceptance_by_position() -> None:
+    record = measured(Machine(hits=0.5)).record(0.8)
+    assert [(one.mode, one.depth) for one in record.choices] == [("ssd", 2), ("sd", 2), ("ar", 0)]
+    assert all(one.measured for one in record.choices)
+    assert record.acceptance == (1.0, 1.0, 0.0)
+    assert (record.draft_ms, record.depth_ms, round(record.hit_rate, 1), record.temp) == (2.0, 4.0, 0.5, 0.8)
+
+
+def test_where_a_row_costs_as_much_as_a_token_ar_is_recommended() -> None:
+    found = measured(Machine(curve((1, 10.0), (4, 40.0))))
+    assert verdict(found).startswith("speculation does not pay: ssd reaches ")
+
+
+def test_where_rows_are_cheap_and_drafts_are_accepted_ssd_is_recommended() -> None:
+    bound, recommended = tune._verdict(measured(Machine()))
+    assert recommended.startswith("recommended: --mode ssd --num-draft-tokens 2 --branches ")
+    assert bound == f"upper bound of SSD over SD at K = 2: {1 + 4.5 / Machine().verify(3):.2f}x"
+
+
+def test_lines_say_what_limits_each_mode() -> None:
+    found = measured(Machine(slower=1.2))
+    ssd, sd, plain = (tune._line(found, found.of(mode)[0]) for mode in ("ssd", "sd", "ar"))
+    assert "hit rate 100%" in ssd and "1.20 times that alone" in ssd and "drafting is hidden" in ssd
+    assert "3.00 tokens per round; verify 11.7 + draft 4.5 ms" in sd
+    assert "100.0 tok/s   one token per forward of 10.0 ms" in plain
+
+
+def test_measurements_of_an_idle_machine_raise_no_doubts() -> None:
+    rising = curve((1, 10.0), (4, 40.0))
+    for verify in (Machine().verify, rising):
+        for slower in (0.9, 1.0, 3.0):
+            assert measured(Machine(verify, slower=slower)).doubts(0.05) == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (Machine(curve((1, 25.0), (4, 26.0)), plain_ms=10.0), "took 25.0 ms and a token of plain decoding 10.0 ms"),
+        (Machine(plain_ms=30.0), "and a token of plain decoding 30.0 ms"),
+        (Machine(curve((1, 19.0), (3, 12.0), (16, 12.5))), "of one token took 19.0 ms and one of 3 tokens 12.0 ms"),
+        (Machine(slower=0.53), "a verify took 0.53 times as long while the drafter worked as alone"),
+    ],
+)
+def test_contradicting_measurements_raise_doubts(machine: Machine, words: str) -> None:
+    (doubt,) = measured(machine).doubts(0.05)
+    assert words in doubt
+
+
+def test_a_target_that_waits_for_a_cpu_raises_doubts() -> None:
+    assert measured(Machine()).doubts(0.61) == ["the target waited for a CPU for 61% of its time"]
+
+
+def test_tune_on_a_busy_machine_says_so_and_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    slower = 0.53
+    monkeypatch.setattr(tune, "_measured", lambda *_: (measured(Machine(slower=slower)), 0.0))
+    assert main(["tune"]) == 1
+    said = capsys.readouterr().err
+    assert "nothing was saved, because this machine was busy: a verify took 0.53 times as long" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    slower = 1.0
+    assert main(["tune"]) == 0 and [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_curve_goes_through_its_points_and_straight_on() -> None:
+    points = curve((1, 10.0), (4, 13.0), (8, 21.0))
+    assert [points(1), points(4), points(6), points(12)] == [10.0, 13.0, 17.0, 29.0]
+    assert curve((3, 5.0))(7) == 5.0
+
+
+def test_tune_names_other_devices_of_a_mac_for_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    (line,) = tune._other_devices(ServeSettings())
+    assert "--draft-device cpu" in line and "--draft-backend coreml" in line
+    assert tune._other_devices(ServeSettings(draft_device="cpu")) == []
+    monkeypatch.setattr("sys.platform", "linux")
+    assert tune._other_devices(ServeSettings()) == []
+
+
+HEADS = {"eagle3": 2, "mtp": 0}
+
+
+def test_each_heads_best_depth_and_costs_are_found() -> None:
+    found = measured(Machine(curve((1, 10.0)), right=HEADS), arms_of(False, ("eagle3", "mtp", "silent")))
+    assert [(best.arm.drafter, best.arm.depth) for best in found.bests()] == [("eagle3", 2), ("", 0), ("mtp", 1)]
+    assert found.bests()[0].rate == pytest.approx(1000 * 3 / 14)
+    assert (found.known("eagle3").step_ms, found.known("eagle3").acceptance) == (2.0, (1.0, 1.0, 0.0))
+    assert found.known("mtp").acceptance == (0.0,)
+
+
+def test_a_head_that_is_faster_than_the_draft_worker_is_left_to_auto() -> None:
+    found = measured(Machine(right={"": 0, "eagle3": 6}), arms_of(True, ("eagle3",)))
+    assert verdict(found) == "recommended: --mode auto"
+    assert "ms per drafted token; acceptance by position 100%, 100%" in tune._line(found, found.bests()[0])
+
+
+def test_a_head_alone_is_compared_with_plain_decoding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`auto` of the next server begins with the result, for the drafter that was measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = measured(Machine(curve((1, 10.0)), right=HEADS), arms_of(False, ("eagle3", "mtp")))
+    monkeypatch.setattr(tune, "_measured", lambda *_: (found, 0.0))
+    assert main(["tune", "--draft-backend", "mtp", "--temp", "0.8"]) == 0
+    said = capsys.readouterr().out
+    assert "100.0 tok/s" in said and "recommended: --mode sd --num-draft-tokens 2" in said
+    (record,) = tuning.load(tuning.path_for(choose_pair(ServeSettings(draft_backend="mtp")).settings))
+    assert [(one.mode, one.drafter, one.depth) for one in record.choices] == [
+        ("sd", "eagle3", 2), ("ar", "", 0), ("sd", "mtp", 1),
+    ]  # fmt: skip
+    assert record.step_ms == pytest.approx(10) and record.verify_ms == ((1, 10), (2, 10), (3, 10), (5, 10), (7, 10))
+    assert {own.name: own.step_ms for own in record.own} == {"eagle3": 2, "mtp": 2} and record.temp == 0.8
