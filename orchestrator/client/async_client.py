@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import weakref
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from functools import cached_property
-from types import AsyncGeneratorType, TracebackType
+from types import AsyncGeneratorType
 from typing import Self, Unpack, cast
 
 import zmq
 
 from outrider.orchestrator.client.client import (
     FLUSH_MS,
-    MOVES_ON,
     BaseStream,
     Connecting,
     Patience,
@@ -113,9 +112,7 @@ class AsyncBaseClient(StreamClient["AsyncStream"]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -197,9 +194,7 @@ class AsyncStream(BaseStream):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def follow(self, grown: Grown) -> GenerationResult:
@@ -270,23 +265,13 @@ class AsyncClient(Connecting, AsyncBaseClient):
             socket.send(dialogue.cancel_message)
 
 
-class AsyncResumed(AsyncBaseClient):
+class AsyncResumed(Sources[AsyncClient], AsyncBaseClient):
     """`Resumed` for asyncio."""
 
-    moves_on = MOVES_ON
-
-    def __init__(self, clients: Sequence[AsyncClient]) -> None:
-        super().__init__()
-        self._sources: Sources[AsyncClient] = Sources(clients)
-        self.sources = len(clients)
-
-    def __repr__(self) -> str:
-        return f"AsyncResumed({self._sources.all!r})"
-
     async def once(self, dialogue: Dialogue, grown: Grown) -> None:
-        with self._sources.one() as client:
+        with self.one() as client:
             await client.once(dialogue, grown)
 
     async def end(self, dialogue: Dialogue) -> None:
-        for client in self._sources.all:
+        for client in self._clients:
             await client.end(dialogue)

@@ -21,7 +21,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Never, Self, TypeVar, Unpack
 
 import zmq
@@ -199,9 +198,7 @@ class BaseClient(StreamClient["Stream"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -280,9 +277,7 @@ class Stream(BaseStream):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
@@ -400,42 +395,39 @@ class Client(Connecting, BaseClient):
 
 
 class Sources(Generic[C]):
-    """Servers in turn; the one that answered last is tried first."""
+    """The part of `Resumed` and `AsyncResumed` that chooses a server; the one that answered last is tried first."""
+
+    moves_on: ClassVar[tuple[type[OutriderError], ...]] = MOVES_ON
 
     def __init__(self, clients: Sequence[C]) -> None:
         if not clients:
             raise InvalidRequest("Resumed needs at least one client")
-        self.all: list[C] = list(clients)
+        super().__init__()
+        self._clients: list[C] = list(clients)
         self._at = 0
+        self.sources = len(clients)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._clients!r})"
 
     @contextmanager
     def one(self) -> Iterator[C]:
         """Yields a server; if it is lost, the next one is first, unless another request has already moved on."""
         at = self._at
         try:
-            yield self.all[at % len(self.all)]
+            yield self._clients[at % len(self._clients)]
         except MOVES_ON:
             self._at += self._at == at
             raise
 
 
-class Resumed(BaseClient):
+class Resumed(Sources[Client], BaseClient):
     """Sends requests to the first of `clients`; a text that it can't finish continues on the next, and so on in turn.
 
     Create the clients with a `timeout` of about a second, so that a lost server is noticed soon. If no server can
     continue, the last server's error is raised.
     """
 
-    moves_on = MOVES_ON
-
-    def __init__(self, clients: Sequence[Client]) -> None:
-        super().__init__()
-        self._sources: Sources[Client] = Sources(clients)
-        self.sources = len(clients)
-
-    def __repr__(self) -> str:
-        return f"Resumed({self._sources.all!r})"
-
     def once(self, dialogue: Dialogue) -> Iterator[Chunk]:
-        with self._sources.one() as client:
+        with self.one() as client:
             yield from client.once(dialogue)

@@ -196,20 +196,17 @@ class GenerationResult:
 
     def summary(self) -> str:
         """Formats mlx-lm's statistics lines, one line for speculation, and one for each note."""
-        times = self.timings
+        times, cached, read = self.timings, self.timings.cache_n, self.timings.prompt_n
+        # The rate counts only the tokens that were read.
+        in_cache = f" ({cached} cached, {read} read)" if cached else ""
         prompt_rate = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
         lines = [
-            f"Prompt: {self._prompt()}, {prompt_rate:.3f} tokens-per-sec",
+            f"Prompt: {plural(cached + read, 'token')}{in_cache}, {prompt_rate:.3f} tokens-per-sec",
             f"Generation: {plural(times.predicted_n, 'token')}, {times.predicted_per_second:.3f} tokens-per-sec",
             *([f"Peak memory: {times.peak_bytes / 1e9:.3f} GB"] if times.peak_bytes else []),
             f"Speculation: {speculation(times, self.mode)}",
         ]
         return "\n".join(lines + [f"Note: {note}" for note in self.notes])
-
-    def _prompt(self) -> str:
-        """Formats the prompt's length; the rate beside it counts only the tokens that were read, not cached ones."""
-        cached, read = self.timings.cache_n, self.timings.prompt_n
-        return plural(cached + read, "token") + (f" ({cached} cached, {read} read)" if cached else "")
 
 
 def plural(count: int, noun: str) -> str:
@@ -232,21 +229,15 @@ def speculation(times: Timings, mode: str) -> str:
     rounds = max(times.rounds - 1, 0)
     if not times.draft_n:
         return "off" if mode == "ar" else f"nothing was drafted in {plural(rounds, 'round')}"
-    looked_up = times.cache_hits + times.cache_misses
+    looked_up, drafters = times.cache_hits + times.cache_misses, times.draft_n_accepted_by
     per_round = (times.predicted_n - 1) / rounds if rounds else 0.0
     return (
         f"{plural(rounds, 'round')}, {times.draft_n} drafted, {times.draft_n_accepted} accepted"
         f" ({_share(times.draft_n_accepted, times.draft_n)}), {per_round:.2f} tokens per round,"
         f" {plural(times.cache_hits, 'hit')} ({_share(times.cache_hits, looked_up)})"
         + (f", {times.cache_late} late" if times.cache_late else "")
-        + _by_name(times)
+        + (f", accepted by {' and '.join(f'{by.name} {by.count}' for by in drafters)}" if len(drafters) > 1 else "")
     )
-
-
-def _by_name(times: Timings) -> str:
-    """Formats the accepted tokens of each drafter, if there were several."""
-    accepted = times.draft_n_accepted_by
-    return ", accepted by " + " and ".join(f"{by.name} {by.count}" for by in accepted) if len(accepted) > 1 else ""
 
 
 def _share(part: int, whole: int) -> str:
