@@ -50,11 +50,10 @@ def load_suite(folder: Path = SUITE, kinds: Sequence[str] | None = None) -> dict
         for kind in kinds or ():
             if kind not in paths:
                 raise InvalidRequest(f"unknown prompts {kind!r}; expected one of {', '.join(ordered)}")
-        return {kind: _entries(kind, paths[kind]) for kind in kinds or ordered}
+        texts = {kind: paths[kind].read_text(encoding="utf-8").removesuffix("\n") for kind in kinds or ordered}
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the prompts in {folder} can't be read: {error}") from error
-
-
-def _entries(kind: str, path: Path) -> list[Prompt]:
-    entries = path.read_text(encoding="utf-8").removesuffix("\n").split("\n%\n")
-    return [Prompt(kind, number, text) for number, text in enumerate(entries) if text.strip()]
+    return {
+        kind: [Prompt(kind, number, entry) for number, entry in enumerate(text.split("\n%\n")) if entry.strip()]
+        for kind, text in texts.items()
+    }

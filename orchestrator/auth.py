@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -79,17 +80,13 @@ class CurveAuth:
         self._authenticator.stop()
 
     def _read(self) -> None:
-        state = self._state()
+        """Reads the allow-list if it has changed, or if that is not known."""
+        state = None
+        with suppress(OSError):
+            stat = os.stat(self._keyring.allowed_file)
+            state = stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode
         if state != self._seen or state is None:
             self._allowed, self._seen = self._keyring.allowed(), state
-
-    def _state(self) -> tuple[int, ...] | None:
-        """Returns a value that changes with the allow-list; None: not known."""
-        try:
-            stat = os.stat(self._keyring.allowed_file)
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode
 
 
 def curve_auth_for(settings: ServeSettings, context: zmq.Context[Any]) -> CurveAuth | None:

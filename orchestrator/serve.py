@@ -73,20 +73,15 @@ Event = Announcement | StopSignal
 
 @dataclass(frozen=True, slots=True)
 class ServerThreads:
-    """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front."""
+    """The threads of a running server, and its HTTP process, if it has one. `orders` is the queue to the front, `key`
+    the server's own, empty if none are required."""
 
     front: Front
     core: Core
     orders: Mailbox[Drain | EndServer]
     http: HttpProcess | None
     clients: ClientSocket
-    auth: CurveAuth | None
-
-    def complete(self, ready: ServerReady) -> ServerReady:
-        """Adds the endpoints and the key of the server."""
-        key = self.auth.own.public if self.auth is not None else ""
-        workers, joining = self.core.workers_endpoint, self.core.joining_endpoint
-        return replace(ready, workers=workers, own=self.clients.own, joining=joining, key=key)
+    key: str
 
 
 def run(
@@ -128,20 +123,22 @@ def run(
                 status(server.front)
 
         def complete(ready: ServerReady) -> ServerReady:
-            url = listener.url if listener is not None else ""
-            return replace(server.complete(ready), http=url, notes=(*ready.notes, *system.notes()))
+            return replace(
+                ready,
+                workers=server.core.pool.endpoint,
+                notes=(*ready.notes, *system.notes()),
+                http=listener.url if listener is not None else "",
+                joining=server.core.pool.joining_endpoint,
+                key=server.key,
+                own=server.clients.own,
+            )
 
         stop = _watch(events, tell, tick, complete)
         if stop.drain:
             _drain(events, server, drain_timeout)
-    return _unfinished(events)
-
-
-def _unfinished(events: SimpleQueue[Event]) -> Unfinished | None:
-    """Returns the first error after the stop signal, or None. A lost worker does not count: its requests were told."""
     while not events.empty():
         event = events.get()
-        if isinstance(event, Failure) and event.kind != WorkerError.__name__:
+        if isinstance(event, Failure) and event.kind != WorkerError.__name__:  # a lost worker's requests were told
             return Unfinished(event.kind, event.message)
     return None
 
@@ -195,6 +192,7 @@ def _threads(
     context: zmq.Context[Any] = zmq.Context()
     with ExitStack() as stack:
         auth = curve_auth_for(settings, context)
+        key = auth.own.public if auth is not None else ""
         if auth is not None:
             stack.callback(auth.close)
         clients = _clients(context, settings, directory, connections, auth)
@@ -209,13 +207,12 @@ def _threads(
         threads = [_start(core.run, "core")]
         try:
             if settings.advertise:
-                beacon = Beacon(core.joining_endpoint, auth.own.public if auth is not None else "")
-                stack.enter_context(closing(beacon))
+                stack.enter_context(closing(Beacon(core.pool.joining_endpoint, key)))
             text = read_pair(pair)
             queues.core.put(ModelVocabulary(pair.target.name, fingerprint(text.codec)))
             front = Front(pair, Admission(text), clients, queues, core.stats, events.put)
             threads.insert(0, _start(front.run, "front"))
-            yield ServerThreads(front, core, queues.orders, http, clients, auth)
+            yield ServerThreads(front, core, queues.orders, http, clients, key)
         finally:
             queues.orders.put(EndServer())
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -107,30 +107,13 @@ class RateLimiter:
 CROWDED = 0.875
 
 
+@dataclass(slots=True)
 class LimitedEndpoint:
-    """An endpoint and its connections, as file descriptors that ZeroMQ reports."""
+    """An endpoint for at most `most` connections: those `inside`, as file descriptors that ZeroMQ reports."""
 
-    def __init__(self, bound: Bound, most: int) -> None:
-        self.bound = bound
-        self.inside: set[int] = set()
-        self.most = most
-
-    @property
-    def crowded(self) -> bool:
-        return len(self.inside) >= CROWDED * self.most
-
-    def enter(self, descriptor: int) -> None:
-        """Adds an accepted connection; an excess one to a port, which can't stop listening, is closed."""
-        self.inside.add(descriptor)
-        if len(self.inside) > self.most:
-            self.bound.hang_up(descriptor)
-
-    def keep(self) -> None:
-        """Stops or resumes listening."""
-        if len(self.inside) >= self.most:
-            self.bound.stop_listening()
-        else:
-            self.bound.listen()
+    bound: Bound
+    most: int
+    inside: set[int] = field(default_factory=set)
 
 
 class ConnectionLimiter:
@@ -162,19 +145,25 @@ class ConnectionLimiter:
     @property
     def crowded(self) -> bool:
         """Whether an endpoint is nearly full: new work must be refused while there is still room to answer."""
-        return any(endpoint.crowded for endpoint in self.endpoints)
+        return any(len(endpoint.inside) >= CROWDED * endpoint.most for endpoint in self.endpoints)
 
     def watch(self) -> None:
         """Counts connections that were opened and closed; stops or resumes listening."""
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)
             if event["event"] == zmq.EVENT_ACCEPTED:
-                self._at(event["endpoint"].decode()).enter(event["value"])
+                endpoint = self._at(event["endpoint"].decode())
+                endpoint.inside.add(event["value"])
+                if len(endpoint.inside) > endpoint.most:
+                    endpoint.bound.hang_up(event["value"])  # from a port, which can't stop listening
             else:
                 for endpoint in self.endpoints:
                     endpoint.inside.discard(event["value"])
         for endpoint in self.endpoints:
-            endpoint.keep()
+            if len(endpoint.inside) >= endpoint.most:
+                endpoint.bound.stop_listening()
+            else:
+                endpoint.bound.listen()
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes the socket and frees the endpoints."""

@@ -16,9 +16,8 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.terminal import Screen, say
-from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
+from outrider.orchestrator.pairing.pairing import choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -118,10 +117,14 @@ def run(options: argparse.Namespace) -> int:
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     settings = pair.settings
     _check(settings)
-    prompt, drawn = read_prompt(options.prompt), _picture(options.out)
+    prompt, out = read_prompt(options.prompt), options.out
+    drawn = out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
     writable_folder(drawn.parent, "choose another --out")
     trace, screen = drawn.with_suffix(".json"), Screen()
-    measured = _measure(pair, prompt, options.rounds, screen)
+    tokens = load_codec(pair.target).encode(prompt)
+    with workbench(settings, screen.show) as bench:
+        screen.show("timing rounds")
+        measured = measure(bench, tokens, options.rounds, settings.depth, settings.breadth)
     bars = _real_rounds(options, prompt, trace, screen)
     screen.clear()
     print(_table(measured))
@@ -136,11 +139,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _picture(out: Path) -> Path:
-    """Returns the picture's file: `out` if it has a picture's suffix, else rounds.png in that folder."""
-    return out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
-
-
 def _check(settings: ServeSettings) -> None:
     """Raises InvalidRequest if there is no draft worker to time alone."""
     if settings.drafts_by_head:
@@ -152,26 +150,14 @@ def _check(settings: ServeSettings) -> None:
         raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
 
 
-def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:
-    settings = pair.settings
-    tokens = load_codec(pair.target).encode(prompt)
-    with workbench(pair.settings, screen.show) as bench:
-        screen.show("timing rounds")
-        return measure(bench, tokens, rounds, settings.depth, settings.breadth)
-
-
 def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:
     """Generates with SSD and --trace, and reads the trace."""
     chosen = {**flags.settings_of(options), "trace": trace}
     with LocalCluster(progress=screen.show, **chosen) as cluster:
-        _generate(cluster.client(), prompt, options.temp, screen)
+        screen.show("generating real rounds")
+        sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=options.temp, seed=7, ignore_eos=True)
+        cluster.client().generate(prompt, sampling, mode="ssd", chat_template=False)
     return read(trace)
-
-
-def _generate(client: Client, prompt: str, temp: float, screen: Screen) -> None:
-    screen.show("generating real rounds")
-    sampling = SamplingParams(max_tokens=PICTURE_TOKENS, temp=temp, seed=7, ignore_eos=True)
-    client.generate(prompt, sampling, mode="ssd", chat_template=False)
 
 
 def _table(o: Overlap) -> str:

@@ -5,7 +5,6 @@ Times are spans that workers measure around evaluated work, on this machine's cl
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class Workbench:
     def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
         self._pool = pool
         self._tell = tell
-        self._arrived: deque[Message] = deque()
+        self._arrived: list[Message] = []
         self._poller = zmq.Poller()
         self._poller.register(pool.socket, zmq.POLLIN)
 
@@ -98,6 +97,7 @@ class Workbench:
 
     def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
         """Sends OPEN to the chosen workers. Returns the target's first token; None without the target."""
+        self._arrived.clear()
         opening = Open(REQUEST, 0, 0, np.asarray(tokens, np.int32), sampling)
         if drafter:
             self._to_drafters(opening)
@@ -144,16 +144,8 @@ class Workbench:
     ) -> ParallelRound:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
-        self._commit(number, base_len, new, tuple(chain), depth, branches)
-        verify: Span | None = None
-        pushes: list[Branches] = []
-        while verify is None or not pushes or not pushes[-1].final:
-            message = self._wait((Outcome, Branches))
-            if isinstance(message, Outcome):
-                verify = message.work
-            elif isinstance(message, Branches):
-                pushes.append(message)
-        return ParallelRound(verify, Span(pushes[0].work.started_ns, pushes[-1].work.ended_ns))
+        ahead = self.work_ahead(number, base_len, new, chain, depth, branches)
+        return ParallelRound(self._wait(Outcome).work, ahead)
 
     def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> float:
         """Requests a chain. Returns the milliseconds until it arrived."""
@@ -173,17 +165,17 @@ class Workbench:
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
-    def _wait(self, wanted: type[M] | tuple[type[M], ...]) -> M:
-        """Returns the next message of a wanted class, and drops other messages.
+    def _wait(self, wanted: type[M]) -> M:
+        """Returns the next message of a class; others are kept.
 
         Raises:
             WorkerError: a worker was lost or failed, or did not answer in time.
         """
         deadline_ns = clock.now() + PATIENCE_MS * 1_000_000
         while clock.now() < deadline_ns:
-            while self._arrived:
-                message = self._arrived.popleft()
+            for place, message in enumerate(self._arrived):
                 if isinstance(message, wanted):
+                    del self._arrived[place]
                     return message
             self._listen()
         raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")

@@ -195,7 +195,8 @@ def _run_command(given: list[str]) -> int:
             say(f"{name}: {error}")
             return error.exit_code
     if given[0] in PROGRAMS:
-        _become(PROGRAMS[given[0]], given[1:])
+        command = python("-m", PROGRAMS[given[0]], *given[1:])
+        os.execve(command[0], command, child_environment())
     if given[0] in COMMAND_GROUPS:
         return int(module_of(given[0]).main(given[1:]))
     return run(name, module_of(given[0]), given[1:])
@@ -210,11 +211,6 @@ def module_of(command: str) -> ModuleType:
 def common_flags(command: ModuleType) -> tuple[str, ...]:
     """Returns the flags that the command's --help shows; empty for all."""
     return tuple(getattr(command, "COMMON", ()))
-
-
-def _become(module: str, arguments: list[str]) -> NoReturn:
-    command = python("-m", module, *arguments)
-    os.execve(command[0], command, child_environment())
 
 
 def _without_command(given: list[str]) -> int:

@@ -74,17 +74,19 @@ def _default_draft() -> str:
 
 
 def _page(report: dict[str, Any]) -> str:
-    machine = report["machine"]
+    machine, blas = report["machine"], report["machine"]["blas"]
+    note = f" ({blas['note']})" if blas.get("note") else ""
+    wired = f"{machine['wired_budget_bytes'] / GIBIBYTE:.0f} GiB" if machine["wired_budget_bytes"] else "none"
     rows = [
         ("chip", f"{machine['chip']}, {machine['cores']} cores, {machine['architecture']}"),
-        (
-            "memory",
-            f"{machine['memory_bytes'] / GIBIBYTE:.0f} GiB, wired budget {_size(machine['wired_budget_bytes'])}",
-        ),
+        ("memory", f"{machine['memory_bytes'] / GIBIBYTE:.0f} GiB, wired budget {wired}"),
         ("system", f"{machine['system']} {machine['build']}, Python {machine['python']}"),
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
-        ("BLAS", _blas(machine["blas"])),
+        (
+            "BLAS",
+            f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s" + (f" ({blas['note']})" if blas.get("note") else ""),
+        ),
         ("mode auto", _learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]
@@ -119,12 +121,3 @@ def _placement(place: dict[str, Any]) -> str:
 
 def _ms(milliseconds: float | None) -> str:
     return "-" if milliseconds is None else f"{milliseconds:.2f}"
-
-
-def _size(count: int) -> str:
-    return f"{count / GIBIBYTE:.0f} GiB" if count else "none"
-
-
-def _blas(blas: dict[str, Any]) -> str:
-    note = f" ({blas['note']})" if blas.get("note") else ""
-    return f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s{note}"

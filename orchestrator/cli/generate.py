@@ -77,7 +77,10 @@ def opening(system_prompt: str | None, path: Path | None) -> tuple[Message, ...]
     """
     before: tuple[Message, ...] = ()
     if path is not None:
-        before = _read(path)
+        try:
+            before = checked(json.loads(flags.read_text_file(path, EXPECTED)), str(path))
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{path} can't be read ({error}); expected {EXPECTED}") from None
     if system_prompt is None:
         return before
     if any(message["role"] == "system" for message in before):
@@ -93,14 +96,6 @@ def checked(found: object, name: str) -> tuple[Message, ...]:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise InvalidRequest(f"message {number} of {name} has no role or no text; expected {EXPECTED}")
     return tuple(found)
-
-
-def _read(path: Path) -> tuple[Message, ...]:
-    try:
-        found = json.loads(flags.read_text_file(path, EXPECTED))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} can't be read ({error}); expected {EXPECTED}") from None
-    return checked(found, str(path))
 
 
 SILENT_SECONDS = 1.0
@@ -218,7 +213,11 @@ def server(options: argparse.Namespace, screen: Screen) -> Iterator[BaseClient]:
     """Yields a client of the servers at --connect, or of a cluster that lives as long as the context."""
     settings = flags.settings_of(options)
     if options.connect is not None:
-        _refuse_cluster_settings(settings)
+        foreign = [f"--{name.replace('_', '-')}" for name in settings if name not in REQUEST_SETTINGS]
+        if foreign:
+            raise InvalidRequest(
+                f"{', '.join(foreign)} can't be used with --connect: the server was started with its own"
+            )
         clients = connected(options)
         yield clients[0] if len(clients) == 1 else Resumed(clients)
         return
@@ -342,9 +341,3 @@ def _served(options: argparse.Namespace) -> str:
         if name is not None:
             return name
     raise EndpointError(f"the server at {options.connect} has not loaded its model yet; try again when it is ready")
-
-
-def _refuse_cluster_settings(settings: dict[str, Any]) -> None:
-    foreign = [f"--{name.replace('_', '-')}" for name in settings if name not in REQUEST_SETTINGS]
-    if foreign:
-        raise InvalidRequest(f"{', '.join(foreign)} can't be used with --connect: the server was started with its own")

@@ -44,10 +44,6 @@ def _make(ring: Keyring, options: argparse.Namespace) -> None:
     print(pair.public)
 
 
-def _show(ring: Keyring, options: argparse.Namespace) -> None:
-    print(ring.own().public)
-
-
 def _allow(ring: Keyring, options: argparse.Namespace) -> None:
     key, name = options.what
     if not name.isprintable() or name.split() != [name] or len(name) > MAX_NAME:
@@ -68,10 +64,6 @@ def _trust(ring: Keyring, options: argparse.Namespace) -> None:
     ring.trust(KnownServer(place.removeprefix("tcp://"), parse_key(key)))
 
 
-def _forget(ring: Keyring, options: argparse.Namespace) -> None:
-    ring.forget(options.what[0].removeprefix("tcp://"))
-
-
 def _list(ring: Keyring, options: argparse.Namespace) -> None:
     rows = [("own", ring.own().public, "")] if ring.has_own else []
     rows += [(allowed.role, allowed.key, allowed.name) for allowed in ring.allowed()]
@@ -84,10 +76,10 @@ def _list(ring: Keyring, options: argparse.Namespace) -> None:
 
 _ACTIONS: dict[str, tuple[tuple[str, ...], Callable[[Keyring, argparse.Namespace], None]]] = {
     "make": ((), _make),
-    "show": ((), _show),
+    "show": ((), lambda ring, _: print(ring.own().public)),
     "list": ((), _list),
     "allow": (("KEY", "NAME"), _allow),
     "revoke": (("KEY|NAME",), _revoke),
     "trust": (("PLACE", "KEY"), _trust),
-    "forget": (("PLACE",), _forget),
+    "forget": (("PLACE",), lambda ring, options: ring.forget(options.what[0].removeprefix("tcp://"))),
 }

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
@@ -58,26 +58,19 @@ def certify(
     }
     environment = system.environment(child_environment(), THREADS)
     command = python("-m", "outrider.target_worker.certificate")
-    with (
-        tempfile.TemporaryFile("w+") as stdin,
-        subprocess.Popen(
-            command, stdin=_written(stdin, claim), stdout=subprocess.PIPE, env=environment, text=True,
-            start_new_session=True,
-        ) as process,
-    ):  # fmt: skip
-        try:
-            report = _read_report(process.stdout or (), progress)
-        finally:
-            process.kill()  # the report has been read, or is no longer wanted
+    with tempfile.TemporaryFile("w+") as stdin:
+        json.dump(claim, stdin)
+        stdin.seek(0)
+        with subprocess.Popen(
+            command, stdin=stdin, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        ) as process:
+            try:
+                report = _read_report(process.stdout or (), progress)
+            finally:
+                process.kill()  # the report has been read, or is no longer wanted
     if report is None:
         raise WorkerError(f"the replay ended with code {process.returncode} before its report; see its stderr")
     return report
-
-
-def _written(file: IO[str], claim: dict[str, Any]) -> IO[str]:
-    json.dump(claim, file)
-    file.seek(0)
-    return file
 
 
 def _read_report(lines: Iterable[str], progress: Callable[[str], None]) -> Report | None:

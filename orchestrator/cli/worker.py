@@ -67,7 +67,9 @@ def run(options: argparse.Namespace) -> int:
     if options.shard and (options.role != "target" or settings.shards > 1):
         raise InvalidRequest("--shard is for one rank that mlx.launch starts; expected role target, and no --shards")
     if options.discover:
-        _discover(options)
+        trusted = {server.key for server in Keyring(options.keys).servers()}
+        found = lan.find({parse_key(options.server_key)} if options.server_key is not None else trusted)
+        options.connect, options.server_key = found.endpoint, found.key
     endpoint = str(parse(options.connect))
     if os.environ.get("MLX_RANK", "0") == "0":  # only rank 0 connects to the server
         require_server(endpoint)
@@ -88,13 +90,6 @@ def run(options: argparse.Namespace) -> int:
         command += _joining(options, pair)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # kept until the worker can end in order (WorkerLink)
     os.execve(command[0], command, system.environment(child_environment(), settings.threads, settings.cpu_kernels))
-
-
-def _discover(options: argparse.Namespace) -> None:
-    """Sets --connect and --server-key to those of the server that is found."""
-    trusted = {server.key for server in Keyring(options.keys).servers()}
-    found = lan.find({parse_key(options.server_key)} if options.server_key is not None else trusted)
-    options.connect, options.server_key = found.endpoint, found.key
 
 
 def _joining(options: argparse.Namespace, pair: ChosenPair) -> list[str]:

@@ -35,6 +35,7 @@ from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import (
     Alternatives,
+    Branch,
     Branches,
     Close,
     Commit,
@@ -89,10 +90,6 @@ class RequestTasks:
         self.latest = max(self.latest, place)
         if len(self.at) > MOST_ROUNDS:
             self.at.popitem(last=False)
-
-    def is_past(self, place: Place) -> bool:
-        """Whether tasks there may have been dropped."""
-        return place < min(self.at)
 
 
 class SentTasks:
@@ -521,55 +518,39 @@ def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resy
     place = message.epoch, message.round
     sent = tasks.at.get(place)
     if sent is None:
-        return LATE if tasks.is_past(place) else "round"
+        return LATE if place < min(tasks.at) else "round"  # tasks before the first may have been dropped
     fitting = [task for task in sent if task.base_len == message.base_len]
     if not fitting:
         return "base_len"
-    if not _fits_q(message):
-        return "q"
-    kinds = [_misfit(task, message, vocab) for task in fitting]
+    drafts: Sequence[Branch | Drafted] = message.entries if isinstance(message, Branches) else (message,)
+    if message.q is not None and not message.q.fits([token for draft in drafts for token in draft.chain]):
+        return "q"  # from which the chains can't have been drawn; the verify requires that
+    kinds = [_misfit(task, message, drafts, vocab) for task in fitting]
     return "" if "" in kinds else kinds[-1]
 
 
-def _fits_q(message: Branches | Drafted) -> bool:
-    """Whether the message's chains can have been drawn from its q, if it has one; the verify requires that."""
-    if message.q is None:
-        return True
-    chains = [message.chain] if isinstance(message, Drafted) else [entry.chain for entry in message.entries]
-    return message.q.fits([token for chain in chains for token in chain])
-
-
-def _misfit(task: DraftTask, message: Branches | Drafted, vocab: int) -> str:
+def _misfit(task: DraftTask, message: Branches | Drafted, drafts: Sequence[Branch | Drafted], vocab: int) -> str:
     """Returns the kind of an invalid answer to this task; empty: it is valid."""
+    bonuses: list[int] = []
     if isinstance(message, Branches):
-        return _misfit_branches(task, message, vocab)
-    if task.verifying is not None:
+        if not message.entries:
+            return ""
+        if task.verifying is None:
+            return "unasked"
+        if len(message.entries) > task.branches:
+            return "length"
+        committed = [entry.committed for entry in message.entries]
+        prefixes = {task.verifying[:accepted] for accepted in range(len(task.verifying) + 1)}
+        if not all(committed) or not prefixes.issuperset([tokens[:-1] for tokens in committed]):
+            return "unasked"
+        bonuses = [tokens[-1] for tokens in committed]
+    elif task.verifying is not None:
         return "unasked"
-    if len(message.chain) > task.depth:
+    if max(len(draft.chain) for draft in drafts) > task.depth:
         return "length"
-    if _are_invalid(task, message.chain, message.alternatives, vocab):
+    if any(_are_invalid(task, draft.chain, draft.alternatives, vocab) for draft in drafts):
         return "beside"
-    return "vocabulary" if _foreign(message.chain, vocab) else ""
-
-
-def _misfit_branches(task: DraftTask, message: Branches, vocab: int) -> str:
-    if not message.entries:
-        return ""
-    if task.verifying is None:
-        return "unasked"
-    if len(message.entries) > task.branches:
-        return "length"
-    committed = [entry.committed for entry in message.entries]
-    chains = [entry.chain for entry in message.entries]
-    prefixes = {task.verifying[:accepted] for accepted in range(len(task.verifying) + 1)}
-    if not all(committed) or not prefixes.issuperset([tokens[:-1] for tokens in committed]):
-        return "unasked"
-    if max(map(len, chains)) > task.depth:
-        return "length"
-    if any(_are_invalid(task, entry.chain, entry.alternatives, vocab) for entry in message.entries):
-        return "beside"
-    bonuses = [tokens[-1] for tokens in committed]
-    return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(chains), vocab) else ""
+    return "vocabulary" if _foreign(bonuses, vocab) or _foreign(flat(draft.chain for draft in drafts), vocab) else ""
 
 
 def _are_invalid(task: DraftTask, chain: Sequence[int], others: Alternatives | None, vocab: int) -> bool:

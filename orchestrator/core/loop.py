@@ -59,13 +59,13 @@ class Core:
         self._outbox = outbox
         self._trace = Trace(settings.trace)
         self._fatal = ""
-        self._pool = WorkerPool(context, settings, run_dir, auth)
-        self._tick_ms = min(TICK_MS, math.ceil(1000 * self._pool.seconds_a_ping))
+        self.pool = WorkerPool(context, settings, run_dir, auth)
+        self._tick_ms = min(TICK_MS, math.ceil(1000 * self.pool.seconds_a_ping))
         tuned = tuning.path_for(settings)
         tunings = tuning.load(tuned)
         self._policy_store = PolicyStore(tuning.memory_for(settings) if settings.memory else None, clock.now())
         self._scheduler = Scheduler(
-            self._pool,
+            self.pool,
             RoundSettings(
                 settings.depth,
                 settings.breadth,
@@ -84,21 +84,12 @@ class Core:
             self._policy_store.read(tuned),
         )
 
-    @property
-    def workers_endpoint(self) -> str:
-        return self._pool.endpoint
-
-    @property
-    def joining_endpoint(self) -> str:
-        """The endpoint for workers of other machines; empty: there is none."""
-        return self._pool.joining_endpoint
-
     def stats(self) -> CoreStats:
         """Returns a snapshot; may be called on any thread."""
         metrics = self._scheduler.metrics
         return CoreStats(
             stale_messages=self._scheduler.stale,
-            rejected_frames=self._pool.rejected,
+            rejected_frames=self.pool.rejected,
             dropped_branches=self._scheduler.dropped_branches,
             round_seconds=metrics.rounds.snapshot(),
             verify_seconds=metrics.verifies.snapshot(),
@@ -108,26 +99,26 @@ class Core:
         """Runs until Quit; always ends the workers that it started."""
         gc.freeze()  # excludes all present objects from collections: a full one takes milliseconds
         poller = zmq.Poller()
-        poller.register(self._pool.socket, zmq.POLLIN)
+        poller.register(self.pool.socket, zmq.POLLIN)
         poller.register(self._inbox.wake, zmq.POLLIN)
-        poller.register(self._pool.limiter.monitor, zmq.POLLIN)
-        if self._pool.exits is not None:
-            poller.register(self._pool.exits, zmq.POLLIN)
+        poller.register(self.pool.limiter.monitor, zmq.POLLIN)
+        if self.pool.exits is not None:
+            poller.register(self.pool.exits, zmq.POLLIN)
         try:
-            self._pool.start()
+            self.pool.start()
             going = True
             while going:
                 ready = dict(poller.poll(self._timeout_ms()))
-                if self._pool.limiter.monitor in ready:
-                    self._pool.limiter.watch()
+                if self.pool.limiter.monitor in ready:
+                    self.pool.limiter.watch()
                 self._receive_workers()
                 going = self._receive_front()
                 self._check_workers()
-                self._pool.flush()
+                self.pool.flush()
         finally:
             self._scheduler.close()
             self._policy_store.write(self._scheduler.learned(), clock.now())
-            self._pool.close()
+            self.pool.close()
             self._trace.close()
 
     def _timeout_ms(self) -> int:
@@ -138,16 +129,16 @@ class Core:
 
     def _receive_workers(self) -> None:
         """Handles all messages that have arrived, BRANCHES before OUTCOMEs, so that a lookup sees what came in time."""
-        arrived = list(self._pool.receive())
+        arrived = list(self.pool.receive())
         arrived.sort(key=lambda arrival: isinstance(arrival[1], Outcome))
         self._scheduler.handle_all(arrived, clock.now())
-        for worker in self._pool.arrivals():
+        for worker in self.pool.arrivals():
             if worker.role == "target":
                 self._scheduler.on_target_found()
             elif worker.role == "draft":
                 self._scheduler.on_drafter_found(worker.name)
-        self._pool.flush()
-        if self._pool.news:
+        self.pool.flush()
+        if self.pool.news:
             self._send_workers_changed()
 
     def _receive_front(self) -> bool:
@@ -160,7 +151,7 @@ class Core:
                 case Stop():
                     self._scheduler.stop(event.request, event.reason)
                 case ModelVocabulary():
-                    self._pool.set_language(event)
+                    self.pool.set_language(event)
                 case Quit():
                     return False
         return True
@@ -168,12 +159,12 @@ class Core:
     def _check_workers(self) -> None:
         now_ns = clock.now()
         self._scheduler.on_time(now_ns)
-        self._pool.ping(now_ns)
+        self.pool.ping(now_ns)
         if not self._scheduler.active and self._policy_store.is_due(now_ns):
             self._policy_store.write(self._scheduler.learned(), now_ns)
-        for loss in self._pool.losses(now_ns):
+        for loss in self.pool.losses(now_ns):
             self._on_loss(loss, now_ns)
-        if self._pool.news:
+        if self.pool.news:
             self._send_workers_changed()
 
     def _on_loss(self, loss: WorkerLoss, now_ns: int) -> None:
@@ -188,7 +179,7 @@ class Core:
         self._send_workers_changed()
 
     def _send_workers_changed(self) -> None:
-        pool = self._pool
+        pool = self.pool
         pool.news = False
         notes = tuple(pool.notes())
         self._outbox.put(WorkersChanged(pool.stats(), pool.ready, pool.stage, self._fatal, notes, pool.kv_budget))

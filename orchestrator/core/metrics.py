@@ -454,13 +454,16 @@ class RoundMetrics:
         request.metrics.on_ended(ended.number, ended.proposal, outcome, len(ended.kept), now_ns, ended.read)
         if not ended.read:
             self.rounds.add(now_ns - request.handled_ns)
-            self._verified(outcome.work)
+            if outcome.work.ended_ns != self._verified_ns:  # several requests report the same forward
+                self._verified_ns = outcome.work.ended_ns
+                self.verifies.add(outcome.work.ended_ns - outcome.work.started_ns)
         if self._trace.enabled:
             if outcome.drafting is not None:
                 self._trace_in_process(ended, outcome.drafting)
+            accepted = ended.proposal.origins(ended.nodes)[:-1][: len(ended.kept)]
             self._trace.add(
                 TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted,
-                by=_by(ended),
+                by=dict(Counter(origin.name.lower() for origin in accepted)),
             )  # fmt: skip
 
     def record(self, ended: SettledRound) -> RoundRecord | None:
@@ -469,24 +472,12 @@ class RoundMetrics:
             return None
         return ended.request.records.on_ended(ended.number, ended.proposal, ended.outcome, len(ended.kept))
 
-    def _verified(self, work: Span) -> None:
-        """Records a forward; several requests report the same one, which counts once."""
-        if work.ended_ns != self._verified_ns:
-            self._verified_ns = work.ended_ns
-            self.verifies.add(work.ended_ns - work.started_ns)
-
     def _trace_in_process(self, ended: SettledRound, drafting: Span) -> None:
         """Traces an in-process chain on a track of its own."""
         chain, verified_ns = ended.proposal.chain, ended.outcome.work.started_ns
         source = ended.proposal.source if chain else ProposalSource.NONE
         self._trace.mark(ORCHESTRATOR, source.value, verified_ns, round=ended.number, chain=len(chain), tokens=chain)
         self._trace.add(TARGETS_DRAFTER, "chain", drafting, tokens=len(chain), round=ended.number)
-
-
-def _by(ended: SettledRound) -> dict[str, int]:
-    """Returns how many of the accepted tokens that count are of each origin."""
-    accepted = ended.proposal.origins(ended.nodes)[:-1]
-    return dict(Counter(origin.name.lower() for origin in accepted[: len(ended.kept)]))
 
 
 def _mark(proposal: Proposal) -> str:

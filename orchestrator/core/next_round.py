@@ -377,7 +377,9 @@ class NextRound:
             case AskDrafters():
                 self._ask(request, step, now_ns)
             case WaitForBranch():
-                self._wait_for_branch(request, step, now_ns)
+                if request.wait is None:  # else it continues after a push
+                    self._metrics.on_wait(request, False, now_ns)
+                request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
@@ -426,26 +428,31 @@ class NextRound:
             space = remaining_tokens(request, context, len(committed))
             if space > 0 and up_to_end(request, context, committed)[1] is None:
                 request.prepared[committed] = self._proposer.branch(request, branch, space, committed)
-        if request.prepared:
-            self._send_prepare(request)
+        chains = request.prepared.values()
+        if chains:
+            self._workers.send_target(
+                Prepare(
+                    request=request.id,
+                    epoch=request.epoch,
+                    round=request.round,
+                    base_len=request.base_len,
+                    committed=tuple(request.prepared),
+                    chains=tuple(proposal.chain for proposal in chains),
+                    parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
+                )
+            )
 
     def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
         """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
         self._metrics.on_wait(request, step.missed, now_ns)
         if step.missed:
-            self._planner.on_missed(request)
+            self._planner.estimates.observe_lookup(False, request.covered)
         request.wait = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)
         self._draft_pool.ask(request, step.depth, now_ns)
 
-    def _wait_for_branch(self, request: Request, step: WaitForBranch, now_ns: int) -> None:
-        """Begins a wait for a branch, or continues it after a push."""
-        if request.wait is None:
-            self._metrics.on_wait(request, False, now_ns)
-        request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
-
     def end_wait(self, request: Request, now_ns: int) -> None:
         """Ends the wait if all drafters are done."""
-        if request.wait and not request.awaits_drafters:
+        if request.wait and all(state.done for state in request.drafters.values()):
             self.verify(request, self._proposer.after_wait(request, self._remaining_tokens(request)), now_ns)
 
     def _remaining_tokens(self, request: Request) -> int:
@@ -486,18 +493,3 @@ class NextRound:
     def _send_halt(self, request: Request) -> None:
         """Sends HALT: the target must not continue by itself."""
         self._workers.send_target(Halt(request=request.id, epoch=request.epoch))
-
-    def _send_prepare(self, request: Request) -> None:
-        """Sends PREPARE with the chains that the target may continue with after the round under way."""
-        chains = request.prepared.values()
-        self._workers.send_target(
-            Prepare(
-                request=request.id,
-                epoch=request.epoch,
-                round=request.round,
-                base_len=request.base_len,
-                committed=tuple(request.prepared),
-                chains=tuple(proposal.chain for proposal in chains),
-                parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
-            )
-        )

@@ -18,7 +18,7 @@ from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request
 from outrider.orchestrator.events import Admit
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
-from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Outcome, Span
+from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Span
 
 MOST_REQUESTED = 64  # policies for a requested K or B
 BREADTH_ROUNDS = 8  # between two forecasts of an open B in SSD, which take 0.1 ms
@@ -148,10 +148,6 @@ class Planner:
 
     # --- observations ---------------------------------------------------------------------------------------------
 
-    def on_missed(self, request: Request) -> None:
-        """Records a miss after which a chain was requested."""
-        self.estimates.observe_lookup(False, request.covered)
-
     def on_proposed(self, request: Request) -> None:
         lookup = request.proposal.lookup
         if lookup is not Lookup.NONE:
@@ -188,7 +184,9 @@ class Planner:
             if round_ms > 0:  # 0: two outcomes arrived together
                 estimates.observe_plain(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
-            self._observe_forward(len(proposal.chain) + 1, outcome)
+            if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
+                self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
+                estimates.observe_verify(max(outcome.rows, rows), _milliseconds(outcome.work), rows)
             along = proposal.along(ended.nodes)
             if self._can_judge(request):
                 self.profiles.observe_chain(
@@ -231,12 +229,6 @@ class Planner:
                 self.estimates.observe_alternatives(copy, kept)
         if not request.ngrams.is_empty:
             request.pending_copy = PendingCopy(len(request.tokens), longest_copy(request.ngrams, LONGEST_COPY))
-
-    def _observe_forward(self, own: int, outcome: Outcome) -> None:
-        """Records a forward; several requests report the same one, which counts once."""
-        if outcome.work.ended_ns != self._forward_ns:
-            self._forward_ns = outcome.work.ended_ns
-            self.estimates.observe_verify(max(outcome.rows, own), _milliseconds(outcome.work), own)
 
     # --- policies -------------------------------------------------------------------------------------------------
 
@@ -284,17 +276,14 @@ class Planner:
                 record = nearest(records, admit.sampling.temp)
                 if record is not None and (records is self._tunings or record.is_greedy == (admit.sampling.temp == 0)):
                     choices = [choice for choice in record.choices if _is_allowed(admit, choice)]
-                    policy.start_from(_of_kind(choices, kind))
+                    of_kind = [choice for choice in choices if choice.kind == kind]  # else texts in general
+                    policy.start_from(of_kind or [choice for choice in choices if choice.kind == FREE])
             self._policies[key] = policy
-            self._forget_requested()
+            # Clients may request any number of K and B: the oldest of those policies are dropped.
+            for old in [other for other in self._policies if other[1:3] != (None, None)][:-MOST_REQUESTED]:
+                del self._policies[old]
         self._policies[key].odds = odds or self.profiles.odds(kind, admit.sampling.temp == 0)
         return self._policies[key]
-
-    def _forget_requested(self) -> None:
-        """Drops the oldest policies for a requested K or B, since clients may request any number of them."""
-        requested = [key for key in self._policies if key[1:3] != (None, None)]
-        for key in requested[:-MOST_REQUESTED]:
-            del self._policies[key]
 
     def _depth(self, admit: Admit) -> int:
         return admit.num_draft_tokens or self._settings.depth
@@ -303,11 +292,6 @@ class Planner:
         """Returns the requested B, or the default: the setting, with `each` for every drafter."""
         each = max(drafters, 1) if self._settings.each else 1
         return admit.branches or self._settings.branches * each
-
-
-def _of_kind(choices: Sequence[TunedArm], kind: str) -> Sequence[TunedArm]:
-    """Returns the choices for this kind of text, or else for texts in general."""
-    return [c for c in choices if c.kind == kind] or [c for c in choices if c.kind == FREE]
 
 
 def _is_allowed(admit: Admit, choice: TunedArm) -> bool:

@@ -204,7 +204,9 @@ class NgramIndex:
         if not self._read:
             self._read = max(len(self._tokens) - WINDOW, 0)
         for end in range(self._read, min(self._read + count, len(self._tokens))):
-            self._forget(end - WINDOW)
+            for gram in self._ending_at(end - WINDOW):  # those that occurred last before the window are dropped
+                if self._followed_at.get(gram) == end - WINDOW:
+                    del self._followed_at[gram]
             for gram in self._ending_at(end):
                 self._followed_at[gram] = end
             self._read = end + 1
@@ -212,12 +214,6 @@ class NgramIndex:
     def _ending_at(self, end: int) -> Iterator[tuple[int, ...]]:
         """Returns the n-grams before the token at `end`."""
         return (tuple(self._tokens[end - n : end]) for n in range(SHORTEST, min(LONGEST, end) + 1))
-
-    def _forget(self, end: int) -> None:
-        """Drops the n-grams whose last occurrence is before the token at `end`."""
-        for gram in self._ending_at(end):
-            if self._followed_at.get(gram) == end:
-                del self._followed_at[gram]
 
     def lookup(self, length: int, then: Sequence[int] = ()) -> Copy:
         """Returns `length` tokens that followed the longest known suffix of the text, extended by `then`.
@@ -449,7 +445,9 @@ def merged(
     drafts = DraftTrie()
     drafts.add(chain, [estimates.drafted.rate(position) for position in range(len(chain))], branch.origin)
     if alternatives is not None:
-        _add_alternatives(drafts, chain, alternatives)
+        for token, parent, odds in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
+            if parent < len(chain):  # which may have been truncated
+                drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), odds], Origin.GUESSED)
     if forks:
         add_copy(drafts, instead, estimates.alternatives(instead.matched))
     after = Copy() if ngrams.is_empty else ngrams.lookup(longest - len(chain), (*committed, *chain))
@@ -496,11 +494,3 @@ def unites(estimates: Estimates, drafter: str, depth: int) -> bool:
         both = drafted.reach(position) * ahead.reach(position)
         gain += drafted.reach(position) - both - worth * estimates.row_ms() * (1.0 - both)
     return gain > 0.0
-
-
-def _add_alternatives(drafts: DraftTrie, chain: tuple[int, ...], alternatives: Alternatives) -> None:
-    """Adds the alternatives to tokens of `chain`, which may have been truncated."""
-    for token, parent, odds in zip(alternatives.tokens, alternatives.parents, alternatives.odds, strict=True):
-        if parent < len(chain):
-            above = chain[: parent + 1]
-            drafts.add((*above, token), [*[0.0] * len(above), odds], Origin.GUESSED, line(len(above) + 1))

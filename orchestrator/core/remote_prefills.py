@@ -60,7 +60,8 @@ class RemotePrefills:
         if prefill.left < self._min_tokens or not workers:
             self._hand_back(request)
             return
-        prefill.worker = min(sorted(workers), key=self._load)
+        loads = {name: sum(p.left for p in self._prefills.values() if p.worker == name) for name in sorted(workers)}
+        prefill.worker = min(loads, key=loads.__getitem__)
         self.asked.add(prefill.worker)
         tokens = np.asarray(request.tokens, np.int32)
         self._workers.send_worker(prefill.worker, Prefill(request.id, request.epoch, tokens, message.done))
@@ -95,6 +96,3 @@ class RemotePrefills:
         """Lets the target read on by itself."""
         self.forget(request)
         self._send_again(request)
-
-    def _load(self, worker: str) -> int:
-        return sum(prefill.left for prefill in self._prefills.values() if prefill.worker == worker)

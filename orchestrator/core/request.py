@@ -324,11 +324,6 @@ class Request:
         self.metrics.rejoined += 1
         self.add_note(f"speculation: {drafter} drafts again")
 
-    @property
-    def awaits_drafters(self) -> bool:
-        """Whether a drafter has not finished its task."""
-        return not all(state.done for state in self.drafters.values())
-
     def suspend(self) -> None:
         """Begins a new epoch: the target has lost the request, and messages of the old epoch are stale.
 
@@ -341,11 +336,6 @@ class Request:
         if self.records is not None:
             self.records.on_lost()
         self.round += 1
-
-    def add_worker_note(self, sender: str, words: str) -> None:
-        """Adds a worker's note, one for each worker."""
-        if not any(note.startswith(f"{sender}: ") for note in self.notes):
-            self.notes.append(f"{sender}: {words}")
 
     def add_note(self, words: str) -> None:
         """Adds a note for the reader of the text, unless it is there already."""

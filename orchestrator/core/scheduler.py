@@ -175,13 +175,13 @@ class Scheduler:
         self._cache_budget = CacheBudget()
         self._settings = settings
         self._emit = emit
-        self._metrics = RoundMetrics(trace)
+        self.metrics = RoundMetrics(trace)
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
         self._draft_pool = DraftPool(workers, self._validator.sent, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
         self._next = NextRound(
-            workers, self._draft_pool, self._planner, self._proposer, self._metrics, settings.full_depth
+            workers, self._draft_pool, self._planner, self._proposer, self.metrics, settings.full_depth
         )
         self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from)
         self._recovery = TargetRecovery(self._open)
@@ -194,10 +194,6 @@ class Scheduler:
     def dropped_branches(self) -> int:
         """The number of BRANCHES messages dropped because the cache was full."""
         return self._cache_budget.dropped
-
-    @property
-    def metrics(self) -> RoundMetrics:
-        return self._metrics
 
     def learned(self) -> tuple[Tuning, ...]:
         """Returns the records from which the next server starts."""
@@ -311,8 +307,10 @@ class Scheduler:
                 self._on_prefilled(request, message, sender in request.drafters, now_ns)
             case Resync():
                 self._on_resync(request, sender, now_ns)
+            case Fault() if sender in request.drafters:
+                self._remove_drafter(request, sender, message.message, now_ns)
             case Fault():
-                self._on_fault(request, sender, message, now_ns)
+                self._fail(request, message.message)
 
     def _on_prefilled(self, request: Request, message: Prefilled, of_drafter: bool, now_ns: int) -> None:
         if message.cached and not request.epoch:
@@ -340,15 +338,12 @@ class Scheduler:
             if request.wait and now_ns >= request.wait.deadline_ns:
                 self._draft_pool.expire(request, now_ns)
                 self._next.end_wait(request, now_ns)
-            elif self._is_silent(request, now_ns):
+            elif request.wait or self._recovery.is_waiting(request) or now_ns - request.heard_ns < ASK_AGAIN_NS:
+                continue
+            else:  # the target has made no progress on it for so long that a message may be lost
                 request.heard_ns = now_ns
                 self._remote_prefills.forget(request)
                 self._next.send_again(request)
-
-    def _is_silent(self, request: Request, now_ns: int) -> bool:
-        """Whether the target has made no progress on it for so long that a message may be lost."""
-        is_under_way = not (request.wait or self._recovery.is_waiting(request))
-        return is_under_way and now_ns - request.heard_ns >= ASK_AGAIN_NS
 
     def _on_outcome(self, request: Request, outcome: Outcome, now_ns: int) -> list[SettledRound]:
         proposal = request.proposal.settled(outcome)
@@ -386,19 +381,19 @@ class Scheduler:
     def _record(self, settled: SettledRound, now_ns: int) -> None:
         """Records a round in metrics and planner, and sends its tokens to the front."""
         request, outcome, kept = settled.request, settled.outcome, settled.kept
-        self._metrics.on_outcome(settled, now_ns)
+        self.metrics.on_outcome(settled, now_ns)
         self._planner.on_outcome(settled, now_ns)
         self._planner.judge_in_process(settled)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = settled.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
-        record = self._metrics.record(settled)
+        record = self.metrics.record(settled)
         self._emit(Committed(request.id, kept, logprobs, origins, (record,) if record is not None else None))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         request.losses.pop(sender, None)
-        self._metrics.on_branches(request, sender, message, now_ns)
+        self.metrics.on_branches(request, sender, message, now_ns)
         if message.round != request.round or not request.drafters[sender].is_awaited(message):
             self._draft_pool.on_late_branches(request, sender, message, now_ns)
             self.stale += 1
@@ -421,7 +416,7 @@ class Scheduler:
         if waiting is None or waiting.outcome or not is_awaited:
             self.stale += 1
             return
-        self._metrics.on_drafted(request, sender, message, now_ns)
+        self.metrics.on_drafted(request, sender, message, now_ns)
         self._planner.on_drafted(message, waiting, now_ns)
         proposal = self._proposer.drafted(request, sender, message, self._remaining_tokens(request))
         self._next.verify(request, proposal, now_ns)
@@ -435,17 +430,12 @@ class Scheduler:
         request.suspend()
         self._open(request)
 
-    def _on_fault(self, request: Request, sender: str, message: Fault, now_ns: int) -> None:
-        if sender in request.drafters:
-            self._remove_drafter(request, sender, message.message, now_ns)
-        else:
-            self._fail(request, message.message)
-
     def _on_worker_note(self, sender: str, note: WorkerNote) -> None:
-        """Adds the note, once, to every request that the sender works for."""
+        """Adds the note to every request that the sender works for, one for each sender."""
         for request in self._requests.values():
-            if self._workers.is_target(sender) or sender in request.drafters:
-                request.add_worker_note(sender, note.message)
+            has_note = any(words.startswith(f"{sender}: ") for words in request.notes)
+            if not has_note and (self._workers.is_target(sender) or sender in request.drafters):
+                request.notes.append(f"{sender}: {note.message}")
 
     def _update_planner(self) -> None:
         """Updates the planner's load: how many requests run, and whether prompts are still read."""

@@ -255,7 +255,8 @@ class Supervisor:
             if worker.state == "restarting" and worker.spawned is None:
                 lost += self._overdue(worker, now_ns)
                 continue
-            if worker.state in ("lost", "refused") or self._awaits_start(worker):
+            restarts = self._restarts.get(worker.name)
+            if worker.state in ("lost", "refused") or (restarts is not None and restarts.due_ns is not None):
                 self._forget(worker)
                 continue
             why = worker.why_gone(self._seconds_a_ping)
@@ -308,10 +309,6 @@ class Supervisor:
         for process in spawned:
             process.wait(STOP_GRACE_SECONDS)
         self.exits.close()
-
-    def _awaits_start(self, worker: Worker) -> bool:
-        restarts = self._restarts.get(worker.name)
-        return restarts is not None and restarts.due_ns is not None
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends a worker's process; one that was started here and had been ready is to be restarted."""

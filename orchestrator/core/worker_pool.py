@@ -22,6 +22,7 @@ from outrider.orchestrator.core.supervisor import Supervisor
 from outrider.orchestrator.core.worker_registry import (
     MAX_NAME,
     MOST_INVALID,
+    NO_HELLO,
     NOT_ALLOWED,
     SILENT,
     TARGET,
@@ -169,13 +170,11 @@ class WorkerPool:
 
     @property
     def target_context(self) -> int:
-        target = self._registry.named(TARGET)
-        return target.hello.context_length if target and target.hello else 0
+        return self._hello_of(TARGET).context_length
 
     @property
     def target_abilities(self) -> Abilities:
-        target = self._registry.named(TARGET)
-        return target.hello.abilities if target and target.hello else Abilities()
+        return self._hello_of(TARGET).abilities
 
     @property
     def kv_budget(self) -> KVBudget:
@@ -201,26 +200,28 @@ class WorkerPool:
 
     def prefill_workers(self) -> set[str]:
         """Returns the ready prefill workers whose keys and values the target can take over."""
-        target = self._registry.named(TARGET)
-        if target is None or target.hello is None or not target.hello.abilities.takes_kv:
-            return set()
+        target = self._hello_of(TARGET)
         ready = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
-        return {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target.hello)}
+        readers = {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
+        return readers if target.abilities.takes_kv else set()
 
     def vocabulary(self, name: str) -> int:
         """Returns the vocabulary size of this worker's model."""
-        worker = self._registry.named(name)
-        return worker.hello.vocab_size if worker and worker.hello else 0
+        return self._hello_of(name).vocab_size
 
     def features(self, name: str) -> str:
         """Returns the source of the features that this drafter reads; empty: it reads none."""
-        worker = self._registry.named(name)
-        return worker.hello.features if worker and worker.hello else ""
+        return self._hello_of(name).features
 
     def model(self, name: str) -> object:
         """Returns a value that is equal for drafters with the same model, which rank outcomes alike."""
+        hello = self._hello_of(name)
+        return hello.vocab_size, hello.parameters
+
+    def _hello_of(self, name: str) -> Hello:
+        """Returns a worker's description; an empty one before it has sent its own."""
         worker = self._registry.named(name)
-        return (worker.hello.vocab_size, worker.hello.parameters) if worker and worker.hello else None
+        return worker.hello if worker and worker.hello else NO_HELLO
 
     def has_target(self) -> bool:
         target = self._registry.named(TARGET)

@@ -70,16 +70,12 @@ class FarClock:
         return 0 if error_ns is None or abs(self._ahead_ns) <= error_ns else self._ahead_ns
 
     def to_local(self, message: Message, now_ns: int) -> Message:
-        """Returns a message that arrived at `now_ns` with its times on this clock."""
+        """Returns a message that arrived at `now_ns` with its times on this clock, none after `now_ns`."""
         if not isinstance(message, Branches | Drafted):
             return message
-        return replace(message, work=self._local_span(message.work, now_ns))
-
-    def _local_span(self, work: Span, now_ns: int) -> Span:
-        """Returns the span on this clock; it ends at `now_ns` at the latest."""
-        lasted_ns = max(work.ended_ns - work.started_ns, 0)
-        ended_ns = now_ns if self._error_ns is None else min(work.ended_ns - self.ahead_ns(now_ns), now_ns)
-        return Span(max(ended_ns - lasted_ns, 0), max(ended_ns, 0))
+        lasted_ns = max(message.work.ended_ns - message.work.started_ns, 0)
+        ended_ns = now_ns if self._error_ns is None else min(message.work.ended_ns - self.ahead_ns(now_ns), now_ns)
+        return replace(message, work=Span(max(ended_ns - lasted_ns, 0), max(ended_ns, 0)))
 
     def _error(self, now_ns: int) -> int | None:
         """Returns the possible error of the offset; None: there is no measurement."""
@@ -138,7 +134,7 @@ class Heartbeat:
 
 # An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
 MOST_INVALID = 8
-_UNKNOWN = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
+NO_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
 """Replaces the HELLO of a worker that has not sent one."""
 
 
@@ -212,7 +208,7 @@ class Worker:
         return f"{self} {silence}" if silence else None
 
     def stats(self) -> WorkerStats:
-        hello = self.hello or _UNKNOWN
+        hello = self.hello or NO_HELLO
         return WorkerStats(
             role=self.role,
             name=self.name,

@@ -65,33 +65,26 @@ log = logging.getLogger(__name__)
 
 
 class ServerMetrics:
-    """The counts of a server. `tokens` includes those of requests that still run."""
+    """The counts of a server: requests `done` by reason, `failed` by kind of error. `tokens` includes those of requests
+    that still run."""
 
     def __init__(self) -> None:
         self.totals = Timings()
         self.tokens = 0
-        self._done: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-
-    @property
-    def finished(self) -> int:
-        return self._done.total()
-
-    @property
-    def failed(self) -> int:
-        return self._failed.total()
+        self.done: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
 
     def on_ended(self, last: Done | Failed) -> None:
         """Records the last message of a request."""
         if isinstance(last, Done):
-            self._done[last.reason] += 1
+            self.done[last.reason] += 1
             self.totals += last.timings
         else:
-            self._failed[last.kind] += 1
+            self.failed[last.kind] += 1
 
     def endings(self) -> tuple[Tally, ...]:
         """Returns the ended requests by reason, or by kind of error."""
-        return tuple(Tally(kind, count) for kind, count in (*list(self._done.items()), *list(self._failed.items())))
+        return tuple(Tally(kind, count) for kind, count in (*list(self.done.items()), *list(self.failed.items())))
 
 
 class Front:
@@ -159,8 +152,8 @@ class Front:
             workers=self._workers,
             active=len(self._active),
             queued=len(self._waiting),
-            finished=self._metrics.finished,
-            failed=self._metrics.failed,
+            finished=self._metrics.done.total(),
+            failed=self._metrics.failed.total(),
             totals=self._metrics.totals,
             stale_messages=core.stale_messages,
             rejected_frames=self._clients.rejected + core.rejected_frames,

@@ -53,7 +53,10 @@ class Beacon:
         from zeroconf import NonUniqueNameException, ServiceInfo
 
         anywhere = where.host in ANYWHERE
-        own = _own_addresses() if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
+        entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
+        ipv4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        others = [address for address in ipv4 if not address.startswith("127.")]
+        own = others if anywhere else [str(socket.getaddrinfo(where.host, None)[0][4][0])]
         name = f"{socket.gethostname().partition('.')[0][:40]}-{where.port}"
         about = {"key": key, "protocol": str(PROTOCOL_VERSION)}
         self._zeroconf = _opened(None if anywhere else own)
@@ -133,12 +136,6 @@ def _read(info: ServiceInfo) -> list[DiscoveredServer]:
         return []
     address = min(addresses, key=lambda address: (":" in address, address.startswith("127.")))
     return [DiscoveredServer(str(Tcp(address, info.port)), about.get("key", "")[:100], about.get("protocol", "")[:20])]
-
-
-def _own_addresses() -> list[str]:
-    interfaces = psutil.net_if_addrs().values()
-    ipv4 = [entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET]
-    return [address for address in ipv4 if not address.startswith("127.")]
 
 
 def _listed(servers: Sequence[DiscoveredServer]) -> str:

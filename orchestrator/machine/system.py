@@ -52,7 +52,9 @@ def openblas() -> Path | None:
     if not needs_openblas() or chosen == "":
         return None
     if chosen is not None:
-        return _given(Path(chosen))
+        if not Path(chosen).is_file():
+            raise InvalidRequest(f"{CHOICE} is {chosen}, which is not a file; expected a libopenblas.so.0, or no value")
+        return Path(chosen)
     machine = platform.machine()
     folders = [f"/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib64", "/usr/local/lib"]
     for folder in folders:
@@ -60,12 +62,6 @@ def openblas() -> Path | None:
             if Path(folder, name).is_file():
                 return Path(folder, name)
     return _known_to_loader()
-
-
-def _given(library: Path) -> Path:
-    if not library.is_file():
-        raise InvalidRequest(f"{CHOICE} is {library}, which is not a file; expected a libopenblas.so.0, or no value")
-    return library
 
 
 def needs_openblas() -> bool:

