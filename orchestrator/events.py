@@ -8,7 +8,7 @@ counts tokens alike for all: each worker's share is what the same tokens take th
 for room, the workers evict.
 
 `ThreadQueues` holds the queues between the threads. `Mailbox` is a queue between two threads that a ZeroMQ poller can
-wait on. `CoreStats` is a snapshot of the core's counts, which the front may take at any time.
+wait on.
 
 `Announcement` is a report of a server to the process that started it, as a JSON line on a socket. The server ends when
 the parent closes the other end, or is gone.
@@ -32,7 +32,7 @@ from outrider.protocol.heads import DRAFT_MODEL, JOINT
 from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin, joined
-from outrider.protocol.stats import Durations, KvCost
+from outrider.protocol.stats import KvCost
 
 _PART = 2  # texts get one half of the memory that the weights leave, everything else the other
 _UNLIMITED = 2**31 - 1
@@ -282,17 +282,6 @@ class EndServer:
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Main thread -> front thread: take no new requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreStats:
-    """The core's counts and durations since its start; see `Stats`."""
-
-    stale_messages: int
-    rejected_frames: int
-    dropped_branches: int
-    round_seconds: Durations
-    verify_seconds: Durations
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,15 +83,10 @@ def measure_prefill(settings: dict[str, Any], context: int, vocab_size: int, sho
 
 
 def _median_ms(cluster: LocalCluster, length: int, vocab_size: int) -> float:
-    client = cluster.client()
-    times = [client.generate(tokens, _FIRST).timings.prompt_ms for tokens in _prompts(length, vocab_size)]
-    return statistics.median(times[1:])
-
-
-def _prompts(length: int, vocab_size: int) -> Sequence[list[int]]:
-    """Returns a prompt to warm up, followed by the measured prompts."""
-    rng = np.random.default_rng(length)
-    return [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
+    client, rng = cluster.client(), np.random.default_rng(length)
+    prompts = [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
+    _, *times = [client.generate(tokens, _FIRST).timings.prompt_ms for tokens in prompts]  # the first one warms up
+    return statistics.median(times)
 
 
 PROMPTS = (

@@ -83,10 +83,7 @@ def _page(report: dict[str, Any]) -> str:
         ("system", f"{machine['system']} {machine['build']}, Python {machine['python']}"),
         ("libraries", ", ".join(f"{name} {number}" for name, number in machine["libraries"].items())),
         ("MLX runs on", machine["mlx_device"]),
-        (
-            "BLAS",
-            f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s" + (f" ({blas['note']})" if blas.get("note") else ""),
-        ),
+        ("BLAS", f"{blas['library']}, {blas['gflops']:.0f} GFLOP/s{note}"),
         ("mode auto", _learned()),
     ]
     lines = [f"{name:12} {value}" for name, value in rows]

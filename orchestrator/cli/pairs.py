@@ -26,10 +26,6 @@ class KnownPair:
     draft_parameters: float
     note: str = ""
 
-    @property
-    def ratio(self) -> float:
-        return self.target_parameters / self.draft_parameters
-
 
 def _pair(target: str, target_b: float, draft: str, draft_b: float, note: str = "") -> KnownPair:
     return KnownPair(f"mlx-community/{target}", target_b * BILLION, f"mlx-community/{draft}", draft_b * BILLION, note)
@@ -94,7 +90,8 @@ def _listing() -> str:
     """Returns two lines for each pair, to fit long ids into 80 columns."""
     lines = [f"{'TARGET':52}SIZES", f"  + {'DRAFT':48}NOTE"]
     for pair in KNOWN_PAIRS:
-        sizes = f"{pair.target_parameters / BILLION:g}B / {pair.draft_parameters / BILLION:g}B ({pair.ratio:.0f}x)"
+        target_b, draft_b = pair.target_parameters / BILLION, pair.draft_parameters / BILLION
+        sizes = f"{target_b:g}B / {draft_b:g}B ({target_b / draft_b:.0f}x)"
         lines += [f"{pair.target:52}{sizes}", f"  + {pair.draft:48}{pair.note}".rstrip()]
     lines += ["", "to pull (outrider pull NAME, --model NAME):", *map(_to_pull, PULLED.values())]
     if is_here(TINY):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -22,7 +23,6 @@ from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.orchestrator.events import (
     Admit,
-    CoreStats,
     Mailbox,
     ModelVocabulary,
     Quit,
@@ -35,7 +35,7 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Outcome
+from outrider.protocol.messages import Outcome, Stats
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +84,13 @@ class Core:
             self._policy_store.read(tuned),
         )
 
-    def stats(self) -> CoreStats:
-        """Returns a snapshot; may be called on any thread."""
+    def stats(self, stats: Stats) -> Stats:
+        """Adds the core's counts and durations to the front's; may be called on any thread."""
         metrics = self._scheduler.metrics
-        return CoreStats(
+        return replace(
+            stats,
             stale_messages=self._scheduler.stale,
-            rejected_frames=self.pool.rejected,
+            rejected_frames=stats.rejected_frames + self.pool.rejected,
             dropped_branches=self._scheduler.dropped_branches,
             round_seconds=metrics.rounds.snapshot(),
             verify_seconds=metrics.verifies.snapshot(),

@@ -19,7 +19,6 @@ from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (
     Announcement,
     Committed,
-    CoreStats,
     EndServer,
     Failure,
     PrefillProgress,
@@ -96,7 +95,7 @@ class Front:
         admission: Admission,
         clients: ClientSocket,
         queues: ThreadQueues,
-        core_stats: Callable[[], CoreStats],
+        core_stats: Callable[[Stats], Stats],
         announce: Callable[[Announcement], None],
     ) -> None:
         self._pair = pair
@@ -145,8 +144,7 @@ class Front:
 
     def stats(self, request: str) -> Stats:
         """Returns the current workers and totals; may be called on any thread."""
-        core = self._core_stats()
-        return Stats(
+        stats = Stats(
             request=request,
             version=PACKAGE_VERSION,
             workers=self._workers,
@@ -155,15 +153,13 @@ class Front:
             finished=self._metrics.done.total(),
             failed=self._metrics.failed.total(),
             totals=self._metrics.totals,
-            stale_messages=core.stale_messages,
-            rejected_frames=self._clients.rejected + core.rejected_frames,
+            stale_messages=0,
+            rejected_frames=self._clients.rejected,
             generated=self._metrics.tokens,
             endings=self._metrics.endings(),
             kv=self._kv_use(),
-            round_seconds=core.round_seconds,
-            verify_seconds=core.verify_seconds,
-            dropped_branches=core.dropped_branches,
         )
+        return self._core_stats(stats)
 
     # --- messages of clients --------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from outrider.orchestrator.events import (
     Admit,
     Announcement,
     Committed,
-    CoreStats,
     EndServer,
     Mailbox,
     Quit,
@@ -31,7 +30,7 @@ from outrider.orchestrator.front.loop import Front
 from outrider.orchestrator.pairing.pairing import PairText
 from outrider.orchestrator.pairing.tokenizer import TextCodec
 from outrider.orchestrator.sockets import ClientSocket
-from outrider.protocol.messages import Timings, WorkerStats
+from outrider.protocol.messages import Stats, Timings, WorkerStats
 from outrider.protocol.stats import Durations
 
 JOIN_SECONDS = 200.0
@@ -45,8 +44,10 @@ def worker_stats(role: str, state: str = "ready") -> WorkerStats:
 class ScriptedCore:
     """Answers each Admit with what `play` says and each Stop with Ended; keeps everything it was told."""
 
-    def stats(self) -> CoreStats:
-        return CoreStats(3, 2, 1, Durations((0.1,), (3, 1), 2.0), Durations())
+    def stats(self, stats: Stats) -> Stats:
+        rounds = Durations((0.1,), (3, 1), 2.0)
+        rejected = stats.rejected_frames + 2
+        return replace(stats, stale_messages=3, rejected_frames=rejected, dropped_branches=1, round_seconds=rounds)
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self.inbox, self.outbox = inbox, outbox

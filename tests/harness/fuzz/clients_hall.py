@@ -20,7 +20,6 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
     Committed,
-    CoreStats,
     Drain,
     EndServer,
     Mailbox,
@@ -39,10 +38,9 @@ from outrider.orchestrator.pairing.pairing import choose_pair, read_pair
 from outrider.orchestrator.settings import ServeSettings
 from outrider.orchestrator.sockets import ClientSocket
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.messages import Cancel, Generate, StatsQuery, Timings, WorkerStats
+from outrider.protocol.messages import Cancel, Generate, Stats, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
-from outrider.protocol.stats import Durations
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator
 
@@ -58,8 +56,8 @@ def text(seed: int, count: int) -> tuple[int, ...]:
 class ReadyCore:
     """A core that completes each text at once: the body of its thread, and the attributes that a front reads."""
 
-    def stats(self) -> CoreStats:
-        return CoreStats(0, 0, 0, Durations(), Durations())
+    def stats(self, stats: Stats) -> Stats:
+        return stats
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self._inbox, self._outbox = inbox, outbox
