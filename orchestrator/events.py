@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from outrider.protocol.heads import DRAFT_MODEL, JOINT
-from outrider.protocol.messages import RoundRecord, Timings, WorkerStats
+from outrider.protocol.messages import Failed, Progress, RoundRecord, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin, joined
 from outrider.protocol.stats import KvCost
@@ -165,13 +165,6 @@ class RequestBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
-    request: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
 class Committed:
     """Tokens that became final, including EOS if it ended the text, with their `logprobs`, `origins` and `rounds` if
     requested."""
@@ -204,17 +197,9 @@ class RequestEnded:
     until: Callable[[int], Timings] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
-    """The request failed; `kind` names a class of protocol.errors."""
-
-    request: str
-    kind: str
-    message: str
-
-
 ToCore = Admit | Stop | ModelVocabulary | Quit
-ToFront = WorkersChanged | RequestBegan | PrefillProgress | Committed | RequestEnded | RequestFailed
+# `Progress` and `Failed` become a client's own once the front has put in its name for the request.
+ToFront = WorkersChanged | RequestBegan | Progress | Committed | RequestEnded | Failed
 
 
 def together(events: Iterable[ToFront]) -> list[ToFront]:
@@ -229,7 +214,7 @@ def together(events: Iterable[ToFront]) -> list[ToFront]:
                 if before and isinstance(before[0], Committed):
                     merged[at] = before[0].followed_by(event)
                     continue
-            case RequestBegan() | PrefillProgress() | RequestEnded() | RequestFailed():
+            case RequestBegan() | Progress() | RequestEnded() | Failed():
                 latest.pop(event.request, None)
         merged.append(event)
     return merged

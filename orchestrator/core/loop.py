@@ -26,7 +26,6 @@ from outrider.orchestrator.events import (
     Mailbox,
     ModelVocabulary,
     Quit,
-    RequestFailed,
     Stop,
     ToCore,
     ToFront,
@@ -35,7 +34,7 @@ from outrider.orchestrator.events import (
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Outcome, Stats
+from outrider.protocol.messages import Failed, Outcome, Stats
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class Core:
         for event in self._inbox.take():
             match event:
                 case Admit() if self._fatal:
-                    self._outbox.put(RequestFailed(event.request, "WorkerError", self._fatal))
+                    self._outbox.put(Failed(event.request, "WorkerError", self._fatal))
                 case Admit():
                     self._scheduler.begin(event, clock.now())
                 case Stop():

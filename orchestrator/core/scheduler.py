@@ -40,10 +40,8 @@ from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import (
     Admit,
     Committed,
-    PrefillProgress,
     RequestBegan,
     RequestEnded,
-    RequestFailed,
     ToFront,
 )
 from outrider.protocol.clock import ASK_AGAIN_NS
@@ -51,11 +49,13 @@ from outrider.protocol.messages import (
     Branches,
     Close,
     Drafted,
+    Failed,
     Fault,
     Features,
     Message,
     Outcome,
     Prefilled,
+    Progress,
     Resync,
     WorkerNote,
 )
@@ -320,7 +320,7 @@ class Scheduler:
         request.heard_ns = now_ns
         self._remote_prefills.on_progress(request, message)
         if not request.generated:
-            self._emit(PrefillProgress(request.id, message.done, message.total))
+            self._emit(Progress(request.id, message.done, message.total))
 
     def next_deadline_ns(self) -> int | None:
         """Returns when `on_time` must be called at the latest, or None; 0: at once, to index a prompt's n-grams."""
@@ -472,7 +472,7 @@ class Scheduler:
 
     def _fail(self, request: Request, why: str) -> None:
         self._close(request)
-        self._emit(RequestFailed(request.id, "WorkerError", why))
+        self._emit(Failed(request.id, "WorkerError", why))
 
     def _close(self, request: Request) -> None:
         del self._requests[request.id]

@@ -21,10 +21,8 @@ from outrider.orchestrator.events import (
     Committed,
     EndServer,
     Failure,
-    PrefillProgress,
     RequestBegan,
     RequestEnded,
-    RequestFailed,
     ServerReady,
     Stage,
     Stop,
@@ -239,14 +237,14 @@ class Front:
         match event:
             case RequestBegan():
                 self._started(ticket, event)
-            case PrefillProgress(done=done, total=total):
-                self._send(ticket, Progress(ticket.name, done, total))
+            case Progress():
+                self._send(ticket, replace(event, request=ticket.name))
             case Committed():
                 self._committed(ticket, event)
             case RequestEnded():
                 self._ended(ticket, event)
-            case RequestFailed(kind=kind, message=message):
-                self._close(ticket, Failed(ticket.name, kind, message))
+            case Failed():
+                self._close(ticket, replace(event, request=ticket.name))
 
     def _on_workers(self, event: WorkersChanged) -> None:
         self._workers = event.workers

@@ -18,10 +18,8 @@ from outrider.orchestrator.core.scheduler import GUILTY, Scheduler
 from outrider.orchestrator.events import (
     Admit,
     Committed,
-    PrefillProgress,
     RequestBegan,
     RequestEnded,
-    RequestFailed,
     ToFront,
 )
 from outrider.protocol.codec import encode
@@ -30,11 +28,13 @@ from outrider.protocol.messages import (
     Commit,
     Done,
     Drafted,
+    Failed,
     Fault,
     Message,
     Open,
     Outcome,
     Prepare,
+    Progress,
     Span,
     Verify,
 )
@@ -138,11 +138,11 @@ class Watch:
                 watched.began = True
             case Committed():
                 self._committed(watched, event)
-            case RequestEnded() | RequestFailed():
+            case RequestEnded() | Failed():
                 self._judge("once", watched.ending is None, f"{event.request} ended twice: {watched.ending}, {event}")
                 watched.ending = event
                 self._ended(watched, event)
-            case PrefillProgress():
+            case Progress():
                 self._judge("once", watched.ending is None, f"{event} was told after the end")
 
     def _committed(self, watched: Watched, event: Committed) -> None:
@@ -154,11 +154,11 @@ class Watch:
         self._judge("once", len(told) <= len(said), f"{name} was told {len(told) - len(said)} tokens past its end")
         self._judge("text", told == said[: len(told)], f"{name} was told {told}, not {said[: len(told)]}")
 
-    def _ended(self, watched: Watched, event: RequestEnded | RequestFailed) -> None:
+    def _ended(self, watched: Watched, event: RequestEnded | Failed) -> None:
         name = event.request
-        died_of_it = isinstance(event, RequestFailed) and watched.deaths >= GUILTY and event.message
+        died_of_it = isinstance(event, Failed) and watched.deaths >= GUILTY and event.message
         self._judge("lives", isinstance(event, RequestEnded) or bool(died_of_it), f"{name} broke: {event}")
-        if isinstance(event, RequestFailed):
+        if isinstance(event, Failed):
             return
         if event.reason == watched.stopped:
             self.judged["end"] += 1

@@ -9,8 +9,8 @@ from typing import Any
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import ReplayDrafter, Script
-from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed
-from outrider.protocol.messages import Close, Message, Open, Verify
+from outrider.orchestrator.events import Admit, Committed, RequestEnded
+from outrider.protocol.messages import Close, Failed, Message, Open, Verify
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.cluster_in_process import Cluster, OracleTarget
 from tests.system.links import FakeLink
@@ -139,5 +139,5 @@ class Mortal(Cluster):
         told = [event for event in self.told if isinstance(event, Committed) and event.request == name]
         return [token for event in told for token in event.tokens]
 
-    def end(self, name: str) -> RequestEnded | RequestFailed:
-        return next(e for e in self.told if isinstance(e, RequestEnded | RequestFailed) and e.request == name)
+    def end(self, name: str) -> RequestEnded | Failed:
+        return next(e for e in self.told if isinstance(e, RequestEnded | Failed) and e.request == name)

@@ -24,7 +24,6 @@ from outrider.orchestrator.events import (
     Committed,
     RequestBegan,
     RequestEnded,
-    RequestFailed,
     Stop,
     WorkersChanged,
 )
@@ -32,7 +31,7 @@ from outrider.orchestrator.machine.spawn import child_environment, python
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET
 from outrider.orchestrator.pairing.tokenizer import render
 from outrider.protocol.errors import InvalidRequest, ServerStopped, WorkerError
-from outrider.protocol.messages import Timings
+from outrider.protocol.messages import Failed, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Report
 from tests.orchestrator.stand import says, worker_stats
@@ -409,7 +408,7 @@ def test_a_failure_is_told_and_a_person_goes_on(served, talk, templated, person)
     def play(admit):
         if len(prompts(served)) > 1:
             return says(served.codec, "yes")(admit)
-        return [RequestBegan(admit.request, "ssd"), RequestFailed(admit.request, "WorkerError", "the target was lost")]
+        return [RequestBegan(admit.request, "ssd"), Failed(admit.request, "WorkerError", "the target was lost")]
 
     served.core.play = play
     code, out, err = talk("one", "two", person=person)

@@ -17,10 +17,8 @@ from outrider.orchestrator.events import (
     Admit,
     Committed,
     Failure,
-    PrefillProgress,
     RequestBegan,
     RequestEnded,
-    RequestFailed,
     ServerReady,
     Stage,
     Stop,
@@ -41,6 +39,7 @@ from outrider.protocol.messages import (
     Failed,
     Generate,
     Hello,
+    Progress,
     RoundRecord,
     Span,
     Started,
@@ -196,7 +195,7 @@ def test_a_model_without_an_end_token_takes_no_grammar(stand):
 
 def test_progress_of_a_long_prompt_is_told(stand, codec):
     told = []
-    stand.core.play = lambda admit: [PrefillProgress(admit.request, 5, 9), *says(codec, "x")(admit)]
+    stand.core.play = lambda admit: [Progress(admit.request, 5, 9), *says(codec, "x")(admit)]
     for _ in stand.client().stream("def f(", progress=lambda done, total: told.append((done, total))):
         pass
     assert told == [(5, 9)]
@@ -213,7 +212,7 @@ def test_notes_of_the_start_and_of_the_end_are_both_told(stand):
 
 
 def test_a_request_that_broke_raises_the_named_error(stand):
-    stand.core.play = lambda admit: [RequestFailed(admit.request, "WorkerError", "the target died")]
+    stand.core.play = lambda admit: [Failed(admit.request, "WorkerError", "the target died")]
     with pytest.raises(WorkerError, match="the target died"):
         stand.client().generate("x")
 
@@ -429,7 +428,7 @@ def test_stats_tell_workers_totals_and_what_was_dropped(stand, codec):
     assert stats.stale_messages == 3 and stats.rejected_frames == 2 + 2
     assert stats.generated == stats.totals.predicted_n
     assert stats.endings == (Tally("eos", 1), Tally("InvalidRequest", 1))
-    assert stats.round_seconds == stand.core.stats().round_seconds and stats.verify_seconds == Durations()
+    assert stats.round_seconds == Durations((0.1,), (3, 1), 2.0) and stats.verify_seconds == Durations()
 
 
 def test_totals_go_on_past_what_one_request_can_have(stand):

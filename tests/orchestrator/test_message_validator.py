@@ -13,7 +13,7 @@ import pytest
 
 from outrider.drafters.replay import Script
 from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, MessageValidator
-from outrider.orchestrator.events import Admit, Committed, PrefillProgress
+from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.messages import (
     Branch,
     Branches,
@@ -25,6 +25,7 @@ from outrider.protocol.messages import (
     Open,
     Outcome,
     Prefilled,
+    Progress,
     Resync,
     Span,
 )
@@ -198,4 +199,4 @@ def test_a_drafter_that_lies_all_the_time_does_not_change_the_text(message: Mess
 def test_only_the_target_tells_how_far_the_prompt_is_read(cluster: Judging) -> None:
     for sender, done in (("draft-0", 3), ("target-0", 4)):
         cluster.rounds.handle(sender, Prefilled("r", 0, done, 10), 0)
-    assert [event for event in cluster.told if isinstance(event, PrefillProgress)] == [PrefillProgress("r", 4, 10)]
+    assert [event for event in cluster.told if isinstance(event, Progress)] == [Progress("r", 4, 10)]

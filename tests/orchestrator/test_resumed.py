@@ -22,7 +22,6 @@ from outrider.orchestrator.events import (
     Committed,
     RequestBegan,
     RequestEnded,
-    RequestFailed,
     ToFront,
     WorkersChanged,
 )
@@ -38,7 +37,7 @@ from outrider.protocol.errors import (
     ServerBusy,
     WorkerError,
 )
-from outrider.protocol.messages import Done, Message, Timings
+from outrider.protocol.messages import Done, Failed, Message, Timings
 from outrider.protocol.sampling import SamplingParams
 from tests.orchestrator.stand import Play, Stand, worker_stats
 
@@ -57,7 +56,7 @@ def says(codec: TextCodec, tokens: int | None, kind: str = "ServerStopped") -> P
         if until is None or until >= len(text):
             last: ToFront = RequestEnded(admit.request, "length", Timings(predicted_n=len(new)))
         else:
-            last = RequestFailed(admit.request, kind, GONE)
+            last = Failed(admit.request, kind, GONE)
         return [RequestBegan(admit.request, "ssd"), *new, last]
 
     return play

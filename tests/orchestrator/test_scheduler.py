@@ -18,13 +18,14 @@ from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.proposal import PIECE, NgramIndex
 from outrider.orchestrator.core.request import Request, RoundSettings, SettledRound
-from outrider.orchestrator.events import Admit, Committed, RequestFailed
+from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
     Branch,
     Branches,
     Commit,
     Drafted,
+    Failed,
     Fault,
     Halt,
     Message,
@@ -378,7 +379,7 @@ def test_a_simulation_without_its_drafter_fails() -> None:
     cluster = Cluster(text, script(text), simulated=True)
     cluster.rounds.begin(Admit("r", PROMPT, SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     cluster.rounds.handle("draft-0", Fault("draft-0", "r", "the drafter is full"), 0)
-    assert cluster.told[-1] == RequestFailed("r", "WorkerError", "the drafter is full")
+    assert cluster.told[-1] == Failed("r", "WorkerError", "the drafter is full")
     assert not cluster.rounds.active
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from outrider.orchestrator.events import Committed, RequestEnded, RequestFailed
-from outrider.protocol.messages import Open, Verify
+from outrider.orchestrator.events import Committed, RequestEnded
+from outrider.protocol.messages import Failed, Open, Verify
 from tests.orchestrator.mortal import Mortal, random_text
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
@@ -219,7 +219,7 @@ def test_where_no_target_comes_any_more_every_request_ends_with_the_reason() -> 
     cluster.turns(12)
     cluster.kill_target(for_good=True)
     assert [cluster.end(name) for name in cluster.texts] == [
-        RequestFailed(name, "WorkerError", "target worker target-0 ended with code -9") for name in cluster.texts
+        Failed(name, "WorkerError", "target worker target-0 ended with code -9") for name in cluster.texts
     ]
 
 
@@ -227,7 +227,7 @@ def test_a_simulated_target_that_dies_ends_what_it_stood_for() -> None:
     cluster = Mortal([random_text(1)], simulated=True)
     cluster.begin("ssd")
     cluster.kill_target()
-    assert isinstance(cluster.end("r0"), RequestFailed) and not cluster.rounds.active
+    assert isinstance(cluster.end("r0"), Failed) and not cluster.rounds.active
 
 
 # --- poison -------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_request_that_kills_the_target_again_and_again_ends_alone(mode: str, p
     cluster.begin(mode)
     cluster.to_the_end()
     ended = cluster.end(poisoned)
-    assert isinstance(ended, RequestFailed) and "the third time" in ended.message
+    assert isinstance(ended, Failed) and "the third time" in ended.message
     for name in set(cluster.texts) - {poisoned}:
         assert isinstance(cluster.end(name), RequestEnded) and cluster.text_of(name) == whole(cluster, name)
     assert cluster.deaths == 3 or at  # where the others get tokens between two deaths they are no suspects
@@ -284,7 +284,7 @@ def test_two_poisons_at_once_both_end() -> None:
     cluster = Mortal([random_text(n) for n in range(4)], poison={"r1": 0, "r2": 0})
     cluster.begin("ssd")
     cluster.to_the_end()
-    assert {name for name in cluster.texts if isinstance(cluster.end(name), RequestFailed)} == {"r1", "r2"}
+    assert {name for name in cluster.texts if isinstance(cluster.end(name), Failed)} == {"r1", "r2"}
 
 
 @pytest.mark.parametrize("mode", ["sd", "ssd"])

@@ -12,13 +12,12 @@ from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import (
     Admit,
     Committed,
-    PrefillProgress,
     RequestBegan,
     RequestEnded,
     ToFront,
     together,
 )
-from outrider.protocol.messages import Abilities, Close, Message, Outcome, RoundRecord, Span, Timings, Verify
+from outrider.protocol.messages import Abilities, Close, Message, Outcome, Progress, RoundRecord, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin
 from tests.honest import HonestWorkers
@@ -93,14 +92,14 @@ def test_tokens_that_wait_behind_each_other_are_one_event_and_nothing_overtakes_
         Committed("a", (1,)),
         Committed("b", (7,)),
         Committed("a", (2, 3)),
-        PrefillProgress("b", 1, 2),
+        Progress("b", 1, 2),
         Committed("b", (8,)),
         Committed("a", (4,)),
         RequestEnded("a", "eos", Timings()),
         Committed("b", (9,)),
     ]
     assert together(told) == [
-        RequestBegan("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), PrefillProgress("b", 1, 2),
+        RequestBegan("a", "ar"), Committed("a", (1, 2, 3, 4)), Committed("b", (7,)), Progress("b", 1, 2),
         Committed("b", (8, 9)), RequestEnded("a", "eos", Timings()),
     ]  # fmt: skip
 

@@ -25,8 +25,8 @@ from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
-from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
-from outrider.protocol.messages import Abilities, KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
+from outrider.protocol.messages import Abilities, Failed, KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
@@ -295,7 +295,7 @@ class Cluster(HonestWorkers):
 
     def _finished(self, prompt_len: int) -> Run:
         last = self._told[-1]
-        if isinstance(last, RequestFailed) or not isinstance(last, RequestEnded):
+        if isinstance(last, Failed) or not isinstance(last, RequestEnded):
             raise RuntimeError(f"the request broke: {last}")
         sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
         rounds = [

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from outrider.orchestrator.core.policy.tuning import Tuning
 from outrider.orchestrator.core.request import RoundSettings
-from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.errors import WorkerError
+from outrider.protocol.messages import Failed
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.virtual.drafter import Machine
@@ -83,7 +84,7 @@ class RealRounds:
             case RequestEnded(request=request):
                 self._engine.forget(request)
                 self._on_complete(self._jobs.pop(request))
-            case RequestFailed(message=message):
+            case Failed(message=message):
                 raise WorkerError(f"a simulated request failed: {message}")
 
     def _on_committed(self, job: Job, tokens: Sequence[int]) -> None:

@@ -17,11 +17,11 @@ from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_pool import WorkerPool
-from outrider.orchestrator.events import Admit, Committed, RequestEnded, RequestFailed, ToFront
+from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import now
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.messages import Shutdown
+from outrider.protocol.messages import Failed, Shutdown
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import INCARNATION_BITS
@@ -176,7 +176,7 @@ class WorkersHall:
                 if self._said.pop(request) != 3 + MAX_TOKENS:
                     raise Broken(f"{request} ended too soon")
                 self._ended += 1
-            case RequestFailed():
+            case Failed():
                 raise Broken(f"a request failed: {event}")
 
     def _peer(self, role: str, incarnation: int) -> Peer:
