@@ -221,6 +221,11 @@ class ServeSettings:
         """B, if neither the request nor a tuning sets it."""
         return BRANCHES if self.branches is None else self.branches
 
+    @property
+    def full_depth(self) -> bool:
+        """Whether rounds wait until their branches are complete, which makes them reproducible."""
+        return self.branch_depth == "full"
+
     def asks_for_keys(self, endpoint: str) -> bool:
         """Whether peers at this endpoint need a key. Raises EndpointError if it is not an endpoint."""
         return self.keyed or not is_local(parse(endpoint))

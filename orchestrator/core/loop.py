@@ -17,7 +17,6 @@ from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.tuning import PolicyStore
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
@@ -63,20 +62,10 @@ class Core:
         tuned = tuning.path_for(settings)
         tunings = tuning.load(tuned)
         self._policy_store = PolicyStore(tuning.memory_for(settings) if settings.memory else None, clock.now())
+        prefill_from = next((record.prefill_from for record in tunings if record.prefill_from), PREFILL_FROM)
         self._scheduler = Scheduler(
             self.pool,
-            RoundSettings(
-                settings.depth,
-                settings.breadth,
-                settings.branch_depth == "full",
-                settings.ngrams,
-                settings.simulate is not None,
-                each=settings.branches is None,
-                drafters=settings.drafters,
-                trees=settings.trees,
-                prefill_from=settings.prefill_from
-                or next((record.prefill_from for record in tunings if record.prefill_from), PREFILL_FROM),
-            ),
+            replace(settings, prefill_from=settings.prefill_from or prefill_from),
             outbox.put,
             self._trace,
             tunings if settings.has_draft_worker or settings.drafts_by_head else (),

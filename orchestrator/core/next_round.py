@@ -352,7 +352,7 @@ def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
 
 
 class NextRound:
-    """Begins rounds and waits. `full_depth`: see `RoundSettings`."""
+    """Begins rounds and waits. `full_depth`: see `ServeSettings`."""
 
     def __init__(
         self,

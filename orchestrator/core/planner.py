@@ -14,8 +14,9 @@ from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPla
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
 from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, longest_copy
-from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, RoundSettings, SettledRound
+from outrider.orchestrator.core.request import DrafterWait, PendingCopy, Request, SettledRound
 from outrider.orchestrator.events import Admit
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.heads import DRAFT_MODEL, JOINT, NGRAM, is_joint
 from outrider.protocol.messages import Branches, Drafted, InProcessDrafter, Span
@@ -37,7 +38,7 @@ class Planner:
 
     def __init__(
         self,
-        settings: RoundSettings,
+        settings: ServeSettings,
         tunings: Sequence[Tuning] = (),
         memory: Sequence[Tuning] = (),
         own: Callable[[], Iterable[InProcessDrafter]] = tuple,
@@ -110,7 +111,7 @@ class Planner:
 
     def replan(self, request: Request) -> None:
         """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to what the drafter can finish."""
-        is_open = request.admit.branches is None and self._settings.each and not self._settings.full_depth
+        is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
         elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and is_open:
@@ -290,8 +291,8 @@ class Planner:
 
     def _branches(self, admit: Admit, drafters: int) -> int:
         """Returns the requested B, or the default: the setting, with `each` for every drafter."""
-        each = max(drafters, 1) if self._settings.each else 1
-        return admit.branches or self._settings.branches * each
+        each = max(drafters, 1) if self._settings.branches is None else 1
+        return admit.branches or self._settings.breadth * each
 
 
 def _is_allowed(admit: Admit, choice: TunedArm) -> bool:

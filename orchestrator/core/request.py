@@ -211,26 +211,6 @@ MOST_LOSSES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSettings:
-    """`depth` is K, `branches` is B (with `each`, for each drafter), `drafters` the number at the start.
-
-    `full_depth`: wait until a round's branches are complete (reproducible rounds). `simulated`: a request fails without
-    its drafters, because its times would be those of no machine. `prefill_from`: prompts with at least this many unread
-    tokens go to a prefill worker, if there is one.
-    """
-
-    depth: int
-    branches: int
-    full_depth: bool = False
-    ngrams: bool = True
-    simulated: bool = False
-    each: bool = False
-    drafters: int = 1
-    trees: bool = True
-    prefill_from: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterWait:
     """A wait for a drafter, until `deadline_ns` at the latest.
 

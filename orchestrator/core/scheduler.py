@@ -30,7 +30,6 @@ from outrider.orchestrator.core.request import (
     CacheBudget,
     DrafterState,
     Request,
-    RoundSettings,
     SettledRound,
     SpeculationCache,
     remaining_tokens,
@@ -44,6 +43,7 @@ from outrider.orchestrator.events import (
     RequestEnded,
     ToFront,
 )
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import ASK_AGAIN_NS
 from outrider.protocol.messages import (
     Branches,
@@ -162,7 +162,7 @@ class Scheduler:
     def __init__(
         self,
         workers: WorkerPool,
-        settings: RoundSettings,
+        settings: ServeSettings,
         emit: Callable[[ToFront], None],
         trace: Trace,
         tunings: Sequence[Tuning] = (),
@@ -183,7 +183,7 @@ class Scheduler:
         self._next = NextRound(
             workers, self._draft_pool, self._planner, self._proposer, self.metrics, settings.full_depth
         )
-        self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from)
+        self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
         self._recovery = TargetRecovery(self._open)
 
     @property
@@ -235,7 +235,7 @@ class Scheduler:
     def on_drafter_found(self, name: str) -> None:
         """Adds a drafter to all requests that it may draft for, in the middle of their texts."""
         for request in self._requests.values():
-            if request.can_join(name) and not self._settings.simulated:
+            if request.can_join(name) and self._settings.simulate is None:
                 request.add_rejoined(name)
                 self._planner.on_drafter_rejoined(request)
                 if not self._recovery.is_waiting(request):
@@ -248,7 +248,7 @@ class Scheduler:
     def on_target_lost(self, why: str, for_good: bool) -> None:
         """Lets requests wait for a new target; guilty ones fail, and all do if no new target will come."""
         requests = list(self._requests.values())
-        over = for_good or self._settings.simulated
+        over = for_good or self._settings.simulate is not None
         for request, words in [(r, why) for r in requests] if over else self._recovery.on_target_lost(requests, why):
             self._fail(request, words)
 
@@ -456,7 +456,7 @@ class Scheduler:
     def _remove_drafter(self, request: Request, drafter: str, why: str, now_ns: int) -> None:
         if drafter not in request.drafters:
             return
-        if self._settings.simulated:
+        if self._settings.simulate is not None:
             self._fail(request, why)
             return
         self._draft_pool.remove(request, drafter)

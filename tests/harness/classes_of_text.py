@@ -15,11 +15,11 @@ from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import CODE, FREE, HELD, REPEATING, TextProfile
 from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import DEPTHS, RoundPlan
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.settings import round_settings
 
 WORKER, ONE, OTHER = "", "eagle3", "mtp"
 # How often a token of each drafter's holds, by class; what a text says comes next is asked as well.
@@ -131,7 +131,7 @@ def _served(
     """Yields the class, tokens and duration of each request of a new server."""
     rng = random.Random(seed)
     own = (InProcessDrafter(ONE, is_head=True, agreement=0.6), InProcessDrafter(OTHER, is_head=True, agreement=0.6))
-    planner = Planner(RoundSettings(8, 16), own=lambda: own)
+    planner = Planner(round_settings(8, 16), own=lambda: own)
     machine = Machine(rng, planner)
     admit = Admit("r", (1, 2), SamplingParams(), "auto", frozenset())
     for _ in range(requests):

@@ -18,13 +18,13 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_registry import MOST_INVALID
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Abilities, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
+from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
 from tests.network.transport import CLEAR, Journal, Way, Weather
 from tests.network.watch import Watch
@@ -116,7 +116,7 @@ class World(HonestWorkers):
         self._going: dict[str, list[Message]] = {}
         self._coming: list[tuple[int, str, Node]] = []  # tick, what is noticed then, of whom
         self._weather: dict[str, Weather] = {}
-        rounds = RoundSettings(setting.depth, setting.branches, setting.full_depth, setting.ngrams)
+        rounds = round_settings(setting.depth, setting.branches, setting.full_depth, setting.ngrams)
         self.rounds = Scheduler(self, rounds, self.watch.on_hidden_states, Trace(None))
         drafters = 0 if setting.colocated else setting.drafters
         self.nodes = {name: self._started(name) for name in (TARGET, *(f"draft-{n}" for n in range(drafters)))}

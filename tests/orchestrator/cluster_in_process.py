@@ -13,7 +13,6 @@ from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import ReplayDrafter, Script
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.messages import (
@@ -31,6 +30,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.harness.settings import round_settings
 from tests.harness.virtual.known_text import held, path_of
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, through_the_codec
@@ -136,7 +136,7 @@ class Cluster(HonestWorkers):
         self._steps = steps
         self._drop = drop
         self._now = 0
-        settings = RoundSettings(depth, branches, full_depth, ngrams, simulated)
+        settings = round_settings(depth, branches, full_depth, ngrams, simulated)
         self.rounds = Scheduler(self, settings, self.told.append, Trace(None))
 
     @property

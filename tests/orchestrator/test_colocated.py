@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
 from outrider.protocol.messages import Abilities, Close, Halt, InProcessDrafter, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
 
 MS = 1_000_000
@@ -28,7 +28,7 @@ class Target(HonestWorkers):
         self.told: list[Any] = []
         self.events: list[Any] = []
         self.accepted = accepted
-        settings = RoundSettings(4, 8, ngrams=ngrams)
+        settings = round_settings(4, 8, ngrams=ngrams)
         self.trace = Recorded()
         self.rounds = Scheduler(self, settings, self.events.append, self.trace)
         self._now, self._next = 0, 100

@@ -24,11 +24,12 @@ from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
 from outrider.orchestrator.core.proposal import NgramIndex
-from outrider.orchestrator.core.request import Request, RoundSettings
+from outrider.orchestrator.core.request import Request
 from outrider.orchestrator.events import Admit
 from outrider.orchestrator.front.admission import is_code
 from outrider.protocol.messages import InProcessDrafter
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.settings import round_settings
 
 GOOD, POOR = (
     InProcessDrafter("eagle3", is_head=True, agreement=0.8),
@@ -42,7 +43,7 @@ def asked(mode: str = "auto", drafter: str = "") -> Admit:
 
 
 def planner(*own: InProcessDrafter, ngrams: bool = True) -> Planner:
-    return Planner(RoundSettings(4, 16, ngrams=ngrams), own=lambda: own)
+    return Planner(round_settings(4, 16, ngrams=ngrams), own=lambda: own)
 
 
 def plan(found: Planner, admit: Admit, workers: int = 1) -> RoundPlan:
@@ -69,7 +70,7 @@ def test_who_is_named_drafts_alone() -> None:
 
 def slow_drafter(admit: Admit, full_depth: bool = False) -> RoundPlan:
     """The plan of a request whose drafter takes a verify's time for a token of 16 branches."""
-    found = Planner(RoundSettings(1, 16, full_depth=full_depth, each=True))
+    found = Planner(round_settings(1, 16, full_depth=full_depth, each=True))
     for number in range(40):
         found.estimates.observe_verify(1, 14.0)
         found.estimates.observe_verify(2, 15.7)
@@ -186,7 +187,7 @@ def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
     for kind, drafter in best.items():
         policy = first._policy(asked(), first._sources(asked(), 1), kind)
         rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
-    again = Planner(RoundSettings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
+    again = Planner(round_settings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
     for kind, drafter in best.items():
         assert again.first_plan(asked(), 1, kind)[0].drafter == drafter
     again.set_load(2, 0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from outrider.orchestrator.core.metrics import BOUNDS_MS, DurationHistogram, Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Outcome, Span
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.settings import round_settings
 from tests.orchestrator.test_hoping import Wires
 
 
@@ -23,7 +23,7 @@ def test_a_bound_is_in_its_own_bucket_and_what_exceeds_all_in_the_last() -> None
 
 
 def test_two_requests_have_a_round_each_and_share_a_forward_and_reading_a_prompt_is_neither() -> None:
-    scheduler = Scheduler(Wires(), RoundSettings(4, 8, ngrams=False), list[ToFront]().append, Trace(None))
+    scheduler = Scheduler(Wires(), round_settings(4, 8, ngrams=False), list[ToFront]().append, Trace(None))
     ms = MILLISECOND_NS
     for name in ("a", "b"):
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)

@@ -8,12 +8,13 @@ from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.next_round import after_miss, longest_wait_ms, worth_hoping
 from outrider.orchestrator.core.policy.estimates import Estimates
 from outrider.orchestrator.core.proposal import CopiedTail
-from outrider.orchestrator.core.request import RoundSettings, SpeculationCache
+from outrider.orchestrator.core.request import SpeculationCache
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, RequestEnded, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.messages import Abilities, Branch, Branches, Message, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
 
 VERIFY_MS, DEPTH_MS, STEP_MS = 20.0, 5.0, 4.0
@@ -107,7 +108,7 @@ class Wires(HonestWorkers):
 
 def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_whole_tree_would_take() -> None:
     wires, told = Wires(), list[ToFront]()
-    scheduler = Scheduler(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
+    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=50), "ssd", frozenset()), 0)
     push = Branches("r", 0, 0, 3, 1, (Branch((5,), (1,)),), Span(0, MILLISECOND_NS))
     now_ns = MILLISECOND_NS
@@ -125,7 +126,7 @@ def test_a_drafter_that_pushes_and_pushes_holds_a_request_no_longer_than_its_who
 
 def test_a_branch_that_came_after_its_outcome_is_served_and_is_no_hit() -> None:
     wires, told = Wires(), list[ToFront]()
-    scheduler = Scheduler(wires, RoundSettings(4, 8, ngrams=False), told.append, Trace(None))
+    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), told.append, Trace(None))
     scheduler.begin(Admit("r", (1, 2, 3), SamplingParams(max_tokens=9), "ssd", frozenset()), 0)
     scheduler.handle("target-0", Outcome("r", 0, 0, 3, 0, 5, Span(0, 1)), 5 * MILLISECOND_NS)
     assert not wires.verifies, "the first push is near: the request waits"

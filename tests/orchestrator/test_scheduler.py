@@ -17,7 +17,7 @@ from cluster_in_process import Cluster, Script
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.proposal import PIECE, NgramIndex
-from outrider.orchestrator.core.request import Request, RoundSettings, SettledRound
+from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import (
@@ -39,6 +39,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
+from tests.harness.settings import round_settings
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 
@@ -265,7 +266,7 @@ def test_the_target_gets_the_drafters_core_in_auto_only() -> None:
 def test_in_auto_the_target_has_all_cores_while_no_draft_worker_computes(
     plan: RoundPlan, alone: bool, together: bool
 ) -> None:
-    planner = Planner(RoundSettings(8, 16))
+    planner = Planner(round_settings(8, 16))
     for active, expected in ((1, alone), (4, together)):
         planner.estimates.active = active
         for mode in ("auto", "sd"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import (
     Admit,
@@ -20,6 +19,7 @@ from outrider.orchestrator.events import (
 from outrider.protocol.messages import Abilities, Close, Message, Outcome, Progress, RoundRecord, Span, Timings, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin
+from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
 
 REQUESTS = ("a", "b", "c")
@@ -56,7 +56,7 @@ class Wires(HonestWorkers):
 def under_way(max_tokens: int) -> tuple[Scheduler, Wires]:
     """Three requests that were opened."""
     wires = Wires()
-    scheduler = Scheduler(wires, RoundSettings(4, 8, ngrams=False), wires.said.append, Trace(None))
+    scheduler = Scheduler(wires, round_settings(4, 8, ngrams=False), wires.said.append, Trace(None))
     for request in REQUESTS:
         scheduler.begin(Admit(request, (1, 2, 3), SamplingParams(max_tokens=max_tokens), "ar", frozenset()), 0)
     wires.said.clear()

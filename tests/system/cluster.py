@@ -23,7 +23,6 @@ from outrider.engine.load_checks import abilities
 from outrider.engine.loading import LoadedModel
 from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.messages import Abilities, Failed, KvMemory, Message, Outcome, Span, Timings, Verify
@@ -38,6 +37,7 @@ from outrider.target_worker.in_process_drafters import (
     InProcessProposer,
 )
 from outrider.target_worker.worker import TargetWorker
+from tests.harness.settings import round_settings
 from tests.honest import HonestWorkers
 from tests.system.links import FakeLink, Idle, VirtualClock, through_the_codec
 
@@ -166,7 +166,7 @@ class Cluster(HonestWorkers):
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._recorder = Recorder()
-        settings = RoundSettings(depth, branches, full_depth, ngrams)
+        settings = round_settings(depth, branches, full_depth, ngrams)
         self.rounds = Scheduler(self, settings, self._tell, self._recorder)
         self._serial = 0
         self._going_on = False

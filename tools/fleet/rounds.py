@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Failed
 from outrider.protocol.profile import Profile
 from outrider.protocol.sampling import SamplingParams
+from tests.harness.settings import round_settings
 from tests.harness.virtual.drafter import Machine
 from tests.harness.virtual.engine import Hardware, VirtualEngine
 from tests.harness.virtual.world import World
@@ -40,7 +40,7 @@ class RealRounds:
         self, world: World, fleet: Fleet, profile: Profile, on_tokens: OnTokens, on_complete: Callable[[Job], None],
         memory: Sequence[Tuning] = (),
     ) -> None:  # fmt: skip
-        settings = RoundSettings(fleet.depth, fleet.branches, ngrams=False, drafters=fleet.drafters)
+        settings = round_settings(fleet.depth, fleet.branches, ngrams=False, drafters=fleet.drafters)
         self._engine = VirtualEngine(world, hardware(fleet, profile), settings, self._on_event, memory=memory)
         self._mode, self._on_tokens, self._on_complete = fleet.mode, on_tokens, on_complete
         self._jobs: dict[str, Job] = {}

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import zmq
 
 from outrider.orchestrator.core.metrics import Trace
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
@@ -28,6 +27,7 @@ from outrider.protocol.worker_link import INCARNATION_BITS
 from tests.harness.fuzz.company import Peer, drafter, target, token
 from tests.harness.fuzz.hall import ENDLESS, Broken
 from tests.harness.fuzz.mutation import Mutator
+from tests.harness.settings import round_settings
 
 POOL = "outrider.orchestrator.core.worker_pool"
 SPAWNER = "outrider.orchestrator.core.supervisor.spawn_worker"
@@ -74,7 +74,7 @@ class WorkersHall:
 
         with patch(SPAWNER, spawn):
             self._pool.start()
-        self._rounds = Scheduler(self._pool, RoundSettings(4, 8), self._hear, Trace(None))
+        self._rounds = Scheduler(self._pool, round_settings(4, 8), self._hear, Trace(None))
         self._honest = [self._peer(name.partition("-")[0], number) for name, number in incarnations.items()]
         for peer, name in zip(self._honest, incarnations, strict=True):
             peer.hello(name)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.policy.tuning import Tuning
-from outrider.orchestrator.core.request import RoundSettings
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
+from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import Abilities, Message
 from outrider.protocol.profile import Profile
@@ -57,7 +57,7 @@ class VirtualEngine:
         self,
         world: World,
         hardware: Hardware,
-        settings: RoundSettings,
+        settings: ServeSettings,
         tell: Callable[[ToFront], None],
         texts: Sequence[tuple[int, ...]] = (),
         tunings: Sequence[Tuning] = (),
