@@ -23,6 +23,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -259,14 +260,11 @@ class Mailbox(Generic[T]):
         self.wake.close(linger=0)
 
 
-@dataclass(frozen=True, slots=True)
-class EndServer:
-    """Main thread -> front thread: end, after telling each client."""
+class FrontOrder(Enum):
+    """Main thread -> front thread."""
 
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Main thread -> front thread: take no new requests."""
+    DRAIN = "take no new requests"
+    END = "end, after telling each client"
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +273,7 @@ class ThreadQueues:
 
     core: Mailbox[ToCore]
     events: Mailbox[ToFront]
-    orders: Mailbox[Drain | EndServer]
+    orders: Mailbox[FrontOrder]
 
     def close(self) -> None:
         for mailbox in (self.core, self.events, self.orders):

@@ -24,9 +24,8 @@ from outrider.orchestrator.auth import CurveAuth, curve_auth_for
 from outrider.orchestrator.core.loop import Core
 from outrider.orchestrator.events import (
     Announcement,
-    Drain,
-    EndServer,
     Failure,
+    FrontOrder,
     Mailbox,
     ModelVocabulary,
     Quit,
@@ -78,7 +77,7 @@ class ServerThreads:
 
     front: Front
     core: Core
-    orders: Mailbox[Drain | EndServer]
+    orders: Mailbox[FrontOrder]
     http: HttpProcess | None
     clients: ClientSocket
     key: str
@@ -168,7 +167,7 @@ def _drain(events: SimpleQueue[Event], server: ServerThreads, seconds: int) -> N
     """Waits until all requests have ended, the time is over, or another stop signal comes."""
     if server.http is not None:
         server.http.drain()
-    server.orders.put(Drain())
+    server.orders.put(FrontOrder.DRAIN)
     until = time.monotonic() + seconds
     while server.front.busy and (left := until - time.monotonic()) > 0:
         with suppress(Empty):
@@ -202,7 +201,7 @@ def _threads(
         if listener is not None:
             http = listener.serve(clients.own, pair.target, directory.path, settings.log_level, settings.log_format)
             stack.callback(http.close)
-        queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[Drain | EndServer](context))
+        queues = ThreadQueues(Mailbox[ToCore](context), Mailbox[ToFront](context), Mailbox[FrontOrder](context))
         core = Core(settings, context, queues.core, queues.events, directory.path, auth)
         threads = [_start(core.run, "core")]
         try:
@@ -214,7 +213,7 @@ def _threads(
             threads.insert(0, _start(front.run, "front"))
             yield ServerThreads(front, core, queues.orders, http, clients, key)
         finally:
-            queues.orders.put(EndServer())
+            queues.orders.put(FrontOrder.END)
             threads[0].join(THREAD_END_SECONDS if len(threads) == 2 else 0)
             queues.core.put(Quit())
             threads[-1].join(THREAD_END_SECONDS)

@@ -372,7 +372,7 @@ class Chat:
     def _turn(self, entry: UserInput) -> None:
         if not entry.is_command:
             if entry.text.strip():
-                self._conversation.add_user(entry.text)
+                self._conversation.add("user", entry.text)
                 self._answer()
             return
         command, _, rest = entry.text.strip().partition(" ")
@@ -410,7 +410,7 @@ class Chat:
         """Adds the received texts as the answer; without any, removes the user's message."""
         self._unanswered = False
         if texts:
-            self._conversation.add_answer("".join(texts))
+            self._conversation.add("assistant", "".join(texts))
             print(flush=True)
         else:
             self._conversation.undo()

@@ -32,13 +32,9 @@ class Conversation:
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = list(messages)
 
-    def add_user(self, text: str) -> None:
-        """Appends the user's turn."""
-        self.messages.append({"role": "user", "content": text})
-
-    def add_answer(self, text: str) -> None:
-        """Appends the model's turn."""
-        self.messages.append({"role": "assistant", "content": text})
+    def add(self, role: str, text: str) -> None:
+        """Appends a turn of the `user` or the model, the `assistant`."""
+        self.messages.append({"role": role, "content": text})
 
     def undo(self) -> str | None:
         """Removes the user's last message and everything after it; returns its text, or None if there was none."""

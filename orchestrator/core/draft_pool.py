@@ -12,10 +12,10 @@ one number: the time from a message to its answer, in milliseconds of the orches
 OPEN or a COMMIT that it was sent, however late it comes. The records are bounded: the latest rounds of a running
 request, and the drafters of the latest requests that have ended.
 
-`MessageValidator`: the target may send outcomes, drafters branches and chains, all of the request's epoch. A late
-message is valid if it answers what its sender was sent. A message that answers nothing, or exceeds what was requested,
-is invalid and has a kind (`INVALID`). The pool has already checked that it comes from the process that holds the
-sender's name.
+It also validates messages. The target may send outcomes, drafters branches and chains, all of the request's epoch. A
+late message is valid if it answers what its sender was sent. A message that answers nothing, or exceeds what was
+requested, is invalid and has a kind (`INVALID`). The pool has already checked that it comes from the process that holds
+the sender's name.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RequestTasks:
 
 
 class SentTasks:
-    """The tasks that all drafters were sent, by drafter and request."""
+    """The tasks that all drafters were sent, by drafter and request, by which their messages are validated."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, dict[str, RequestTasks]] = {}
@@ -113,13 +113,22 @@ class SentTasks:
         if len(self._forgotten) > MOST_OVER:
             self._forgotten.popitem(last=False)
 
-    def tasks(self, drafter: str, request: str) -> RequestTasks | None:
-        """Returns the tasks that a drafter was sent for a running request; None: none."""
-        return self._tasks.get(drafter, {}).get(request)
+    def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
+        """Returns why a message is dropped: LATE, or a kind of `INVALID`; empty: it is valid.
 
-    def is_forgotten(self, drafter: str, request: str) -> bool:
-        """Whether the drafter was sent a request that has ended."""
-        return drafter in self._forgotten.get(request, ())
+        `request` is None if it has ended or never was; `vocab` is the size of the sender's vocabulary.
+        """
+        runs = request is not None and not request.over and getattr(message, "epoch", request.epoch) == request.epoch
+        if from_target:
+            return "" if runs and isinstance(message, TARGETS) else LATE
+        if not isinstance(message, DRAFTERS):
+            return "role" if hasattr(message, "request") else LATE  # other messages are handled by the pool
+        name = message.request or ""
+        tasks = self._tasks.get(sender, {}).get(name)
+        if tasks is None:
+            return LATE if sender in self._forgotten.get(name, ()) else "request"
+        invalid = _invalid(tasks, message, vocab)
+        return invalid or ("" if runs and request is not None and sender in request.drafters else LATE)
 
 
 def opening(
@@ -476,36 +485,6 @@ INVALID = {
     "flood": "too many messages",
 }
 """The kinds of invalid messages, as texts that follow "it sent"."""
-
-
-class MessageValidator:
-    """Validates messages by what their senders were `sent`."""
-
-    def __init__(self) -> None:
-        self.sent = SentTasks()
-
-    def refusal(self, request: Request | None, from_target: bool, sender: str, message: Message, vocab: int) -> str:
-        """Returns why a message is dropped: LATE, or a kind of `INVALID`; empty: it is valid.
-
-        `request` is None if it has ended or never was; `vocab` is the size of the sender's vocabulary.
-        """
-        if from_target:
-            allowed = isinstance(message, TARGETS) and request is not None and not request.over
-            return "" if allowed and _is_of_epoch(request, message) else LATE
-        if not isinstance(message, DRAFTERS):
-            return "role" if hasattr(message, "request") else LATE  # other messages are handled by the pool
-        tasks = self.sent.tasks(sender, message.request or "")
-        if tasks is None:
-            return LATE if self.sent.is_forgotten(sender, message.request or "") else "request"
-        kind = _invalid(tasks, message, vocab)
-        if kind:
-            return kind
-        runs = request is not None and not request.over and sender in request.drafters
-        return "" if runs and _is_of_epoch(request, message) else LATE
-
-
-def _is_of_epoch(request: Request | None, message: Message) -> bool:
-    return request is not None and getattr(message, "epoch", request.epoch) == request.epoch
 
 
 def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resync | Fault, vocab: int) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.orchestrator.core.draft_pool import LATE, DraftPool, MessageValidator, opening
+from outrider.orchestrator.core.draft_pool import LATE, DraftPool, SentTasks, opening
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
 from outrider.orchestrator.core.next_round import NextRound, Proposer
 from outrider.orchestrator.core.planner import Planner
@@ -171,13 +171,13 @@ class Scheduler:
         """`tunings` are tune's for this pair, `memory` what an earlier server `learned`; `emit` sends to the front."""
         self.stale = 0
         self._workers = workers
-        self._validator = MessageValidator()
+        self._sent = SentTasks()
         self._cache_budget = CacheBudget()
         self._settings = settings
         self._emit = emit
         self.metrics = RoundMetrics(trace)
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
-        self._draft_pool = DraftPool(workers, self._validator.sent, self._planner.estimates, settings.full_depth)
+        self._draft_pool = DraftPool(workers, self._sent, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
         self._next = NextRound(
@@ -286,7 +286,7 @@ class Scheduler:
             return
         workers = self._workers
         from_target, vocabulary = workers.is_target(sender), workers.vocabulary(sender)
-        refusal = self._validator.refusal(request, from_target, sender, message, vocabulary)
+        refusal = self._sent.refusal(request, from_target, sender, message, vocabulary)
         if refusal or request is None:
             self.stale += 1
             if refusal != LATE:

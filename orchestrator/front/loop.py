@@ -19,8 +19,8 @@ from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (
     Announcement,
     Committed,
-    EndServer,
     Failure,
+    FrontOrder,
     RequestBegan,
     RequestEnded,
     ServerReady,
@@ -116,7 +116,7 @@ class Front:
         self._metrics = ServerMetrics()
 
     def run(self) -> None:
-        """Runs until `EndServer` comes."""
+        """Runs until `FrontOrder.END` comes."""
         poller = zmq.Poller()
         for socket in (self._clients.socket, self._clients.limiter.monitor, self._events.wake, self._orders.wake):
             poller.register(socket, zmq.POLLIN)
@@ -124,7 +124,7 @@ class Front:
             if self._clients.limiter.monitor in dict(poller.poll()):
                 self._clients.limiter.watch()
             orders = list(self._orders.take())
-            if any(isinstance(order, EndServer) for order in orders):
+            if FrontOrder.END in orders:
                 break
             self._draining = self._draining or bool(orders)
             for event in together(self._events.take()):

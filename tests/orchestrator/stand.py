@@ -14,7 +14,7 @@ from outrider.orchestrator.events import (
     Admit,
     Announcement,
     Committed,
-    EndServer,
+    FrontOrder,
     Mailbox,
     Quit,
     RequestBegan,
@@ -93,7 +93,7 @@ class Stand:
         self.endpoint = self.sockets.endpoint
         self.codec = text.codec
         self.lines = ThreadQueues(
-            Mailbox[ToCore](self.context), Mailbox[ToFront](self.context), Mailbox[EndServer](self.context)
+            Mailbox[ToCore](self.context), Mailbox[ToFront](self.context), Mailbox[FrontOrder](self.context)
         )
         self.core = ScriptedCore(self.lines.core, self.lines.events)
         self.announced: list[Announcement] = []
@@ -116,7 +116,7 @@ class Stand:
         if self.context.closed:
             return
         if self._threads[1].is_alive():
-            self.lines.orders.put(EndServer())
+            self.lines.orders.put(FrontOrder.END)
             self._threads[1].join(JOIN_SECONDS)
         self.lines.core.put(Quit())
         self._threads[0].join(JOIN_SECONDS)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, MessageValidator
+from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, SentTasks
 from outrider.orchestrator.events import Admit, Committed
 from outrider.protocol.messages import (
     Branch,
@@ -134,20 +134,20 @@ JUDGED: dict[str, tuple[Message, str]] = {
 
 @pytest.mark.parametrize(("message", "verdict"), JUDGED.values(), ids=JUDGED)
 def test_a_drafters_word_is_judged_by_what_it_was_told(cluster: Judging, message: Message, verdict: str) -> None:
-    validator, request = MessageValidator(), cluster.rounds._requests["r"]
+    validator, request = SentTasks(), cluster.rounds._requests["r"]
     request.epoch = 2
     for told in (TOLD, ASKED):
-        validator.sent.record("draft-0", told)
+        validator.record("draft-0", told)
     assert validator.refusal(request, False, "draft-0", message, VOCABULARY) == verdict
     assert verdict in ("", LATE, *INVALID)
 
 
 def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -> None:
     """However many rounds and requests follow, and whether it still drafts for it."""
-    validator, request = MessageValidator(), cluster.rounds._requests["r"]
+    validator, request = SentTasks(), cluster.rounds._requests["r"]
     said = []
     for number in range(MOST_ROUNDS * 3):
-        validator.sent.record("draft-0", replace(TOLD, epoch=number // 9, round=number, base_len=40 + number))
+        validator.record("draft-0", replace(TOLD, epoch=number // 9, round=number, base_len=40 + number))
         said.append(replace(GOOD, epoch=number // 9, round=number, base_len=40 + number))
     request.epoch = 1
     assert {validator.refusal(request, False, "draft-0", message, VOCABULARY) for message in said} <= {"", LATE}
@@ -156,15 +156,15 @@ def test_nothing_that_a_drafter_was_told_becomes_a_lie_later(cluster: Judging) -
 
 
 def test_what_is_said_of_a_request_that_has_ended_is_late_and_no_more(cluster: Judging) -> None:
-    validator = MessageValidator()
-    validator.sent.record("draft-0", TOLD)
-    validator.sent.forget("r")
+    validator = SentTasks()
+    validator.record("draft-0", TOLD)
+    validator.forget("r")
     verdicts = {sender: validator.refusal(None, False, sender, GOOD, VOCABULARY) for sender in ("draft-0", "draft-1")}
     assert verdicts == {"draft-0": LATE, "draft-1": "request"}
 
 
 def test_what_is_remembered_of_drafters_is_bounded() -> None:
-    sent = MessageValidator().sent
+    sent = SentTasks()
     for number in range(MOST_OVER + 5):
         sent.record("draft-0", replace(TOLD, request=f"r{number}"))
         sent.forget(f"r{number}")

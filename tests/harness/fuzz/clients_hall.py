@@ -20,8 +20,7 @@ from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
     Admit,
     Committed,
-    Drain,
-    EndServer,
+    FrontOrder,
     Mailbox,
     Quit,
     RequestBegan,
@@ -95,7 +94,7 @@ class ClientsHall:
         with patch("outrider.orchestrator.sockets.CLIENTS", ENDLESS):
             self.clients = ClientSocket(self._context, endpoint or directory.endpoint("clients"))
         self._lines = ThreadQueues(
-            Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[Drain | EndServer](self._context)
+            Mailbox[ToCore](self._context), Mailbox[ToFront](self._context), Mailbox[FrontOrder](self._context)
         )
         core = ReadyCore(self._lines.core, self._lines.events)
         pair = choose_pair(ServeSettings())
@@ -152,7 +151,7 @@ class ClientsHall:
         self._asker.shutdown()
         for sender in self._senders:
             sender.close(linger=0)
-        self._lines.orders.put(EndServer())
+        self._lines.orders.put(FrontOrder.END)
         self._threads[0].join(PATIENCE_S)
         self._lines.core.put(Quit())
         self._threads[1].join(PATIENCE_S)
