@@ -17,7 +17,7 @@ from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.generate import read_prompt
 from outrider.orchestrator.cli.terminal import Screen, say
 from outrider.orchestrator.client.cluster import LocalCluster
-from outrider.orchestrator.pairing.pairing import choose_pair
+from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
@@ -121,10 +121,7 @@ def run(options: argparse.Namespace) -> int:
     drawn = out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
     writable_folder(drawn.parent, "choose another --out")
     trace, screen = drawn.with_suffix(".json"), Screen()
-    tokens = load_codec(pair.target).encode(prompt)
-    with workbench(settings, screen.show) as bench:
-        screen.show("timing rounds")
-        measured = measure(bench, tokens, options.rounds, settings.depth, settings.breadth)
+    measured = _measure(pair, prompt, options.rounds, screen)
     bars = _real_rounds(options, prompt, trace, screen)
     screen.clear()
     print(_table(measured))
@@ -148,6 +145,13 @@ def _check(settings: ServeSettings) -> None:
         )
     if not settings.has_draft_worker:
         raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
+
+
+def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:
+    with workbench(pair.settings, screen.show) as bench:
+        screen.show("timing rounds")
+        tokens = load_codec(pair.target).encode(prompt)
+        return measure(bench, tokens, rounds, pair.settings.depth, pair.settings.breadth)
 
 
 def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:

@@ -344,14 +344,10 @@ COLOURS = {
     "mlx-lm": "#d1495b",
     "llama.cpp": "#8d6cc9",
 }
-PANELS: dict[str, Callable[[ConcurrentRow], Interval]] = {
+PANELS: dict[str, Callable[[ConcurrentRow], Interval | Percentiles]] = {
     "total tokens per second": lambda row: row.rate,
-    "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p50,
-    "per token, ms (p50; dotted p99)": lambda row: row.token_ms.p50,
-}
-TAILS: dict[str, Callable[[ConcurrentRow], Interval]] = {
-    "first token, ms (p50; dotted p99)": lambda row: row.first_ms.p99,
-    "per token, ms (p50; dotted p99)": lambda row: row.token_ms.p99,
+    "first token, ms (p50; dotted p99)": lambda row: row.first_ms,
+    "per token, ms (p50; dotted p99)": lambda row: row.token_ms,
 }
 
 
@@ -367,7 +363,7 @@ def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: st
     for temp, panels in zip(temps, grid, strict=True):
         chosen = [found for found in sections if found.temp == temp]
         for axes, (name, of) in zip(panels, PANELS.items(), strict=True):
-            _concurrent_panel(axes, chosen, of, TAILS.get(name))
+            _concurrent_panel(axes, chosen, of)
             axes.set_title(f"{name}, T = {temp:g}", fontsize=10, loc="left")
     grid[0][0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=11)
@@ -375,31 +371,25 @@ def draw_concurrent(sections: Sequence[ConcurrentSection], path: Path, title: st
 
 
 def _concurrent_panel(
-    axes: Axes,
-    sections: Sequence[ConcurrentSection],
-    of: Callable[[ConcurrentRow], Interval],
-    tail: Callable[[ConcurrentRow], Interval] | None,
+    axes: Axes, sections: Sequence[ConcurrentSection], of: Callable[[ConcurrentRow], Interval | Percentiles]
 ) -> None:
     from matplotlib.ticker import LogLocator
 
     widths = [found.width for found in sections]
+    has_tail = False
     for name in [row.name for row in sections[0].rows]:
-        values = [of(found.row(name)) for found in sections]
+        numbers = [of(found.row(name)) for found in sections]
+        values = [number.p50 if isinstance(number, Percentiles) else number for number in numbers]
+        tails = [number.p99.value for number in numbers if isinstance(number, Percentiles)]
         errors = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
         colour = COLOURS.get(name)
         axes.errorbar(
-            widths,
-            [v.value for v in values],
-            yerr=errors,
-            label=name,
-            color=colour,
-            marker="o",
-            markersize=4,
+            widths, [v.value for v in values], yerr=errors, label=name, color=colour, marker="o", markersize=4,
             capsize=3,
-        )
-        if tail is not None:
-            axes.plot(widths, [tail(found.row(name)).value for found in sections], color=colour, linestyle=":")
-    if tail is not None:
+        )  # fmt: skip
+        if has_tail := bool(tails):
+            axes.plot(widths, tails, color=colour, linestyle=":")
+    if has_tail:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -407,6 +397,6 @@ def _concurrent_panel(
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.minorticks_off()
     axes.set_xlabel("concurrent requests")
-    axes.set_ylim(bottom=0 if tail is None else None)
+    axes.set_ylim(bottom=None if has_tail else 0)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -171,13 +171,12 @@ def summaries_of(best: Sequence[PromptRunner], runs: Mapping[str, Sequence[Run]]
 
 def compare_all(subjects: Sequence[RunnerSummary], alone: IsolatedTimes) -> dict[str, FormulaComparison]:
     """Returns comparisons by name, for AR and for modes with a fixed K."""
-    return {s.name: _compare(s, alone) for s in subjects if s.mode == "ar" or s.depth is not None}
-
-
-def _compare(subject: RunnerSummary, alone: IsolatedTimes) -> FormulaComparison:
-    if subject.mode == "ar":
-        return compare_plain(subject.summary, alone)
-    return compare_speculative(subject.summary, alone, subject.depth or 0, works_ahead=subject.mode == "ssd")
+    plain = {s.name: compare_plain(s.summary, alone) for s in subjects if s.mode == "ar"}
+    return plain | {
+        s.name: compare_speculative(s.summary, alone, s.depth, works_ahead=s.mode == "ssd")
+        for s in subjects
+        if s.mode != "ar" and s.depth is not None
+    }
 
 
 def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int, weight_bytes: int) -> list[str]:

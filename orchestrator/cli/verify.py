@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.generate import add_generation_flags, checked, generate, prompt_of, request_of
@@ -198,7 +197,12 @@ def _generated(options: argparse.Namespace, screen: Screen) -> Output:
 
 def _from_file(options: argparse.Namespace) -> Output:
     path: Path = options.json_file
-    found = _object(path)
+    try:
+        found = json.loads(flags.read_text_file(path, EXPECTED))
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{path} is not JSON ({error}); expected {EXPECTED}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{path} is not a JSON object; expected {EXPECTED}")
     prompt = found.get("prompt") if options.prompt is None and options.chat is None else prompt_of(options)
     if prompt is None:
         raise InvalidRequest(f"{path} does not contain its prompt; expected --prompt and the sampling flags")
@@ -217,16 +221,6 @@ def _from_file(options: argparse.Namespace) -> Output:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidRequest(f"{path} can't be used ({error}); expected {EXPECTED}") from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(flags.read_text_file(path, EXPECTED))
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is not JSON ({error}); expected {EXPECTED}") from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"{path} is not a JSON object; expected {EXPECTED}")
-    return found
 
 
 def _text(value: object) -> str:

@@ -342,22 +342,12 @@ def process_of(track: str) -> str:
     return TARGET if track == TARGETS_DRAFTER else track
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A span on a track, or an instant if both ends are equal."""
-
-    track: str
-    name: str
-    span: Span
-    args: dict[str, Any] = field(default_factory=dict)
-
-
 class Trace:
-    """Collects the first `MOST_EVENTS` if it has a path to write them to; otherwise costs nothing."""
+    """Collects the first `MOST_EVENTS` with their tracks if it has a path to write them to; otherwise costs nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._events: list[Event] = []
+        self._events: list[tuple[str, dict[str, Any]]] = []
         self._is_full = False
         if path is not None:
             self._write()
@@ -370,7 +360,8 @@ class Trace:
         if self._path is None:
             return
         if len(self._events) < MOST_EVENTS:
-            self._events.append(Event(track, name, span, args))
+            times = {"ts": span.started_ns / 1000, "dur": (span.ended_ns - span.started_ns) / 1000}
+            self._events.append((track, {"ph": "X", "name": name, "args": args, **times}))
             return
         if not self._is_full:
             self._is_full = True
@@ -384,7 +375,7 @@ class Trace:
             self._write()
 
     def _write(self) -> None:
-        tracks = sorted({event.track for event in self._events})
+        tracks = sorted({track for track, _ in self._events})
         processes = sorted({process_of(track) for track in tracks})
         pids = {track: 1 + processes.index(process_of(track)) for track in tracks}
         names = [
@@ -395,18 +386,7 @@ class Trace:
             {"ph": "M", "pid": pids[track], "tid": tid, "name": "thread_name", "args": {"name": track}}
             for tid, track in enumerate(tracks)
         ]
-        events = [
-            {
-                "ph": "X",
-                "pid": pids[event.track],
-                "tid": tracks.index(event.track),
-                "name": event.name,
-                "args": event.args,
-                "ts": event.span.started_ns / 1000,
-                "dur": (event.span.ended_ns - event.span.started_ns) / 1000,
-            }
-            for event in self._events
-        ]
+        events = [{"pid": pids[track], "tid": tracks.index(track), **event} for track, event in self._events]
         try:
             if self._path is not None:
                 self._path.write_text(json.dumps({"traceEvents": names + events}), encoding="utf-8")

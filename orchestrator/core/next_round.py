@@ -351,24 +351,16 @@ def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
     return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
 
 
+@dataclass(eq=False)
 class NextRound:
     """Begins rounds and waits. `full_depth`: see `ServeSettings`."""
 
-    def __init__(
-        self,
-        workers: WorkerPool,
-        draft_pool: DraftPool,
-        planner: Planner,
-        proposer: Proposer,
-        metrics: RoundMetrics,
-        full_depth: bool,
-    ) -> None:
-        self._workers = workers
-        self._draft_pool = draft_pool
-        self._planner = planner
-        self._proposer = proposer
-        self._metrics = metrics
-        self._full_depth = full_depth
+    _workers: WorkerPool
+    _draft_pool: DraftPool
+    _planner: Planner
+    _proposer: Proposer
+    _metrics: RoundMetrics
+    _full_depth: bool
 
     def take(self, request: Request, step: Step, now_ns: int) -> None:
         match step:

@@ -68,13 +68,11 @@ class SpawnedWorker:
 
     def terminate(self) -> None:
         """Asks the process to end in order, by a signal and by closing the pipe."""
-        self._signal(signal.SIGTERM)
-        self._close_lifeline()
+        self._end(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends the process and all processes of its session at once."""
-        self._signal(signal.SIGKILL)
-        self._close_lifeline()
+        self._end(signal.SIGKILL)
 
     def wait(self, grace: float) -> int:
         """Returns the exit code; kills the process if it has not ended within `grace` seconds."""
@@ -84,11 +82,9 @@ class SpawnedWorker:
             self.kill()
             return self._process.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _end(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
             os.killpg(self._process.pid, number)
-
-    def _close_lifeline(self) -> None:
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)

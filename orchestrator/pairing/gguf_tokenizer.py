@@ -191,11 +191,7 @@ def _surround(file: GgufFile, tokenizer: Tokenizer, special: dict[str, int], kin
         role: tokenizer.id_to_token(special[role]) for role, wanted in around.items() if wanted and role in special
     }
     if names:
-        single = [
-            *([names["bos_token"]] if "bos_token" in names else []),
-            "$A",
-            *([names["eos_token"]] if "eos_token" in names else []),
-        ]
+        single = [name for name in (names.get("bos_token"), "$A", names.get("eos_token")) if name is not None]
         pairs = [(name, special[role]) for role, name in names.items()]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=pairs)
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,25 +202,17 @@ def _from_hub(name: str, weights: bool, shards: Sequence[str] = ()) -> Path:
     if name.startswith((".", "/", "~")) or not _REPOSITORY.fullmatch(name):
         raise ModelError(f"no such path: {name}; {_EXPECTED}")
     from huggingface_hub import snapshot_download  # deferred: a local model doesn't need it
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = [*_DESCRIPTION, *_CODE, *((shards or _WEIGHTS) if weights else ())]
-    cached = _cached(name, patterns)
-    if cached is not None and (not weights or _has_weights(cached, shards)):
-        return cached
+    with suppress(LocalEntryNotFoundError, ValueError):
+        cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        if not weights or _has_weights(cached, shards):
+            return cached
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the bases of all errors of the hub and of the network
         raise ModelError(f"no model {name}: there is no such folder, and {_why(error)}") from None
-
-
-def _cached(name: str, patterns: list[str]) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except (LocalEntryNotFoundError, ValueError):
-        return None
 
 
 def _has_weights(folder: Path, shards: Sequence[str]) -> bool:

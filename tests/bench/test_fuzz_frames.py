@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from outrider.orchestrator.core.draft_pool import MessageValidator
+from outrider.orchestrator.core.draft_pool import SentTasks
 from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Message, Outcome
@@ -73,11 +73,11 @@ def test_a_worker_that_says_something_else_afterwards_is_found(monkeypatch: pyte
 
 
 def test_a_crash_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def falls(self: MessageValidator, request: object, from_target: bool, *about: object) -> str:
+    def falls(self: SentTasks, request: object, from_target: bool, *about: object) -> str:
         if not from_target:
             raise ZeroDivisionError
         return ""
 
-    monkeypatch.setattr(MessageValidator, "refusal", falls)
+    monkeypatch.setattr(SentTasks, "refusal", falls)
     with pytest.raises(ZeroDivisionError):
         stands("workers")
