@@ -39,7 +39,7 @@ from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
-from outrider.orchestrator.settings import ServeSettings
+from outrider.orchestrator.settings import ServeSettings, check_setting
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import SamplingParams
@@ -156,7 +156,8 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     for name in SINGLE_CLASS_ONLY if suite else ():
         if getattr(options, name):
             raise InvalidRequest(f"{name.replace('_', '-')} can't be combined with suite")
-    depths = files.depths_of(options.depths or (SUITE_DEPTHS if suite else DEPTHS))
+    given = numbers("depths", options.depths or (SUITE_DEPTHS if suite else DEPTHS), int)
+    depths = [check_setting("num_draft_tokens", depth) for depth in given]
     peers = choose(options.peers, pair.settings, options.model, options.draft_model)
     found = files.of_classes(options, pair, ("code",))
     usual, kept = (SUITE_PROMPTS, SUITE_TRIAL_PROMPTS) if suite else (PROMPTS, FEWEST_TRIAL_PROMPTS)

@@ -19,7 +19,7 @@ from outrider.orchestrator.cli.terminal import say
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.pairing.tokenizer import load_codec, load_text
-from outrider.orchestrator.settings import MODES, ServeSettings, check_setting
+from outrider.orchestrator.settings import MODES, ServeSettings
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
 
@@ -123,11 +123,6 @@ def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
         return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
         raise InvalidRequest(f"{name} is {text!r}; expected comma-separated numbers, like 2,3,4") from None
-
-
-def depths_of(text: str) -> list[int]:
-    """Parses comma-separated values of K, without duplicates. Raises InvalidRequest if one is out of range."""
-    return [check_setting("num_draft_tokens", depth) for depth in numbers("depths", text, int)]
 
 
 def modes_of(text: str) -> list[str]:

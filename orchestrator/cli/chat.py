@@ -156,19 +156,14 @@ def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
-        path = history_file()
+        home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        path = Path(home) / "outrider" / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         say(f"Note: the history is not saved: {error}.")
         return InMemoryHistory()
     return FileHistory(path)
-
-
-def history_file() -> Path:
-    """Returns the path of the file with the messages entered so far."""
-    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(home) / "outrider" / "chat_history"
 
 
 # Text in a terminal, coloured by the origin of its tokens.
