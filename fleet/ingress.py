@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
 import uvicorn
+from msgspec import structs
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -47,14 +47,16 @@ async def total_stats(engines: Sequence[AsyncClient]) -> Stats:
 
 def _named(stats: Stats, number: str) -> Stats:
     """Makes worker names unique across engines."""
-    return replace(stats, workers=tuple(replace(one, name=f"{number}/{one.name}") for one in stats.workers))
+    return structs.replace(
+        stats, workers=tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
+    )
 
 
 def _sum(left: Stats, right: Stats) -> Stats:
     """Adds all fields, except those that describe the answer itself."""
-    names = {field.name for field in fields(Stats)} - {"request", "version", "known", "endings"}
+    names = set(Stats.__struct_fields__) - {"request", "version", "known", "endings"}
     sums: dict[str, Any] = {name: getattr(left, name) + getattr(right, name) for name in names}
-    return replace(left, endings=by_name(left.endings, right.endings), **sums)
+    return structs.replace(left, endings=by_name(left.endings, right.endings), **sums)
 
 
 SESSION = "x-session-id"

@@ -1,71 +1,97 @@
-"""Converts messages to ZeroMQ frames and back, by functions generated from the types of their fields.
+"""Converts messages to ZeroMQ frames and back, by msgspec and the types of their fields (`protocol.schema`).
 
-Frame 0, the header, is msgpack: [protocol version, message name, [value of each field, in order]]. A numpy array is
-[dtype, shape] in the header; its little-endian bytes, last axis fastest, follow in a separate frame, in field order.
-Messages that are sent together follow one another. Received frames are checked completely: see `decode`.
-
-`loader` and `dumper`: two functions for each message, generated from its field types as `dataclasses` generates
-`__init__`. `loader` converts what msgpack has read to a dataclass, `dumper` a dataclass to what msgpack writes. Both
-check every value and raise ProtocolError with the field's path, the value and what was expected.
+Frame 0, the header, is msgpack: [protocol version, message], the message a map of its class's name ("type") and of the
+fields that differ from their defaults. A numpy array is [dtype, shape] in the header; its little-endian bytes, last
+axis fastest, follow in a separate frame, in the order of the arrays in the header. Messages that are sent together
+follow one another. Received frames are checked completely: see `decode`.
 """
 
 from __future__ import annotations
 
 import math
 import reprlib
-import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, count
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, Union
 
-import msgpack
+import msgspec
 import numpy as np
+from msgspec import Raw, Struct
+from msgspec.msgpack import Decoder, Encoder
 
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest, VersionMismatch
 from outrider.protocol.messages import Message
-from outrider.protocol.schema import (
-    MAX_AXIS,
-    MAX_FRAME,
-    MAX_ITEMS,
-    Array,
-    Fixed,
-    Flag,
-    Many,
-    Maybe,
-    OneOf,
-    Range,
-    Real,
-    Record,
-    Shape,
-    String,
-    fields_of,
-    words,
-)
+from outrider.protocol.schema import MAX_AXIS, MAX_FRAME, Array, RequestId
 from outrider.protocol.version import PACKAGE_VERSION, PROTOCOL_VERSION
 
 Buffer: TypeAlias = bytes | memoryview
 FEW = 64
+LONGEST_REASON = 200
+
+MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
+"""Every message, by its name in the header."""
 
 
-def read_array(size: tuple[int, ...], array: Array, place: str, frames: Iterator[Buffer]) -> np.ndarray[Any, Any]:
-    """Returns an array of this size, a read-only view of the next frame."""
-    raw = next(frames, None)
+class _Arrays(threading.local):
+    """The frames of the message that this thread writes or reads."""
+
+    written: list[Buffer]
+    unread: Iterator[Buffer]
+
+
+class _Header(Struct, array_like=True):
+    """A header of any version."""
+
+    version: int
+    message: Raw = Raw()
+
+
+class _Name(Struct):
+    """The name of a message that may be invalid."""
+
+    type: str
+
+
+class _About(Struct):
+    """The request of a message that may be invalid."""
+
+    request: RequestId
+
+
+_arrays = _Arrays()
+
+
+def _write_array(value: object) -> tuple[str, tuple[int, ...]]:
+    """Returns an array's entry in the header, and appends its bytes to the frames, without a copy if possible."""
+    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+        raise ProtocolError(f"a field holds {reprlib.repr(value)}; expected a message's own types")
+    _arrays.written.append(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+    return value.dtype.name, value.shape
+
+
+def _read_array(kind: Any, entry: Any) -> np.ndarray[Any, Any]:
+    """Returns an array, a read-only view of the next frame. Raises ValueError; the decoder adds the place."""
+    array: Array = kind.__args__[1]
+    match entry:
+        case [array.dtype, [*size]] if len(size) == array.axes and all(map(_is_length, size)):
+            raw, wire = next(_arrays.unread, None), _wire(array.dtype)
+        case _:
+            raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS:,}")
     if raw is None:
-        raise ProtocolError(f"{place} has no frame; expected its bytes in a separate frame")
-    wire = _wire(array.dtype)
+        raise ValueError("Expected the array's bytes in a separate frame")
     if len(raw) != math.prod(size) * wire.itemsize:
-        raise ProtocolError(f"{place} has {len(raw)} bytes; expected {words(array)}, of size {size}")
+        raise ValueError(f"Expected {math.prod(size) * wire.itemsize} bytes for the size {size}, got {len(raw)}")
     items: np.ndarray[Any, Any] = np.ndarray(size, wire, raw)
-    _check_items(items, array, place)
+    if array.low is not None and items.size and _least(items) < array.low:
+        raise ValueError(f"Expected no number under {array.low}, got {items.min()}")
+    if items.dtype.kind == "f" and not np.isfinite(items).all():
+        raise ValueError("Expected finite numbers")
     return items
 
 
-def write_array(value: np.ndarray[Any, Any], array: Array, place: str, frames: list[Buffer]) -> tuple[Any, ...]:
-    """Returns an array's entry in the header, and appends its bytes to the frames, without a copy if possible."""
-    _check_items(value, array, place)
-    frames.append(np.ascontiguousarray(value, _wire(array.dtype)).reshape(-1).view(np.uint8).data)
-    return array.dtype, value.shape
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_AXIS
 
 
 @cache
@@ -73,177 +99,20 @@ def _wire(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def _check_items(value: np.ndarray[Any, Any], array: Array, place: str) -> None:
-    if array.low is not None and value.size and _least(value) < array.low:
-        raise ProtocolError(f"{place} holds {value.min()}; expected no number under {array.low}")
-    if value.dtype.kind == "f" and not np.isfinite(value).all():
-        raise ProtocolError(f"{place} holds a number that is not finite; expected finite numbers")
-
-
-def _least(value: np.ndarray[Any, Any]) -> Any:
+def _least(items: np.ndarray[Any, Any]) -> Any:
     """Returns the least item; for a few tokens numpy's `min` would cost more than all other checks together."""
-    return min(value.tolist()) if value.ndim == 1 and value.size <= FEW else value.min()
+    return min(items.tolist()) if items.ndim == 1 and items.size <= FEW else items.min()
 
 
-Check: TypeAlias = Callable[[Any, Any], Any]
-"""(value, raw frames) -> value. The frames are an iterator when loading, a list to append to when dumping."""
-
-_EXACT = 2**53  # whole numbers up to this one are exact as floats
-_view = reprlib.Repr()
-_view.maxstring = _view.maxother = 60
-
-
-def wrong(place: str, value: object, expected: str) -> ProtocolError:
-    return ProtocolError(f"{place} is {_view.repr(value)}; expected {expected}")
-
-
-@cache
-def loader(cls: type) -> Check:
-    """Returns the function that checks a tuple of fields, as msgpack reads it, and makes a `cls` of it."""
-    return _Writer(loads=True).function(cls)
-
-
-@cache
-def dumper(cls: type) -> Check:
-    """Returns the function that checks a `cls` and makes a tuple of its fields."""
-    return _Writer(loads=False).function(cls)
-
-
-class _Writer:
-    """Generates one function. `_known`: the objects that its code uses; all other names are its variables."""
-
-    def __init__(self, loads: bool) -> None:
-        self._loads = loads
-        self._numbers = count()
-        self._known: dict[str, Any] = {
-            "wrong": wrong, "isfinite": math.isfinite, "new": object.__new__, "ndarray": np.ndarray,
-            "read_array": read_array, "write_array": write_array,
-        }  # fmt: skip
-
-    def function(self, cls: type) -> Check:
-        code = self._code(Record(cls), "value", cls.__name__)
-        exec("\n ".join(["def function(value, frames):", *code, "return value"]), self._known)
-        function: Check = self._known["function"]
-        return function
-
-    def _code(self, shape: Shape, value: str, place: str) -> list[str]:
-        """Returns the lines that check the variable `value` against its shape, and convert it in place."""
-        if isinstance(shape, Maybe):
-            return [f"if {value} is not None:", *_indented(self._code(shape.inner, value, place))]
-        expected = words(shape)
-        if isinstance(shape, Record) and self._loads:
-            expected += f": {', '.join(fields_of(shape.cls))}"
-        refused = f"raise wrong({place!r}, {value}, {expected!r})"
-        return [f"if not ({self._outline(shape, value)}): {refused}", *self._inside(shape, value, place)]
-
-    def _outline(self, shape: Shape, value: str) -> str:
-        """Returns the condition that a value must meet before its parts are checked."""
-        match shape:
-            case Range(low, high):  # `type`, because a bool is an int
-                return f"type({value}) is int and {low} <= {value} <= {high}"
-            case Real():
-                exact = f"type({value}) is int and {-_EXACT} <= {value} <= {_EXACT}"
-                return f"isinstance({value}, float) and isfinite({value}) or {exact}"
-            case Flag():
-                return f"type({value}) is bool"
-            case String(limit):
-                return f"type({value}) is str and len({value}) <= {limit}"
-            case OneOf(choices):
-                return f"type({value}) is str and {value} in {choices}"
-            case Many(_, limit):
-                return f"type({value}) is tuple and len({value}) <= {limit}"
-            case Fixed(items):
-                return f"type({value}) is tuple and len({value}) == {len(items)}"
-            case Record(cls) if self._loads:
-                return f"type({value}) is tuple and len({value}) == {len(fields_of(cls))}"
-            case Record(cls):
-                return f"type({value}) is {self._name(cls)}"
-            case Array(dtype, axes) if self._loads:
-                described = f"type({value}) is tuple and len({value}) == 2 and {value}[0] == {dtype!r}"
-                return f"{described} and {_sized(f'{value}[1]', axes)}"
-            case Array(dtype, axes):
-                kind = f"isinstance({value}, ndarray) and {value}.dtype == {self._name(np.dtype(dtype))}"
-                return f"{kind} and {_sized(f'{value}.shape', axes)}"
-        raise TypeError(f"{shape} has no outline")
-
-    def _inside(self, shape: Shape, value: str, place: str) -> list[str]:
-        """Returns the lines that check and convert the parts of a value whose outline is right."""
-        match shape:
-            case Real():
-                return [f"{value} = float({value})"]
-            case Many(item):
-                return self._items(item, value, place)
-            case Fixed(items):
-                places = [f"{place}[{i}]" for i in range(len(items))]
-                parts, code = self._parts(items, places)
-                return [f"[{', '.join(parts)}] = {value}", *code, f"{value} = {_tuple(parts)}"]
-            case Record(cls):
-                fields = fields_of(cls)
-                parts, code = self._parts(list(fields.values()), [f"{place}.{name}" for name in fields])
-                if self._loads:
-                    return [f"[{', '.join(parts)}] = {value}", *code, *self._made(cls, value, parts)]
-                read = [f"{part} = {value}.{name}" for part, name in zip(parts, fields, strict=True)]
-                return [*read, *code, f"{value} = {_tuple(parts)}"]
-            case Array() if self._loads:
-                return [f"{value} = read_array({value}[1], {self._name(shape)}, {place!r}, frames)"]
-            case Array():
-                return [f"{value} = write_array({value}, {self._name(shape)}, {place!r}, frames)"]
-        return []
-
-    def _items(self, item: Shape, value: str, place: str) -> list[str]:
-        element, converted = self._variable(), self._variable()
-        loop = [f"for {element} in {value}:", *_indented(self._code(item, element, f"{place}[]"))]
-        if _is_kept(item):
-            return loop
-        return [f"{converted} = []", *loop, f" {converted}.append({element})", f"{value} = tuple({converted})"]
-
-    def _parts(self, shapes: Sequence[Shape], places: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Returns a variable for each part, and the lines for all of them."""
-        parts = [self._variable() for _ in shapes]
-        codes = map(self._code, shapes, parts, places)
-        return parts, list(chain.from_iterable(codes))
-
-    def _made(self, cls: type, value: str, parts: Sequence[str]) -> list[str]:
-        """Returns the lines that make a `cls` of its fields; a frozen dataclass's `__init__` takes twice the time."""
-        if hasattr(cls, "__post_init__"):
-            return [f"{value} = {self._name(cls)}{_tuple(parts)}"]
-        setters = [self._name(cls.__dict__[name].__set__) for name in fields_of(cls)]
-        sets = [f"{setter}({value}, {part})" for setter, part in zip(setters, parts, strict=True)]
-        return [f"{value} = new({self._name(cls)})", *sets]
-
-    def _variable(self) -> str:
-        return f"v{next(self._numbers)}"
-
-    def _name(self, known: object) -> str:
-        """Returns a name for this object in the code."""
-        name = f"k{next(self._numbers)}"
-        self._known[name] = known
-        return name
-
-
-def _indented(code: Sequence[str]) -> list[str]:
-    return [f" {line}" for line in code]
-
-
-def _tuple(parts: Sequence[str]) -> str:
-    return f"({''.join(f'{part}, ' for part in parts)})"
-
-
-def _is_kept(shape: Shape) -> bool:
-    """Returns whether values of this shape are the same in a dataclass and in msgpack."""
-    match shape:
-        case Many(inner) | Maybe(inner):
-            return _is_kept(inner)
-    return isinstance(shape, Range | Flag | String | OneOf)
-
-
-def _sized(value: str, axes: int) -> str:
-    lengths = "".join(f" and type({value}[{i}]) is int and 0 <= {value}[{i}] <= {MAX_AXIS}" for i in range(axes))
-    return f"type({value}) is tuple and len({value}) == {axes}{lengths}"
-
-
-MESSAGES: dict[str, type] = {cls.__name__: cls for cls in typing.get_args(Message)}
-"""Every message, by its name in the header."""
+_encoder = Encoder(enc_hook=_write_array)
+_decoder: Decoder[tuple[int, Message]] = Decoder(
+    tuple[Literal[PROTOCOL_VERSION], Union[*MESSAGES.values()]],  # type: ignore[misc, valid-type]
+    dec_hook=_read_array,
+)
+_headers = Decoder(_Header)
+_names = Decoder(_Name)
+_abouts = Decoder(_About)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -252,19 +121,15 @@ def encode(message: Message) -> list[Buffer]:
     Raises:
         ProtocolError: a field is of a wrong type or out of range; so the error appears at the sender.
     """
-    cls: type = type(message)
-    if MESSAGES.get(cls.__name__) is not cls:
-        raise wrong("the message", message, "one of the messages of protocol.messages")
-    frames: list[Buffer] = [b""]
-    fields = dumper(cls)(message, frames)
+    frames = _arrays.written = [b""]
+    name = type(message).__name__
     try:
-        frames[0] = msgpack.packb((PROTOCOL_VERSION, cls.__name__, fields))
-    except UnicodeEncodeError as error:
-        raise ProtocolError(
-            f"{cls.__name__} has text that can't be encoded as UTF-8 ({error.reason}); expected Unicode text"
-        ) from None
+        frames[0] = _encoder.encode((PROTOCOL_VERSION, message))
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ProtocolError(f"{name} can't be encoded ({error}); expected Unicode text and numbers in range") from None
     if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
-        raise ProtocolError(f"{cls.__name__} has a frame of {longest:,} bytes; expected at most {MAX_FRAME:,}")
+        raise ProtocolError(f"{name} has a frame of {longest:,} bytes; expected at most {MAX_FRAME:,}")
+    decode(frames)  # what a receiver would refuse is refused here
     return frames
 
 
@@ -277,8 +142,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
     """Returns the only message in `frames`; its arrays are read-only views of the frames.
 
     Raises:
-        ProtocolError: not a message of this version: another version (a VersionMismatch), an unknown name, too many or
-            too few fields, a field of a wrong type, a value out of range, a sequence or array of a wrong size, or a
+        ProtocolError: not a message of this version: another version (a VersionMismatch), an unknown name, an unknown
+            or missing field, a field of a wrong type, a value out of range, a sequence or array of a wrong size, or a
             number that is not finite.
         RefusedRequest: (a ProtocolError and an InvalidRequest) a well-formed message has sampling parameters out of
             range; the message is that of SamplingParams. Use `request_of` to answer the sender.
@@ -300,11 +165,9 @@ def decode_all(frames: Sequence[Buffer]) -> list[Message]:
 def request_of(frames: Sequence[Buffer]) -> str | None:
     """Returns the request of a refused message, to answer its sender; None if it can't be read."""
     try:
-        _, name, fields = _unpack(frames[0])
-        request = fields[list(fields_of(MESSAGES[name])).index("request")]
-    except (ProtocolError, LookupError, TypeError, ValueError):
+        return _abouts.decode(_headers.decode(frames[0]).message).request
+    except (*_UNREADABLE, IndexError):
         return None
-    return request if type(fields) is tuple and type(request) is str and len(request) <= 64 else None
 
 
 def _first(rest: Iterator[Buffer]) -> Message:
@@ -314,43 +177,34 @@ def _first(rest: Iterator[Buffer]) -> Message:
     return _message(header, rest)
 
 
-def _message(frame: Buffer, rest: Iterator[Buffer]) -> Message:
-    """Returns the message whose header is in this frame; its arrays are taken from `rest`."""
-    header = _unpack(frame)
-    if len(header) != 3 or type(header[0]) is not int or header[0] != PROTOCOL_VERSION:
-        raise _refused(header)
-    _, name, fields = header
-    if type(name) is not str or name not in MESSAGES:
-        raise wrong("the message name", name, "the name of a message in protocol.messages")
+def _message(header: Buffer, rest: Iterator[Buffer]) -> Message:
+    """Returns the message with this header; its arrays are taken from `rest`."""
+    _arrays.unread = rest
     try:
-        message: Message = loader(MESSAGES[name])(fields, rest)
+        return _decoder.decode(header)[1]
     except InvalidRequest as error:
         raise RefusedRequest(str(error)) from None
-    return message
+    except _UNREADABLE as error:
+        raise _refused(header, error) from None
 
 
-def _refused(header: tuple[Any, ...]) -> ProtocolError:
-    """Returns the error for a header that is not of this version."""
-    version = header[0] if header else None
-    if type(version) is not int:
-        return wrong("the protocol version", version, "a whole number first in the header")
-    if version != PROTOCOL_VERSION:
-        return VersionMismatch(
-            f"the other side speaks protocol version {version}, this side version {PROTOCOL_VERSION} (outrider"
-            f" {PACKAGE_VERSION}); run the same release of outrider on both"
-        )
-    return ProtocolError(f"the header has {len(header)} parts; expected version, message name and fields")
-
-
-def _unpack(frame: Buffer) -> tuple[Any, ...]:
-    longest = min(MAX_ITEMS, len(frame))  # msgpack allocates the claimed length before it reads the items
+def _refused(header: Buffer, error: Exception) -> ProtocolError:
+    """Returns the error for a header that could not be decoded, with the field's place and what was expected."""
+    reason, _, place = " ".join(str(error).split()).partition(" - at `$[1]")
+    reason = reason[:1].lower() + reason[1:LONGEST_REASON]
     try:
-        header = msgpack.unpackb(
-            frame, use_list=False, max_array_len=longest, max_map_len=0, max_bin_len=0, max_ext_len=0
+        found = _headers.decode(header)
+    except _UNREADABLE:
+        return ProtocolError(f"the header is invalid: {reason}; expected [version, message] in msgpack")
+    if found.version != PROTOCOL_VERSION:
+        return VersionMismatch(
+            f"the other side speaks protocol version {found.version}, this side version {PROTOCOL_VERSION}"
+            f" (outrider {PACKAGE_VERSION}); run the same release of outrider on both"
         )
-    except ValueError as error:  # the base of every error of msgpack, broken UTF-8 included
-        reason = str(error) or type(error).__name__
-        raise ProtocolError(f"the header is not msgpack ({reason}); expected a message of outrider") from None
-    if type(header) is not tuple:
-        raise wrong("the header", header, "version, message name and fields")
-    return header
+    try:
+        name = _names.decode(found.message).type
+    except _UNREADABLE:
+        name = ""
+    if name not in MESSAGES:
+        return ProtocolError(f"the message name is {name[:60]!r}; expected the name of a message in protocol.messages")
+    return ProtocolError(f"{name}{place[:-1]} is invalid: {reason}")

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack, cast
 
+from msgspec import Meta
+
 from outrider.protocol import values
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.schema import OneOf, Size
+from outrider.protocol.schema import Many, one_of
 
 KINDS = ("json_schema", "grammar", "regex", "llguidance")
 MAX_GRAMMAR = 2**16
@@ -36,8 +38,8 @@ class Grammar:
         InvalidRequest: an unknown kind, an empty text, more than 65,536 characters, or invalid JSON.
     """
 
-    kind: Annotated[str, OneOf(KINDS)]
-    text: Annotated[str, Size(MAX_GRAMMAR)]
+    kind: Annotated[str, one_of(*KINDS)]
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", values.word("grammar kind", self.kind, KINDS))
@@ -191,9 +193,9 @@ class SamplingParams:
     presence_context_size: int = 20
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Many[tuple[int, float]] = ()
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Many[str] = ()
     ignore_eos: bool = False
     rule: str = "coupled"
     saguaro: float = 1.0

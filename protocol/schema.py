@@ -1,7 +1,7 @@
-"""The types of message fields, with their ranges and sizes.
+"""The types of message fields, with their ranges and sizes, as msgspec checks them.
 
 The codec, the documentation and the tests are derived from them; the codec enforces ranges and sizes for senders, too.
-Knows dataclasses; knows nothing of bytes or messages.
+Knows nothing of bytes or messages.
 
 `Logprobs`: log-probabilities of tokens, in Outcome and in chunks of requests that asked for them. `Origin`: where a
 committed token came from, a number for each token of a chunk.
@@ -9,16 +9,24 @@ committed token came from, a number for each token of a chunk.
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
+from msgspec import Meta, Struct
+
+T = TypeVar("T")
+
+
+class Record(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A record inside messages."""
+
+
+class Message(Record, frozen=True, tag=True):
+    """The base of all messages, which are sent with their class's name."""
 
 
 class Origin(IntEnum):
@@ -39,34 +47,22 @@ class Origin(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """A whole number (never a bool) from `low` to `high`, both included."""
-
-    low: int = -(2**63)
-    high: int = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A string or a sequence of at most `limit` characters or items."""
-
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """One of these words."""
-
-    words: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Array:
     """A numpy array of this dtype and number of axes, sent as a raw frame; `low`: the least allowed item."""
 
     dtype: str
     axes: int
     low: int | None = None
+
+
+def _sent_as(array: Array) -> Any:
+    """Returns the type of a field with such an array, for the codec and for `msgspec.inspect`."""
+    return Annotated[np.ndarray[Any, array], Meta(extra={"array": array})]  # type: ignore[valid-type]
+
+
+def one_of(*words: str) -> Meta:
+    """Returns the constraint of a text that is one of these words."""
+    return Meta(pattern=rf"^({'|'.join(words)})\Z")
 
 
 MAX_TOKENS = 2**24
@@ -77,175 +73,63 @@ MAX_COMMIT = 4096
 MAX_CHAIN = 64
 MAX_BESIDE = 16
 MAX_BRANCHES = 1024
-
-Token = Annotated[int, Range(0, 2**31 - 1)]
-Count = Annotated[int, Range(0, 2**31 - 1)]
-Serial = Annotated[int, Range(0, 2**63 - 1)]
-Nanoseconds = Annotated[int, Range(0, 2**63 - 1)]
-Depth = Annotated[int, Range(0, MAX_CHAIN)]
-"""The number of tokens of a chain, bounded to bound a worker's work."""
-Breadth = Annotated[int, Range(0, MAX_BRANCHES)]
-"""The number of branches."""
-RequestId = Annotated[str, Size(64)]
-Name = Annotated[str, Size(4096)]
-ClientName = Annotated[str, Size(64)]
-Text = Annotated[str, Size(2**26)]
-Chain = Annotated[tuple[Token, ...], Size(MAX_CHAIN)]
-Node = Annotated[int, Range(-1, MAX_CHAIN - 1)]
-"""A token of a tree or a chain by its index; -1: the text before them."""
-Parents = Annotated[tuple[Node, ...], Size(MAX_CHAIN)]
-"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
-Path = Annotated[tuple[Annotated[int, Range(0, MAX_CHAIN - 1)], ...], Size(MAX_CHAIN)]
-"""Nodes of a tree, from the text down."""
-Final = Annotated[tuple[Token, ...], Size(MAX_CHAIN + 1)]
-"""A commit: the accepted tokens of a chain, then the bonus token."""
-Committed = Annotated[tuple[Token, ...], Size(MAX_COMMIT)]
-ChunkTokens = Annotated[tuple[Token, ...], Size(2**16)]
-"""The tokens of a chunk, in the header: to a client that was asleep, an array costs as much as the rest."""
-Tokens = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 1, low=0)]
-Bytes = Annotated[np.ndarray[Any, np.dtype[np.uint8]], Array("uint8", 1)]
-Ids = Annotated[np.ndarray[Any, np.dtype[np.int32]], Array("int32", 2, low=0)]
-Floats = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2)]
-Halves = Annotated[np.ndarray[Any, np.dtype[np.float16]], Array("float16", 2)]
-Probabilities = Annotated[np.ndarray[Any, np.dtype[np.float32]], Array("float32", 2, low=0)]
-Origins = Annotated[tuple[Annotated[int, Range(int(min(Origin)), int(max(Origin)))], ...], Size(2**16)]
-"""The `Origin` of each token."""
-Mode = Annotated[str, OneOf(("auto", "ar", "sd", "ssd"))]
-Role = Annotated[str, OneOf(("target", "draft", "prefill"))]
-
-
 MAX_ITEMS = 2**16
 MAX_CHARACTERS = 2**26
 MAX_AXIS = 2**24
 
+Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A finite float; an int is accepted as the float of the same value."""
+Many = Annotated[tuple[T, ...], Meta(max_length=MAX_ITEMS)]
+Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Serial = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Depth = Annotated[int, Meta(ge=0, le=MAX_CHAIN)]
+"""The number of tokens of a chain, bounded to bound a worker's work."""
+Breadth = Annotated[int, Meta(ge=0, le=MAX_BRANCHES)]
+"""The number of branches."""
+RequestId = Annotated[str, Meta(max_length=64)]
+Name = Annotated[str, Meta(max_length=4096)]
+ClientName = Annotated[str, Meta(max_length=64)]
+Text = Annotated[str, Meta(max_length=MAX_CHARACTERS)]
+Chain = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN)]
+Node = Annotated[int, Meta(ge=-1, le=MAX_CHAIN - 1)]
+"""A token of a tree or a chain by its index; -1: the text before them."""
+Parents = Annotated[tuple[Node, ...], Meta(max_length=MAX_CHAIN)]
+"""The parents of a tree (`protocol.trees`): the node that each token follows, or -1; (): the tokens are a chain."""
+Path = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_CHAIN - 1)], ...], Meta(max_length=MAX_CHAIN)]
+"""Nodes of a tree, from the text down."""
+Final = Annotated[tuple[Token, ...], Meta(max_length=MAX_CHAIN + 1)]
+"""A commit: the accepted tokens of a chain, then the bonus token."""
+Committed = Annotated[tuple[Token, ...], Meta(max_length=MAX_COMMIT)]
+ChunkTokens = Many[Token]
+"""The tokens of a chunk, in the header: to a client that was asleep, an array costs as much as the rest."""
+Origins = Many[Annotated[int, Meta(ge=int(min(Origin)), le=int(max(Origin)))]]
+"""The `Origin` of each token."""
+Mode = Annotated[str, one_of("auto", "ar", "sd", "ssd")]
+Role = Annotated[str, one_of("target", "draft", "prefill")]
 
-@dataclass(frozen=True, slots=True)
-class Real:
-    """A finite float; an int is accepted as the float of the same value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """True or False."""
-
-
-@dataclass(frozen=True, slots=True)
-class String:
-    """At most `limit` characters."""
-
-    limit: int = MAX_CHARACTERS
-
-
-@dataclass(frozen=True, slots=True)
-class Many:
-    """A tuple of at most `limit` items of one shape."""
-
-    item: Shape
-    limit: int = MAX_ITEMS
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A tuple with one item of each shape."""
-
-    items: tuple[Shape, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Maybe:
-    """None, or `inner`."""
-
-    inner: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A message, or a dataclass inside one."""
-
-    cls: type
-
-
-Shape = Range | Real | Flag | String | OneOf | Array | Many | Fixed | Maybe | Record
-
-_PLAIN: dict[object, Shape] = {int: Range(), float: Real(), bool: Flag(), str: String()}
-
-
-@cache
-def fields_of(cls: type) -> dict[str, Shape]:
-    """Returns the shape of each field of a dataclass, in order. Raises TypeError for a type that no message may use."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: shape_of(hints[field.name]) for field in dataclasses.fields(cls)}
-
-
-def shape_of(hint: Any) -> Shape:
-    """Returns the shape of a type hint. Raises TypeError for a type that no message may use."""
-    if hint in _PLAIN:
-        return _PLAIN[hint]
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _marked(*arguments)
-    if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and arguments[1] is type(None):
-        return Maybe(shape_of(arguments[0]))
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return Many(shape_of(arguments[0]))
-    if origin is tuple:
-        return Fixed(tuple(shape_of(argument) for argument in arguments))
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return Record(hint)
-    raise TypeError(f"no message field may be a {hint!r}; see protocol.schema for what it may be")
-
-
-def _marked(base: Any, marker: object) -> Shape:
-    match marker:
-        case Range() | OneOf() | Array():
-            return marker
-        case Size(limit) if isinstance(sized := shape_of(base), String | Many):
-            return dataclasses.replace(sized, limit=limit)
-    raise TypeError(f"{marker!r} marks no field type")
-
-
-def words(shape: Shape) -> str:
-    """Describes a value of this shape, for errors and the documentation."""
-    match shape:
-        case Range(low, high):
-            return f"a whole number from {_power(low)} to {_power(high)}"
-        case Real():
-            return "a finite number"
-        case Flag():
-            return "true or false"
-        case String(limit):
-            return f"text of at most {limit:,} characters"
-        case OneOf(choices):
-            return f"one of {', '.join(choices)}"
-        case Array(dtype, axes, low):
-            sign = "" if low is None else f", none under {low}"
-            return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS:,}{sign}"
-        case Many(item, limit):
-            return f"at most {limit:,} of: {words(item)}"
-        case Fixed(items):
-            return f"({'; '.join(map(words, items))})"
-        case Maybe(inner):
-            return f"nil, or {words(inner)}"
-        case Record(cls):
-            return f"a {cls.__name__}"
-
-
-def _power(value: int) -> str:
-    """Formats 2147483647 as 2^31-1."""
-    for bits in (31, 63):
-        if value == 2**bits - 1:
-            return f"2^{bits}-1"
-        if value == -(2**bits):
-            return f"-2^{bits}"
-    return f"{value:,}"
+if TYPE_CHECKING:
+    Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+    Ids: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+    Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+    Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+    Halves: TypeAlias = np.ndarray[Any, np.dtype[np.float16]]
+    Probabilities: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+else:
+    Tokens = _sent_as(Array("int32", 1, low=0))
+    Ids = _sent_as(Array("int32", 2, low=0))
+    Bytes = _sent_as(Array("uint8", 1))
+    Floats = _sent_as(Array("float32", 2))
+    Halves = _sent_as(Array("float16", 2))
+    Probabilities = _sent_as(Array("float32", 2, low=0))
 
 
 NEVER = float(np.finfo(np.float32).min)
 """The log-probability of an impossible token."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Logprobs:
+class Logprobs(Record, frozen=True, eq=False):
     """One row per token, [N, 1 + n]: the token itself, then the n likeliest at its position, the likeliest first.
 
     `values` are natural logarithms of the target's own probabilities after penalties, bias and grammar, before

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from outrider.protocol.schema import Count, Name, Serial
+from outrider.protocol.schema import Count, Many, Name, Real, Record, Serial
 
 
-@dataclass(frozen=True, slots=True)
-class KvCost:
+class KvCost(Record, frozen=True):
     """Bytes that a worker needs for a text: `per_text` for any length, plus `per_token` for each token."""
 
     per_text: Serial = 0
@@ -30,8 +29,7 @@ class KvCost:
         return KvCost(self.per_text + other.per_text, self.per_token + other.per_token)
 
 
-@dataclass(frozen=True, slots=True)
-class KvUse:
+class KvUse(Record, frozen=True):
     """Memory for texts in all workers together: of `limit` bytes, running texts take `used` at their present length and
     `reserved` at their maximum length."""
 
@@ -43,8 +41,7 @@ class KvUse:
         return KvUse(self.limit + other.limit, self.used + other.used, self.reserved + other.reserved)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheUse:
+class CacheUse(Record, frozen=True):
     """A worker's prompt cache: `entries` texts in `bytes`. Of `lookups` texts that started, `hits` found a prefix in it
     or in a running text; `tokens_saved` in all were not read again."""
 
@@ -55,8 +52,7 @@ class CacheUse:
     tokens_saved: Serial = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(Record, frozen=True):
     """`name` happened `count` times."""
 
     name: Name
@@ -76,14 +72,13 @@ def each(*rows: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
 
-@dataclass(frozen=True, slots=True)
-class Durations:
+class Durations(Record, frozen=True):
     """A histogram: `counts[i]` durations were at most `bounds[i]` seconds and longer than the previous bound; the last
     count is of those longer than all bounds. `seconds` is the sum of all durations."""
 
-    bounds: tuple[float, ...] = ()
-    counts: tuple[Serial, ...] = ()
-    seconds: float = 0.0
+    bounds: Many[Real] = ()
+    counts: Many[Serial] = ()
+    seconds: Real = 0.0
 
     def __add__(self, other: Durations) -> Durations:
         """Adds durations counted by the same bounds; one side may have counted none."""

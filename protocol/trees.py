@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.protocol.schema import Ids, Probabilities
+from outrider.protocol.schema import Ids, Probabilities, Record
 
 ROOT = -1
 """The parent of nodes that follow the text itself."""
@@ -131,8 +131,7 @@ def fault(tokens: Sequence[int], parents: Sequence[int]) -> str:
 TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SparseQ:
+class SparseQ(Record, frozen=True, eq=False):
     """One distribution per token: token i was drawn from `ids[i]`, [N, m], with the probabilities `probs[i]`, [N, m];
     all other tokens have 0.
 

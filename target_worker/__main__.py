@@ -10,9 +10,10 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from outrider.engine.models_only import models_only
 from outrider.protocol import worker_link

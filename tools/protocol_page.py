@@ -6,26 +6,40 @@ import inspect
 import json
 import re
 import sys
-import typing
-from dataclasses import MISSING, fields
 from pathlib import Path
 
-import msgpack
+import msgspec
 import numpy as np
+from msgspec.inspect import (
+    BoolType,
+    DataclassType,
+    Field,
+    FloatType,
+    IntType,
+    Metadata,
+    NoneType,
+    StrType,
+    StructType,
+    TupleType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 from outrider.protocol.clock import ASK_AGAIN_NS, FORGET_NS, MILLISECOND_NS
 from outrider.protocol.codec import MESSAGES, encode
-from outrider.protocol.messages import Close, Features, Message, RankMessage
-from outrider.protocol.schema import MAX_CHARACTERS, MAX_FRAME, MAX_ITEMS, Many, Maybe, Record, Shape, fields_of, words
+from outrider.protocol.messages import Close, Features, Message, RankHello, TextChange, TextForward
+from outrider.protocol.schema import MAX_AXIS, MAX_CHARACTERS, MAX_FRAME, MAX_ITEMS, Array, Record
 from outrider.protocol.version import PROTOCOL_VERSION
 
 PAGE = Path("docs/protocol.md")
-RANKS = typing.get_args(RankMessage)
+RANKS = (RankHello, TextChange, TextForward)
 SECOND_NS = 1000 * MILLISECOND_NS
 
 
 def _header(message: Message) -> str:
-    return json.dumps(msgpack.unpackb(encode(message)[0]))
+    return json.dumps(msgspec.msgpack.decode(encode(message)[0]))
 
 
 HEAD = f"""\
@@ -44,19 +58,20 @@ identity, which is not part of it.) The target sends the outcomes of one forward
 orchestrator with the messages that they cause. Clients send and receive one message at a time. A bundle with an invalid
 message is refused as a whole.
 
-- **The header** is msgpack: `[version, name, [value, ...]]`, with the values of the message's fields in their order.
-  Every field is sent, defaults too. A record inside a message is an array of its fields like the outer one. A tuple is
-  an array. There is no map, no binary and no extension type.
-- **Arrays** take one frame each, in field order. The array's field holds `[dtype, shape]` in the header; the frame
-  holds its items, little-endian, last axis fastest. An array field that is nil has no frame.
+- **The header** is msgpack: `[version, message]`. The message is a map of its name, under `type`, and its fields.
+  Fields that have their defaults may be left out. A record inside a message is a map of its fields. A tuple is an
+  array. There is no binary and no extension type.
+- **Arrays** take one frame each, in the order of the header. The array's field holds `[dtype, shape]` in the header;
+  the frame holds its items, little-endian, last axis fastest. An array field that is nil has no frame.
 
-Written as JSON, `Close("r1")` is the single frame `{_header(Close("r1"))}`. A `Features` with a row of two numbers is
-`{_header(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}` and a frame of 4 bytes.
+Written as JSON, `Close("r1")` is the single frame `{_header(Close("r1"))}`. A `Features` with
+a row of two numbers is a frame of 4 bytes after
+`{_header(Features("r1", 1, 7, np.zeros((1, 2), np.float16)))}`.
 
 Whole numbers are never booleans, numbers are finite, and sizes are limited: {MAX_ITEMS:,} items and {MAX_CHARACTERS:,}
 characters where the field states no smaller limit, {MAX_FRAME // 2**20} MiB a frame. `encode` enforces this for the
-sender and `decode` for the receiver. A violation raises `ProtocolError`, one sentence with the field's place, its value
-and what was expected. The receiver drops and counts the message and continues.
+sender and `decode` for the receiver. A violation raises `ProtocolError`, one sentence with the field's place and what
+was expected. The receiver drops and counts the message and continues.
 
 A well-formed message whose `SamplingParams` are out of range raises `RefusedRequest` instead, which is also an
 `InvalidRequest`, with the text that the Python API uses. The orchestrator answers a client's refused message with
@@ -66,8 +81,8 @@ A well-formed message whose `SamplingParams` are out of range raises `RefusedReq
 
 Two processes communicate only when their protocol versions are equal. A message of another version is refused with an
 error that names both. The version is raised when a message changes that a release used. In every version the header
-starts with the version and the message's name, and `request` keeps its place among the fields of a message, so that a
-peer of another release can be answered.
+starts with the version, and the message is a map with `type` and, if it is about one, `request`, so that a peer of
+another release can be answered.
 
 ## Ordering: epoch, round, base_len
 
@@ -140,36 +155,76 @@ def _messages_of(file: str) -> dict[str, type]:
 
 
 def _records() -> dict[str, type]:
-    """Returns every dataclass that a message contains, in the order of first use."""
+    """Returns every record that a message contains, in the order of first use."""
     found: dict[str, type] = {}
-    waiting = list(MESSAGES.values())
+    waiting: list[type] = list(MESSAGES.values())
     while waiting:
-        for shape in fields_of(waiting.pop(0)).values():
-            cls = _record_in(shape)
+        for field in _fields(waiting.pop(0)):
+            cls = _record_in(field.type)
             if cls is not None and cls.__name__ not in found:
                 found[cls.__name__] = cls
                 waiting.append(cls)
     return found
 
 
-def _record_in(shape: Shape) -> type | None:
+def _record_in(shape: Type) -> type | None:
     match shape:
-        case Record(cls):
+        case StructType(cls=cls) | DataclassType(cls=cls):
             return cls
-        case Many(inner) | Maybe(inner):
+        case VarTupleType(item_type=inner) | UnionType(types=(inner, NoneType())):
             return _record_in(inner)
     return None
 
 
+def _fields(cls: type) -> tuple[Field, ...]:
+    info = type_info(cls)
+    return info.fields if isinstance(info, StructType | DataclassType) else ()
+
+
 def _section(name: str, cls: type) -> str:
     lines = [f"### {name}\n", inspect.cleandoc(cls.__doc__ or ""), ""]
-    if shapes := fields_of(cls):
-        defaults = ["" if field.default is MISSING else f"`{field.default!r}`" for field in fields(cls)]
-        rows = zip(shapes.items(), defaults, strict=True)
+    if found := _fields(cls):
         lines += ["| field | may be | default |", "|---|---|---|"]
-        lines += [f"| `{name}` | {_linked(words(shape))} | {default} |" for (name, shape), default in rows]
+        for field in found:
+            shown = f"{type(field.default).__name__}()" if isinstance(field.default, Record) else repr(field.default)
+            default = "" if field.required else f"`{shown}`"
+            lines.append(f"| `{field.name}` | {_linked(words(field.type))} | {default} |")
         lines += [""]
     return "\n".join(lines)
+
+
+def words(shape: Type) -> str:
+    """Describes a value of this type."""
+    match shape:
+        case IntType(ge=int(low), le=int(high)):
+            return f"a whole number from {_power(low)} to {_power(high)}"
+        case IntType():
+            return "a whole number"
+        case FloatType():
+            return "a finite number"
+        case BoolType():
+            return "true or false"
+        case StrType(pattern=str(pattern)):
+            return f"one of {', '.join(re.findall(r'[a-z][a-z_ -]*', pattern))}"
+        case StrType(max_length=limit):
+            return "text" if limit is None else f"text of at most {limit:,} characters"
+        case Metadata(extra={"array": Array(dtype, axes, least)}):
+            sign = "" if least is None else f", none under {least}"
+            return f"an array of {dtype}, {axes} {'axis' if axes == 1 else 'axes'} of at most {MAX_AXIS:,}{sign}"
+        case VarTupleType(item_type=item, max_length=limit):
+            return f"at most {limit:,} of: {words(item)}"
+        case TupleType(item_types=items):
+            return f"({'; '.join(map(words, items))})"
+        case UnionType(types=(inner, NoneType())):
+            return f"nil, or {words(inner)}"
+        case StructType(cls=cls) | DataclassType(cls=cls):
+            return f"a {cls.__name__}"
+    raise TypeError(f"{shape} is no type of a field")
+
+
+def _power(value: int) -> str:
+    """Formats 2147483647 as 2^31-1."""
+    return next((f"2^{bits}-1" for bits in (31, 63) if value == 2**bits - 1), f"{value:,}")
 
 
 def _linked(words: str) -> str:

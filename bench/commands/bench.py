@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs, to_builtins
+
 from outrider.bench.commands import concurrency, files
 from outrider.bench.commands.files import numbers
 from outrider.bench.commands.footprint import LENGTH, Footprint, footprint_lines, measure_footprint
@@ -265,5 +267,5 @@ def _plain(kind: str, run: Run) -> dict[str, Any]:
         "class": kind,
         "tokens": run.timed.tokens,
         "seconds": run.timed.seconds,
-        "timings": asdict(run.timings) if run.timings else None,
+        "timings": to_builtins(structs.asdict(run.timings)) if run.timings else None,
     }

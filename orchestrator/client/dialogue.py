@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
+from msgspec import structs
 
 from outrider.orchestrator.settings import check_setting
 from outrider.protocol import messages, values
@@ -300,7 +301,7 @@ class Dialogue:
         self.over = False
         if self._started is not None:
             sampling = replace(self.opening.sampling, seed=self._started.seed)
-            self.opening = replace(
+            self.opening = structs.replace(
                 self.opening,
                 sampling=sampling,
                 resume_tokens=np.asarray(self._tokens, np.int32),

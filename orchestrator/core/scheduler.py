@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from outrider.orchestrator.core.draft_pool import LATE, DraftPool, SentTasks, opening
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
 from outrider.orchestrator.core.next_round import NextRound, Proposer
@@ -450,7 +452,7 @@ class Scheduler:
         request.base_len = len(request.tokens)
         request.reads = True
         # The target reads the committed tokens, unless a prefill worker may, and answers as to an empty chain.
-        self._workers.send_target(replace(opening(request, None), offered=self._remote_prefills.offer(request)))
+        self._workers.send_target(structs.replace(opening(request, None), offered=self._remote_prefills.offer(request)))
         self._draft_pool.open(request)
 
     def _remove_drafter(self, request: Request, drafter: str, why: str, now_ns: int) -> None:

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import zmq
+from msgspec.structs import replace
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.events import ModelVocabulary

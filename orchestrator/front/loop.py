@@ -11,9 +11,9 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import zmq
+from msgspec.structs import replace
 
 from outrider.orchestrator.auth import client_of
 from outrider.orchestrator.events import (

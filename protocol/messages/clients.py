@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from operator import add
 from typing import Annotated, Any
 
@@ -14,21 +13,24 @@ from outrider.protocol.schema import (
     ClientName,
     Count,
     Logprobs,
+    Many,
+    Message,
     Mode,
     Name,
-    OneOf,
     Origins,
+    Real,
+    Record,
     RequestId,
     Role,
     Serial,
     Text,
     Tokens,
+    one_of,
 )
 from outrider.protocol.stats import CacheUse, Durations, KvCost, KvUse, Tally, by_name, each
 
 
-@dataclass(frozen=True, slots=True)
-class Generate:
+class Generate(Message, frozen=True):
     """Client -> orchestrator: complete `prompt` (or `tokens`). A setting of None means the server's default.
 
     `origins` asks for the origin of each token, `rounds` for a record of each round when it ends. `drafter` names the
@@ -58,8 +60,7 @@ class Generate:
     client: ClientName = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(Message, frozen=True):
     """Orchestrator -> client: the request is admitted. `seed` is the seed in use; `notes` are one-line explanations.
 
     `fingerprint` identifies the weights, the number format of the computation and the tokenizer. Servers with equal
@@ -72,12 +73,11 @@ class Started:
     seed: Serial
     model: Name
     draft_model: Name
-    notes: tuple[Name, ...] = ()
+    notes: Many[Name] = ()
     fingerprint: Name = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Message, frozen=True):
     """Orchestrator -> client: how many tokens of a long prompt the target has read."""
 
     request: RequestId
@@ -85,8 +85,7 @@ class Progress:
     total: Count
 
 
-@dataclass(frozen=True, slots=True)
-class DraftWork:
+class DraftWork(Record, frozen=True):
     """A drafter's work for `round`: `branches` are now `depth` tokens deep. 0 branches: a just-in-time chain."""
 
     drafter: Name
@@ -96,8 +95,7 @@ class DraftWork:
     work: Span
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
+class RoundRecord(Record, frozen=True):
     """A round that has ended. Spans are in nanoseconds since the request began.
 
     `lookup` is the result of looking up the previous outcome in the speculation cache. `source` is where the chain came
@@ -108,18 +106,17 @@ class RoundRecord:
     """
 
     round: Serial
-    lookup: Annotated[str, OneOf(("none", "hit", "grown", "late", "miss"))]
-    source: Annotated[str, OneOf(("none", "cache", "drafter", "ngram", "head"))]
+    lookup: Annotated[str, one_of("none", "hit", "grown", "late", "miss")]
+    source: Annotated[str, one_of("none", "cache", "drafter", "ngram", "head")]
     drafted: Count
     accepted: Count
     tokens: Count
     verify: Span
     decided: Span | None = None
-    drafting: tuple[DraftWork, ...] = ()
+    drafting: Many[DraftWork] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TextChunk:
+class TextChunk(Message, frozen=True):
     """Orchestrator -> client: committed text, never cut inside a character, and the tokens committed since the last
     chunk.
 
@@ -133,11 +130,10 @@ class TextChunk:
     token_ids: ChunkTokens
     logprobs: Logprobs | None = None
     origins: Origins | None = None
-    rounds: tuple[RoundRecord, ...] | None = None
+    rounds: Many[RoundRecord] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(Record, frozen=True):
     """Measurements of a request, named as llama.cpp names them; times in milliseconds. Tokens past the end do not
     count.
 
@@ -159,11 +155,11 @@ class Timings:
     prompt_n: Serial = 0
     cache_n: Serial = 0
     draft_cache_n: Serial = 0
-    queue_ms: float = 0.0
-    prompt_ms: float = 0.0
+    queue_ms: Real = 0.0
+    prompt_ms: Real = 0.0
     predicted_n: Serial = 0
-    predicted_ms: float = 0.0
-    predicted_per_second: float = 0.0
+    predicted_ms: Real = 0.0
+    predicted_per_second: Real = 0.0
     draft_n: Serial = 0
     draft_n_accepted: Serial = 0
     draft_rounds: Serial = 0
@@ -176,26 +172,26 @@ class Timings:
     missed_then_drafted: Serial = 0
     ngram_chains: Serial = 0
     draft_waits: Serial = 0
-    accepted_by_position: tuple[Serial, ...] = ()
-    drafted_by_position: tuple[Serial, ...] = ()
-    looked_up_by_accepted: tuple[Serial, ...] = ()
-    hits_by_accepted: tuple[Serial, ...] = ()
-    turnaround_ms: tuple[float, ...] = ()
-    verify_ms: float = 0.0
-    idle_ms: float = 0.0
+    accepted_by_position: Many[Serial] = ()
+    drafted_by_position: Many[Serial] = ()
+    looked_up_by_accepted: Many[Serial] = ()
+    hits_by_accepted: Many[Serial] = ()
+    turnaround_ms: Many[Real] = ()
+    verify_ms: Real = 0.0
+    idle_ms: Real = 0.0
     peak_bytes: Serial = 0
     resumed: Count = 0
     rejoined: Count = 0
-    draft_n_accepted_by: tuple[Tally, ...] = ()
+    draft_n_accepted_by: Many[Tally] = ()
     prefill_n: Serial = 0
-    draft_n_accepted_from: tuple[Tally, ...] = ()
+    draft_n_accepted_from: Many[Tally] = ()
 
     def __add__(self, other: Timings) -> Timings:
         """Adds counts and times; rates are weighted by their times, and the peak is the larger one.
 
         Turnarounds are left out, since they belong to one request.
         """
-        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__struct_fields__}
         del pairs["turnaround_ms"]
         sums: dict[str, Any] = {name: SUMS.get(name, add)(*pair) for name, pair in pairs.items()}
         tokens = sum(timings.predicted_per_second * timings.predicted_ms for timings in (self, other))
@@ -211,18 +207,16 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
 """How fields of `Timings` other than plain sums are added."""
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Message, frozen=True):
     """Orchestrator -> client: the request succeeded. `reason` is eos, stop, length or cancelled."""
 
     request: RequestId
-    reason: Annotated[str, OneOf(("eos", "stop", "length", "cancelled"))]
+    reason: Annotated[str, one_of("eos", "stop", "length", "cancelled")]
     timings: Timings
-    notes: tuple[Name, ...] = ()
+    notes: Many[Name] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Message, frozen=True):
     """Orchestrator -> client: the request failed. `kind` names the error class in protocol.errors."""
 
     request: RequestId
@@ -230,23 +224,20 @@ class Failed:
     message: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Message, frozen=True):
     """Client -> orchestrator: stop the request; the rest is not needed."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class StatsQuery:
+class StatsQuery(Message, frozen=True):
     """Client -> orchestrator: send Stats, and whether this client's request `about` is known."""
 
     request: RequestId
     about: RequestId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
+class WorkerStats(Record, frozen=True):
     """One worker as the orchestrator sees it. `state` is starting, ready, refused, frozen, restarting or lost.
 
     `kv` is the memory cost of a text, `cache` the use of the prompt cache, `restarts` the number of restarts, `lies`
@@ -266,17 +257,16 @@ class WorkerStats:
     parameters: Serial
     weight_bytes: Serial
     note: Name
-    kv: KvCost = field(default_factory=KvCost)
-    cache: CacheUse = field(default_factory=CacheUse)
+    kv: KvCost = KvCost()
+    cache: CacheUse = CacheUse()
     restarts: Count = 0
-    lies: tuple[Tally, ...] = ()
-    round_trip_ms: float = 0.0
-    clock_ahead_ms: float = 0.0
+    lies: Many[Tally] = ()
+    round_trip_ms: Real = 0.0
+    clock_ahead_ms: Real = 0.0
     fingerprint: Name = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(Message, frozen=True):
     """Orchestrator -> client: workers, totals since the start, and counts of dropped messages.
 
     `totals` covers requests that have ended; `generated` also counts the tokens of running ones. `endings` counts how
@@ -287,7 +277,7 @@ class Stats:
 
     request: RequestId
     version: Name
-    workers: tuple[WorkerStats, ...]
+    workers: Many[WorkerStats]
     active: Count
     queued: Count
     finished: Serial
@@ -296,12 +286,9 @@ class Stats:
     stale_messages: Serial
     rejected_frames: Serial
     generated: Serial = 0
-    endings: tuple[Tally, ...] = ()
-    kv: KvUse = field(default_factory=KvUse)
-    round_seconds: Durations = field(default_factory=Durations)
-    verify_seconds: Durations = field(default_factory=Durations)
+    endings: Many[Tally] = ()
+    kv: KvUse = KvUse()
+    round_seconds: Durations = Durations()
+    verify_seconds: Durations = Durations()
     known: bool = True
     dropped_branches: Serial = 0
-
-
-ClientMessage = Generate | Started | Progress | TextChunk | Done | Failed | Cancel | StatsQuery | Stats

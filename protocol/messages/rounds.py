@@ -7,9 +7,10 @@ machine; a Pong reports the current value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated
+
+from msgspec import Meta
 
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
@@ -24,31 +25,31 @@ from outrider.protocol.schema import (
     Final,
     Halves,
     Logprobs,
+    Message,
     Name,
     Nanoseconds,
     Node,
-    OneOf,
     Parents,
     Path,
+    Real,
+    Record,
     RequestId,
     Serial,
-    Size,
     Token,
     Tokens,
+    one_of,
 )
 from outrider.protocol.trees import SparseQ
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Record, frozen=True):
     """The start and the end of a piece of work."""
 
     started_ns: Nanoseconds
     ended_ns: Nanoseconds
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(Message, frozen=True):
     """Orchestrator -> every worker: a request starts, or restarts, with these tokens.
 
     Open is the verify of an empty chain: the target answers Outcome(round 0, accepted 0, bonus). Drafters prepare
@@ -75,7 +76,7 @@ class Open:
     rank_offset: Breadth = 0
     offered: bool = False
     features: bool = False
-    min_prob: float = 1.0
+    min_prob: Real = 1.0
 
     @property
     def prompt_len(self) -> int:
@@ -83,8 +84,7 @@ class Open:
         return len(self.tokens) - self.generated
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(Message, frozen=True):
     """Orchestrator -> target: run one forward over the last committed token plus `chain`.
 
     `kind` says how the chain was proposed and so which rule verifies it: equality, or rejection sampling against a
@@ -109,39 +109,36 @@ class Verify:
     round: Serial
     base_len: Count
     chain: Chain
-    kind: Annotated[str, OneOf(("coupled", "one-hot", "sparse"))] = "coupled"
+    kind: Annotated[str, one_of("coupled", "one-hot", "sparse")] = "coupled"
     q: SparseQ | None = None
     autonomous: bool = False
     draft: Depth = 0
     max_tokens: Count = 0
     parents: Parents = ()
     drafter: Name = ""
-    min_prob: float = 1.0
+    min_prob: Real = 1.0
     all_cores: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Halt:
+class Halt(Message, frozen=True):
     """Orchestrator -> target: end autonomous rounds after the one under way."""
 
     request: RequestId
     epoch: Serial
 
 
-@dataclass(frozen=True, slots=True)
-class Alternatives:
+class Alternatives(Record, frozen=True):
     """Tokens that a drafter ranks next best to those of a chain: each follows the chain's token `parents[i]`, or -1.
 
     `odds` is the probability that the token is accepted if its parent is. Nothing follows an alternative.
     """
 
-    tokens: Annotated[tuple[Token, ...], Size(MAX_BESIDE)]
-    parents: Annotated[tuple[Node, ...], Size(MAX_BESIDE)]
-    odds: Annotated[tuple[float, ...], Size(MAX_BESIDE)]
+    tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_BESIDE)]
+    parents: Annotated[tuple[Node, ...], Meta(max_length=MAX_BESIDE)]
+    odds: Annotated[tuple[Real, ...], Meta(max_length=MAX_BESIDE)]
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(Record, frozen=True):
     """The chain drafted for the outcome that commits the tokens `committed`: the accepted ones, then the bonus."""
 
     committed: Final
@@ -149,8 +146,7 @@ class Branch:
     alternatives: Alternatives | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(Message, frozen=True):
     """Orchestrator -> target, during the verify of `round`: the complete branches.
 
     If the outcome commits `committed[i]` (accepted tokens, then the bonus), the target verifies `chains[i]` as the next
@@ -163,9 +159,9 @@ class Prepare:
     epoch: Serial
     round: Serial
     base_len: Count
-    committed: Annotated[tuple[Final, ...], Size(MAX_BRANCHES)]
-    chains: Annotated[tuple[Chain, ...], Size(MAX_BRANCHES)]
-    parents: Annotated[tuple[Parents, ...], Size(MAX_BRANCHES)] = ()
+    committed: Annotated[tuple[Final, ...], Meta(max_length=MAX_BRANCHES)]
+    chains: Annotated[tuple[Chain, ...], Meta(max_length=MAX_BRANCHES)]
+    parents: Annotated[tuple[Parents, ...], Meta(max_length=MAX_BRANCHES)] = ()
 
     def chain(self, committed: Final) -> tuple[Chain, Parents] | None:
         """Returns the chain prepared for the outcome that commits these tokens, and its parents; None if none is."""
@@ -173,8 +169,7 @@ class Prepare:
         return next(((chain, parents) for known, chain, parents in prepared if known == committed), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Message, frozen=True):
     """Target -> orchestrator: `accepted` chain tokens are accepted, then comes `bonus`. In a tree, the accepted nodes
     are those at `path`, or the first ones.
 
@@ -207,8 +202,7 @@ class Outcome:
     drafted_parents: Parents = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(Message, frozen=True):
     """Target -> orchestrator -> drafters that read them: `rows` of committed tokens, the first of them at `position`.
 
     The rows feed the head in the draft worker. They are made from hidden states of the target's forward, in half
@@ -223,8 +217,7 @@ class Features:
     rows: Halves
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Message, frozen=True):
     """Orchestrator -> drafters, sent together with Verify.
 
     `tokens` were committed; with them `base_len` tokens are committed. `verifying` is the chain under verification
@@ -242,11 +235,10 @@ class Commit:
     depth: Depth
     branches: Breadth
     rank_offset: Breadth = 0
-    min_prob: float = 1.0
+    min_prob: Real = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Branches:
+class Branches(Message, frozen=True):
     """Drafter -> orchestrator, unasked: the branches of this round's outcomes as deep as they are now.
 
     `final`: nothing more will come for the round. `q` is what the chains' tokens were drawn from, one row a token,
@@ -259,15 +251,14 @@ class Branches:
     round: Serial
     base_len: Count
     depth: Depth
-    entries: Annotated[tuple[Branch, ...], Size(MAX_BRANCHES)]
+    entries: Annotated[tuple[Branch, ...], Meta(max_length=MAX_BRANCHES)]
     work: Span
     final: bool = False
     q: SparseQ | None = None
     peak_bytes: Serial = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
+class Drafted(Message, frozen=True):
     """Drafter -> orchestrator: the continuation requested by Commit(verifying=None), to be verified in `round`.
 
     `q` is what each of its tokens was drawn from; None: they were not drawn at random.
@@ -284,8 +275,7 @@ class Drafted:
     alternatives: Alternatives | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(Message, frozen=True):
     """Orchestrator -> prefill worker: read these tokens for the target and send their keys and values from `start` on.
 
     The last token is left out, because the target feeds it. Close ends the work early.
@@ -297,8 +287,7 @@ class Prefill:
     start: Count
 
 
-@dataclass(frozen=True, slots=True)
-class PromptKv:
+class PromptKv(Message, frozen=True):
     """Prefill worker -> orchestrator -> target: keys and values of `count` tokens of the text, from `start` on.
 
     `data` holds layer after layer, keys before values, [kv_heads, count, head_dim] in the model's number format.
@@ -311,8 +300,7 @@ class PromptKv:
     data: Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(Message, frozen=True):
     """Worker -> orchestrator: how much of a long prompt has been read.
 
     `cached` is the number of its first tokens that came from the prompt cache; it is reported for short prompts, too.
@@ -325,22 +313,14 @@ class Prefilled:
     cached: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Message, frozen=True):
     """Orchestrator -> every worker: the request is over; free its slot."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class Resync:
+class Resync(Message, frozen=True):
     """Worker -> orchestrator: messages are missing; answer with Open and the committed tokens."""
 
     request: RequestId
     epoch: Serial
-
-
-TargetMessage = Open | Verify | Halt | Prepare | Outcome | Features
-DraftMessage = Commit | Branches | Drafted
-PrefillMessage = Prefill | PromptKv | Prefilled
-RoundMessage = TargetMessage | DraftMessage | PrefillMessage | Close | Resync

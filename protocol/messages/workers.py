@@ -9,15 +9,27 @@ to the orchestrator, tells the others what it feeds. No other process uses these
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated
 
-from outrider.protocol.schema import Count, Name, Nanoseconds, OneOf, RequestId, Role, Serial, Size, Text, Token
+from outrider.protocol.schema import (
+    Count,
+    Many,
+    Message,
+    Name,
+    Nanoseconds,
+    Real,
+    Record,
+    RequestId,
+    Role,
+    Serial,
+    Text,
+    Token,
+    one_of,
+)
 from outrider.protocol.stats import CacheUse, KvCost
 
 
-@dataclass(frozen=True, slots=True)
-class InProcessDrafter:
+class InProcessDrafter(Record, frozen=True):
     """A drafter in the target's process, under the name that Verify uses.
 
     `model` names its files. `is_head`: it reads the target's hidden states. `agreement` is the share of a trial text's
@@ -28,12 +40,11 @@ class InProcessDrafter:
     name: Name
     model: Name = ""
     is_head: bool = False
-    agreement: float = -1.0
-    weight: float = 0.0
+    agreement: Real = -1.0
+    weight: Real = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Abilities:
+class Abilities(Record, frozen=True):
     """`chains`: the target verifies several tokens in one forward and can roll back the rejected ones.
 
     Without `chains` it decodes one token at a time, and `why` explains it. `own_caches`: the model keeps its own caches
@@ -47,12 +58,11 @@ class Abilities:
     takes_kv: bool = False
     why: Text = ""
     trees: bool = False
-    drafters: tuple[InProcessDrafter, ...] = ()
-    left_out: tuple[Text, ...] = ()
+    drafters: Many[InProcessDrafter] = ()
+    left_out: Many[Text] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frozen=True):
     """Worker -> orchestrator, when its model is loaded: its identity and its model. The answer is Welcome or Shutdown.
 
     - `incarnation` identifies this process, also among its successors. In hexadecimal it is the routing id of the hot
@@ -77,16 +87,15 @@ class Hello:
     parameters: Serial
     weight_bytes: Serial
     note: Name = ""
-    abilities: Abilities = field(default_factory=Abilities)
-    kv: KvCost = field(default_factory=KvCost)
+    abilities: Abilities = Abilities()
+    kv: KvCost = KvCost()
     vocabulary: Name = ""
     files: Name = ""
     features: Name = ""
     number_format: Name = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Message, frozen=True):
     """Orchestrator -> a worker that said Hello: it has joined the cluster under this name.
 
     `ping_ms` is the interval of the pings.
@@ -96,8 +105,7 @@ class Welcome:
     ping_ms: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class KvMemory:
+class KvMemory(Message, frozen=True):
     """Orchestrator -> worker, when all have joined and at each change: `limit` bytes for all its texts together.
 
     `prompt_cache`: ended texts may stay cached in what running ones do not need.
@@ -107,30 +115,26 @@ class KvMemory:
     prompt_cache: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class CacheReport:
+class CacheReport(Message, frozen=True):
     """Worker -> orchestrator: the use of its prompt cache, when it has changed."""
 
     use: CacheUse
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(Message, frozen=True):
     """Worker -> orchestrator, before Hello: the stage of the start, as text for a person."""
 
     role: Role
     stage: Name
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Message, frozen=True):
     """Orchestrator -> a worker's heartbeat thread."""
 
     serial: Serial
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(Message, frozen=True):
     """Worker's heartbeat thread -> orchestrator. `progress` grows while the worker makes progress, busy or waiting.
 
     `expected_ms` is the longest that the current work should take until `progress` grows again; 0: not known.
@@ -144,8 +148,7 @@ class Pong:
     clock_ns: Nanoseconds = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Message, frozen=True):
     """Worker -> orchestrator: an error. With `request` only that request is lost; without it the worker is.
 
     `dispensable`: nothing is broken, but the worker is of no use here, and the others may start without it.
@@ -157,26 +160,23 @@ class Fault:
     dispensable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerNote:
+class WorkerNote(Message, frozen=True):
     """Worker -> orchestrator: a note for the readers of the texts under way. Nothing is lost."""
 
     name: Name
     message: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Message, frozen=True):
     """Orchestrator -> worker: end in an orderly way. A `reason` means that it was rejected."""
 
     reason: Text = ""
 
 
-TextDeed = Annotated[str, OneOf(("open", "close", "mark", "roll back", "set", "save", "adopt", "drop"))]
+TextDeed = Annotated[str, one_of("open", "close", "mark", "roll back", "set", "save", "adopt", "drop")]
 
 
-@dataclass(frozen=True, slots=True)
-class RankHello:
+class RankHello(Message, frozen=True):
     """A rank -> rank 0, before it loads anything.
 
     `runs` names the releases of the computing libraries, `weights` is a digest of the model's files, and `host`
@@ -190,8 +190,7 @@ class RankHello:
     weights: Name
 
 
-@dataclass(frozen=True, slots=True)
-class TextChange:
+class TextChange(Message, frozen=True):
     """Rank 0 -> a rank: a change to the text with the number `text`.
 
     `length` is the length it was rolled back or set to, or the length that was saved or adopted. `copy` is the number
@@ -204,8 +203,7 @@ class TextChange:
     copy: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TextFeed:
+class TextFeed(Record, frozen=True):
     """The next tokens of a text; the last `wanted` of them get logits. Without `tokens` the collective delivers
     `count`.
 
@@ -213,18 +211,13 @@ class TextFeed:
     """
 
     text: Count
-    tokens: Annotated[tuple[Token, ...], Size(2**16)]
+    tokens: Many[Token]
     count: Count
     wanted: Count
     prompt: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TextForward:
+class TextForward(Message, frozen=True):
     """Rank 0 -> a rank: the forward that all ranks run now."""
 
-    feeds: tuple[TextFeed, ...]
-
-
-WorkerMessage = Hello | Welcome | KvMemory | CacheReport | Loading | Ping | Pong | Fault | WorkerNote | Shutdown
-RankMessage = RankHello | TextChange | TextForward
+    feeds: Many[TextFeed]

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, cast
 
-from pydantic_core import to_jsonable_python
+from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
 from outrider.protocol.messages import Timings
@@ -317,6 +317,7 @@ def total_timings(choices: Sequence[ChoiceState]) -> Timings:
 def timings(times: Timings) -> dict[str, Any]:
     """Returns the `timings` field, with llama.cpp's names. `turnaround_ms` is omitted: it has one value for each
     round."""
-    found: dict[str, Any] = to_jsonable_python(times, exclude={"turnaround_ms"})  # six times as fast as `asdict`
+    found = structs.asdict(times)
+    del found["turnaround_ms"]
     found["prompt_per_second"] = 1000.0 * times.prompt_n / times.prompt_ms if times.prompt_ms > 0 else 0.0
-    return found
+    return cast("dict[str, Any]", to_builtins(found))

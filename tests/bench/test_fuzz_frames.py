@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import count
 
 import pytest
+from msgspec.structs import replace
 
 from outrider.orchestrator.core.draft_pool import SentTasks
 from outrider.protocol.codec import MESSAGES, decode_all

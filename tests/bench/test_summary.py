@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from outrider.bench.comparison.summary import (
     FormulaComparison,
@@ -58,7 +59,7 @@ def test_a_run_at_the_times_measured_alone_reaches_the_formula() -> None:
 
 
 def test_slower_verifies_explain_the_gap_and_are_printed() -> None:
-    slow = replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
+    slow = structs.replace(SSD, verify_ms=SSD.verify_ms * 1.1, predicted_ms=SSD.predicted_ms + SSD.verify_ms * 0.1)
     found = compare_speculative(summary([slow]), ALONE, 3, works_ahead=True)
     assert found.verify_ms / found.verify_alone_ms == pytest.approx(1.1)
     assert found.share < compare_speculative(summary([SSD]), ALONE, 3, works_ahead=True).share

@@ -67,7 +67,7 @@ def test_on_a_cut_link_words_wait_and_with_its_connection_they_are_lost() -> Non
 
 def test_what_is_altered_arrives_as_a_lie_only_where_nothing_keeps_it_out() -> None:
     assert set(arrived(Weather(alter=0.5))) <= set(NAMES)
-    lies = set(arrived(Weather(alter=0.5), sealed=False)) - set(NAMES)
+    lies = {name for seed in range(9) for name in arrived(Weather(alter=1.0), sealed=False, seed=seed)} - set(NAMES)
     assert lies, "an altered name is still a name"
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from msgspec.structs import replace
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.engine.loading import LoadedModel
@@ -181,7 +183,7 @@ class Watch:
         followed = times.cache_late + times.missed_then_plain + times.missed_then_copied + times.missed_then_drafted
         self._judge("books", followed == times.cache_misses, f"{name}: {times.cache_misses} misses, not {followed}")
         self._judge("books", times.draft_n_accepted <= min(times.draft_n, times.predicted_n), f"{name}: {times}")
-        numbers = [value for key in times.__slots__ if isinstance(value := getattr(times, key), int | float)]
+        numbers = [value for key in times.__struct_fields__ if isinstance(value := getattr(times, key), int | float)]
         self._judge("books", min(numbers) >= 0, f"{name}: a number is negative: {times}")
         encode(Done(name, event.reason, replace(times, queue_ms=0.0), event.notes))
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES

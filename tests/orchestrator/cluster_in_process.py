@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import ReplayDrafter, Script
@@ -75,9 +77,11 @@ class OracleTarget:
         if plain is None:
             return None
         more = plain.max_tokens > 1 and not self._halted
-        following = replace(plain, round=plain.round + 1, base_len=plain.base_len + 1, max_tokens=plain.max_tokens - 1)
+        following = structs.replace(
+            plain, round=plain.round + 1, base_len=plain.base_len + 1, max_tokens=plain.max_tokens - 1
+        )
         self.plain, self._halted = following if more else None, False
-        return replace(self._outcome(plain), next_proposal=() if more else None)
+        return structs.replace(self._outcome(plain), next_proposal=() if more else None)
 
     def _next_proposal(self, message: Verify) -> list[Message]:
         """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
@@ -89,7 +93,7 @@ class OracleTarget:
         if chain is not None:
             at = outcome.base_len + outcome.accepted + 1
             self.autonomous = Verify(message.request, message.epoch, message.round + 1, at, chain, parents=parents)
-        return [replace(outcome, next_proposal=chain, next_parents=parents)]
+        return [structs.replace(outcome, next_proposal=chain, next_parents=parents)]
 
     def _outcome(self, message: Verify) -> Outcome:
         at, nodes = message.base_len, held(self.text, message)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import zmq
+from msgspec import structs
 
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.events import (
@@ -136,7 +136,7 @@ def says(codec: TextCodec, text: str, reason: str = "eos", size: int = 3) -> Pla
         return [
             RequestBegan(admit.request, "ssd"),
             *(Committed(admit.request, group) for group in groups),
-            RequestEnded(admit.request, reason, timings, until=lambda n: replace(timings, predicted_n=n)),
+            RequestEnded(admit.request, reason, timings, until=lambda n: structs.replace(timings, predicted_n=n)),
         ]
 
     return play

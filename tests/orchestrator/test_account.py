@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from outrider.orchestrator.core.metrics import RECENT_ROUNDS, RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
@@ -35,7 +36,8 @@ def account(rounds: int, accepted: int = 2) -> RequestMetrics:
 def test_rounds_behind_the_last_token_that_counts_do_not(rounds: int, later: int) -> None:
     tokens = 1 + 3 * rounds
     found = account(rounds + later).timings(7, tokens)
-    assert replace(found, turnaround_ms=()) == replace(account(rounds).timings(7, tokens), turnaround_ms=())
+    other = account(rounds).timings(7, tokens)
+    assert structs.replace(found, turnaround_ms=()) == structs.replace(other, turnaround_ms=())
     assert (found.rounds, found.draft_n_accepted, found.cache_hits) == (rounds + 1, 2 * rounds, rounds)
     assert found.turnaround_ms == (1.0,) * rounds
     assert found.predicted_ms == 1000.0 * rounds and found.prompt_ms == 500.0
@@ -91,9 +93,9 @@ def test_the_memory_is_of_all_workers_each_at_its_most() -> None:
 
 def test_the_timings_of_requests_add_up():
     one = Timings(prompt_n=3, prefill_n=2, predicted_n=4, predicted_ms=10.0, predicted_per_second=300.0, peak_bytes=5)
-    other = replace(one, predicted_ms=20.0, predicted_per_second=150.0, peak_bytes=9, turnaround_ms=(1.0,))
-    one = replace(one, hits_by_accepted=(1, 2), draft_n_accepted_by=(Tally("a", 1), Tally("b", 2)))
-    other = replace(other, hits_by_accepted=(4,), draft_n_accepted_by=(Tally("b", 3),))
+    other = structs.replace(one, predicted_ms=20.0, predicted_per_second=150.0, peak_bytes=9, turnaround_ms=(1.0,))
+    one = structs.replace(one, hits_by_accepted=(1, 2), draft_n_accepted_by=(Tally("a", 1), Tally("b", 2)))
+    other = structs.replace(other, hits_by_accepted=(4,), draft_n_accepted_by=(Tally("b", 3),))
     total = one + other
     assert (total.prompt_n, total.prefill_n, total.predicted_n, total.peak_bytes) == (6, 4, 8, 9)
     assert (total.predicted_ms, total.predicted_per_second, total.turnaround_ms) == (30.0, 200.0, ())

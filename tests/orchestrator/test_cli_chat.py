@@ -12,10 +12,10 @@ import subprocess
 import termios
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from outrider.orchestrator.cli import chat, main
 from outrider.orchestrator.cli.chat import COLOURS, PLAIN, WORDS, UserInput, entry_of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import zmq
+from msgspec import msgpack
+from msgspec.structs import replace
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.worker_pool import WorkerPool
@@ -156,8 +156,8 @@ def test_a_drafter_whose_tokens_mean_other_things_is_turned_away(door: Door) -> 
 
 def test_a_drafter_of_another_release_hears_both_versions(door: Door) -> None:
     far = door.peer(7, MINI)
-    header = msgpack.unpackb(bytes(encode(HELLO)[0]))
-    answer = door.answer(far, [msgpack.packb([999, *header[1:]])])
+    header = msgpack.decode(bytes(encode(HELLO)[0]))
+    answer = door.answer(far, [msgpack.encode([999, *header[1:]])])
     assert "speaks protocol version 999, this side version 1" in reason(answer)
 
 
@@ -168,9 +168,9 @@ def test_a_worker_that_is_answered_in_another_version_says_so(monkeypatch: pytes
     port = server.bind_to_random_port("tcp://127.0.0.1")
     endpoint = f"tcp://127.0.0.1:{port}"
     with WorkerLink(endpoint, "mini", incarnation=7) as link:
-        header = msgpack.unpackb(bytes(encode(Shutdown("no"))[0]))
+        header = msgpack.decode(bytes(encode(Shutdown("no"))[0]))
         link.send(Shutdown())
-        server.send_multipart([server.recv_multipart()[0], msgpack.packb([999, *header[1:]])])
+        server.send_multipart([server.recv_multipart()[0], msgpack.encode([999, *header[1:]])])
         with pytest.raises(WorkerError, match=rf"{endpoint}: the other side speaks protocol version 999, this side"):
             link.enter(HELLO)
     context.destroy(linger=0)

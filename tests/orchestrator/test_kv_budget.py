@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from outrider.orchestrator.events import Admit, Failure, KVBudget, Stop, WorkersChanged, kv_budget
 from outrider.orchestrator.front.admission import Admission

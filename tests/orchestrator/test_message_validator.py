@@ -6,10 +6,10 @@ A late message is only dropped. A message that answers nothing its drafter was s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outrider.drafters.replay import Script
 from outrider.orchestrator.core.draft_pool import INVALID, LATE, MOST_OVER, MOST_ROUNDS, SentTasks

@@ -6,11 +6,11 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from outrider.orchestrator import AsyncClient, AsyncResumed, Client, Resumed
 from outrider.orchestrator.cli import main

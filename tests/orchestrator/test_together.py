@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from msgspec import structs
 
 from outrider.orchestrator.core import supervisor
 from outrider.orchestrator.core.worker_pool import WorkerPool
@@ -902,8 +902,11 @@ def test_prompts_of_a_rounded_target_are_read_by_the_same_kernels_only() -> None
     made = Hello(
         "target", "target-0", 1, 1, "mlx", "m", 10, 100, 1, 1, files="f", number_format="int8-onnxruntime-avx2"
     )
-    same, other = replace(made, role="prefill"), replace(made, role="prefill", number_format="int8-onnxruntime-arm64")
+    same, other = (
+        structs.replace(made, role="prefill"),
+        structs.replace(made, role="prefill", number_format="int8-onnxruntime-arm64"),
+    )
     assert reads_alike(same, made) and not reads_alike(other, made)
-    assert not reads_alike(replace(same, files="g"), made)
-    exact = replace(made, number_format="float32")
-    assert reads_alike(other, exact) and reads_alike(replace(same, number_format=""), exact)
+    assert not reads_alike(structs.replace(same, files="g"), made)
+    exact = structs.replace(made, number_format="float32")
+    assert reads_alike(other, exact) and reads_alike(structs.replace(same, number_format=""), exact)

@@ -16,55 +16,58 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-
-from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, Grammar, SamplingParams
-from outrider.protocol.schema import (
-    Array,
-    Fixed,
-    Flag,
-    Many,
-    Maybe,
-    OneOf,
-    Range,
-    Real,
-    Record,
-    Shape,
-    String,
-    fields_of,
+from msgspec.inspect import (
+    BoolType,
+    DataclassType,
+    FloatType,
+    IntType,
+    Metadata,
+    NoneType,
+    StrType,
+    StructType,
+    TupleType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
 )
 
+from outrider.protocol.sampling import MAX_SEED, MOST_LOGPROBS, RULES, Grammar, SamplingParams
+from outrider.protocol.schema import Array
 
-def of_shape(shape: Shape) -> st.SearchStrategy[Any]:
+
+def of_shape(shape: Type) -> st.SearchStrategy[Any]:
     match shape:
-        case Range(low, high):
+        case IntType(ge=int(low), le=int(high)):
             return st.integers(low, high) | st.sampled_from((low, high))
-        case Real():
+        case FloatType():
             return st.floats(allow_nan=False, allow_infinity=False)
-        case Flag():
+        case BoolType():
             return st.booleans()
-        case String(limit):
+        case StrType(pattern=str(pattern)):
+            return st.sampled_from(pattern[2:-3].split("|"))
+        case StrType(max_length=int(limit)):
             return st.text(max_size=min(limit, 20))
-        case OneOf(words):
-            return st.sampled_from(words)
-        case Array(dtype, axes, least):
+        case Metadata(extra={"array": Array(dtype, axes, least)}):
             low = {} if least is None else {"min_value": least}
             finite = {"allow_nan": False, "allow_infinity": False} if dtype.startswith("float") else {}
             lengths = hnp.array_shapes(min_dims=axes, max_dims=axes, min_side=0, max_side=5)
             return hnp.arrays(dtype, lengths, elements={**low, **finite})
-        case Many(item, limit):
+        case VarTupleType(item_type=item, max_length=int(limit)):
             return st.lists(of_shape(item), max_size=min(limit, 5)).map(tuple)
-        case Fixed(items):
+        case TupleType(item_types=items):
             return st.tuples(*map(of_shape, items))
-        case Maybe(inner):
+        case UnionType(types=(inner, NoneType())):
             return st.none() | of_shape(inner)
-        case Record(cls):
+        case StructType(cls=cls) | DataclassType(cls=cls):
             narrow = {SamplingParams: sampling, Grammar: grammars}.get(cls)
             return of_class(cls) if narrow is None else narrow()
+    raise TypeError(f"{shape} has no bounds")
 
 
 @cache  # what is drawn from again need not be made again
 def of_class(cls: type[Any]) -> st.SearchStrategy[Any]:
-    return st.builds(cls, **{name: of_shape(shape) for name, shape in fields_of(cls).items()})
+    return st.builds(cls, **{field.name: of_shape(field.type) for field in type_info(cls).fields})
 
 
 def sampling() -> st.SearchStrategy[SamplingParams]:
@@ -96,8 +99,8 @@ def same(left: object, right: object) -> bool:
         return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
     if type(left) is not type(right):
         return False
-    if hasattr(left, "__dataclass_fields__"):
-        return all(same(getattr(left, field), getattr(right, field)) for field in left.__dataclass_fields__)
+    if names := getattr(left, "__struct_fields__", None) or getattr(left, "__dataclass_fields__", None):
+        return all(same(getattr(left, field), getattr(right, field)) for field in names)
     return left == right
 
 

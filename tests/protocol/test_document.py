@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.protocol.codec import MESSAGES
-from outrider.protocol.schema import fields_of
 from tools.protocol_page import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -19,7 +18,7 @@ def test_every_message_and_every_field_of_it_is_listed_once():
     sections = {part.partition("\n")[0]: part for part in page().split("\n### ")[1:]}
     for name, cls in MESSAGES.items():
         rows = [line for line in sections[name].splitlines() if line.startswith("| `")]
-        assert [row.split("`")[1] for row in rows] == list(fields_of(cls))
+        assert [row.split("`")[1] for row in rows] == list(cls.__struct_fields__)
 
 
 def test_every_message_and_record_says_what_it_is_for():

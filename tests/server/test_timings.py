@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
 from typing import Any
+
+from msgspec import structs, to_builtins
 
 from outrider.protocol.messages import Timings
 from outrider.protocol.stats import Tally
@@ -12,9 +13,9 @@ from outrider.server.answers.parts import timings
 
 
 def test_every_number_is_serialized_as_json() -> None:
-    named = {one.name: (Tally("draft-0", 3),) for one in fields(Timings) if "Tally" in str(one.type)}
+    named = {one.name: (Tally("draft-0", 3),) for one in structs.fields(Timings) if "Tally" in str(one.type)}
     full: dict[str, Any] = {**named, "prompt_n": 8, "prompt_ms": 4.0, "turnaround_ms": (1.0, 2.0)}
     told = json.loads(json.dumps(timings(Timings(**full))))
     assert named and told.pop("prompt_per_second") == 2000.0
-    known = json.loads(json.dumps(asdict(Timings(**full))))
+    known = json.loads(json.dumps(to_builtins(structs.asdict(Timings(**full)))))
     assert known.pop("turnaround_ms") and told == known

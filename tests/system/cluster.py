@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from outrider.draft_worker.worker import DraftWorker
 from outrider.drafters.drafter import Drafter, TokenTree
@@ -205,7 +207,7 @@ class Cluster(HonestWorkers):
         own = (abilities_of.InProcessDrafter("draft"),) if self._own is not None else ()
         own += (abilities_of.InProcessDrafter("head", is_head=True),) if self._own_head is not None else ()
         trees = self._trees and self.target.verifies_trees
-        return replace(abilities(self._model), drafters=own, trees=trees)
+        return structs.replace(abilities(self._model), drafters=own, trees=trees)
 
     def notes(self) -> list[str]:
         return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from outrider.engine.loading import LoadedModel
 from outrider.orchestrator import LocalCluster
@@ -221,7 +222,7 @@ def test_a_q_that_the_chain_was_not_drawn_from_is_caught(make_cluster: Make, mon
     def flat(proposed: Any) -> Any:
         if getattr(proposed, "q", None) is None:
             return proposed
-        return replace(proposed, q=replace(proposed.q, probs=np.full_like(proposed.q.probs, 1 / 3)))
+        return replace(proposed, q=structs.replace(proposed.q, probs=np.full_like(proposed.q.probs, 1 / 3)))
 
     monkeypatch.setattr(target_request, "propose", lambda turns: [flat(found) for found in propose(turns)])
     cluster = make_cluster(None, target=markov(TABLE), colocated=markov(OTHER), depth=3, ngrams=False)

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec import structs
 
 from outrider.engine.kv_cache import Feed, FlatKVCache
 from outrider.engine.kv_transfer import KVLayout
@@ -78,7 +79,7 @@ def lossy(message: Message, rng: random.Random) -> list[Message]:
 
 def altered(message: Message, rng: random.Random) -> list[Message]:
     if isinstance(message, PromptKv) and rng.random() < 0.2:
-        return [replace(message, data=message.data[:-4])]
+        return [structs.replace(message, data=message.data[:-4])]
     return [message]
 
 
@@ -87,7 +88,7 @@ def deaf(message: Message, rng: random.Random) -> list[Message]:
 
 
 def of_another_epoch(message: Message, rng: random.Random) -> list[Message]:
-    return [replace(message, epoch=7)] if isinstance(message, PromptKv) else [message]
+    return [structs.replace(message, epoch=7)] if isinstance(message, PromptKv) else [message]
 
 
 @pytest.mark.parametrize("way", [lossy, altered, deaf, of_another_epoch])

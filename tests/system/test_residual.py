@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.mlx import MlxDrafter
@@ -141,12 +142,14 @@ def unscaled(message: Verify, last: int) -> Verify:
         return message
     before = [last, *message.chain[:-1]]
     weights = [np.exp(OTHER[token][ids]) for token, ids in zip(before, message.q.ids, strict=True)]
-    return replace(message, q=SparseQ(message.q.ids, np.array([row / row.sum() for row in weights], np.float32)))
+    return structs.replace(
+        message, q=SparseQ(message.q.ids, np.array([row / row.sum() for row in weights], np.float32))
+    )
 
 
 def taken_as_flat(message: Verify, last: int) -> Verify:
     ids = np.tile(np.arange(V, dtype=np.int32), (len(message.chain), 1))
-    return replace(message, kind="sparse", q=SparseQ(ids, np.full(ids.shape, 1 / V, np.float32)))
+    return structs.replace(message, kind="sparse", q=SparseQ(ids, np.full(ids.shape, 1 / V, np.float32)))
 
 
 @pytest.mark.parametrize(("name", "tamper"), [("saguaro", unscaled), ("sd", taken_as_flat), ("n-gram", taken_as_flat)])
@@ -175,7 +178,7 @@ def test_a_q_that_does_not_fit_its_chains_is_dropped_and_counted(
 
     def spoilt(sender: str, message: Message, now_ns: int) -> None:
         if isinstance(message, kind) and message.q is not None and len(message.q) > 1:
-            message = replace(message, q=message.q.part(1, len(message.q)))
+            message = structs.replace(message, q=message.q.part(1, len(message.q)))
         handle(sender, message, now_ns)
 
     lies: list[str] = []

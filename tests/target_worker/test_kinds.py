@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outrider.protocol.messages import Fault, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outrider.protocol.messages import Close, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams

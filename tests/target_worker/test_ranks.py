@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from outrider.protocol.errors import ModelError, WorkerError
 from outrider.protocol.messages import Fault, Hello, Ping, Pong, RankHello, Shutdown, TextChange, Welcome

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outrider.drafters.growth import Continuation
 from outrider.engine.loading import LoadedModel

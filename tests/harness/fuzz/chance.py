@@ -6,24 +6,26 @@ import random
 from typing import Any
 
 import numpy as np
+from msgspec.inspect import (
+    BoolType,
+    DataclassType,
+    FloatType,
+    IntType,
+    Metadata,
+    NoneType,
+    StrType,
+    StructType,
+    TupleType,
+    Type,
+    UnionType,
+    VarTupleType,
+    type_info,
+)
 
 from outrider.protocol.codec import MESSAGES
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import RULES, SamplingParams
-from outrider.protocol.schema import (
-    Array,
-    Fixed,
-    Flag,
-    Many,
-    Maybe,
-    OneOf,
-    Range,
-    Real,
-    Record,
-    Shape,
-    String,
-    fields_of,
-)
+from outrider.protocol.schema import Array
 
 FEW = 4
 LETTERS = 'ab \n"{}[]<|>\\é☃\U0001f600\0'
@@ -46,9 +48,10 @@ def whole(rng: random.Random, low: int, high: int) -> int:
 
 
 def _record(rng: random.Random, cls: type[Any]) -> Any:
-    if cls is SamplingParams:
+    info = type_info(cls)
+    if cls is SamplingParams or not isinstance(info, StructType | DataclassType):
         return _sampling(rng)
-    return cls(**{name: _value(rng, shape) for name, shape in fields_of(cls).items()})  # type: ignore[arg-type]
+    return cls(**{field.name: _value(rng, field.type) for field in info.fields})
 
 
 def _sampling(rng: random.Random) -> SamplingParams:
@@ -66,27 +69,27 @@ def _sampling(rng: random.Random) -> SamplingParams:
     )
 
 
-def _value(rng: random.Random, shape: Shape) -> Any:
+def _value(rng: random.Random, shape: Type) -> Any:
     match shape:
-        case Range(low, high):
+        case IntType(ge=int(low), le=int(high)):
             return whole(rng, low, high)
-        case Real():
+        case FloatType():
             return rng.choice((0.0, -1.5, 1e308, rng.random()))
-        case Flag():
+        case BoolType():
             return rng.random() < 0.5
-        case String(limit):
+        case StrType(pattern=str(pattern)):
+            return rng.choice(pattern[2:-3].split("|"))
+        case StrType(max_length=int(limit)):
             return "".join(rng.choices(LETTERS, k=rng.randrange(min(limit, FEW) + 1)))
-        case OneOf(words):
-            return rng.choice(words)
-        case Array(dtype, axes):
+        case Metadata(extra={"array": Array(dtype, axes)}):
             size = [rng.randrange(FEW) for _ in range(axes)]
             return np.array(rng.choices(range(300), k=int(np.prod(size)))).reshape(size).astype(dtype)
-        case Many(item, limit):
+        case VarTupleType(item_type=item, max_length=int(limit)):
             return tuple(_value(rng, item) for _ in range(rng.randrange(min(limit, FEW) + 1)))
-        case Fixed(items):
+        case TupleType(item_types=items):
             return tuple(_value(rng, item) for item in items)
-        case Maybe(inner):
+        case UnionType(types=(inner, NoneType())):
             return _value(rng, inner) if rng.random() < 0.5 else None
-        case Record(cls):
+        case StructType(cls=cls) | DataclassType(cls=cls):
             return _record(rng, cls)
     raise TypeError(f"{shape} has no values")

@@ -3,7 +3,7 @@
     python -m tests.harness.fuzz.guided -runs=1000000 -max_len=4096
 
 Options are libFuzzer's. Decoded frames must give a message that encodes and decodes to itself; refused frames must
-raise a ProtocolError of one line. Checks that are generated at run time (`protocol.codec`) are instrumented as well.
+raise a ProtocolError of one line.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 import atheris
 
 with atheris.instrument_imports(include=["outrider.protocol"]):
-    from outrider.protocol import codec
-    from outrider.protocol.codec import MESSAGES, decode_all, encode_all, loader, request_of
+    from outrider.protocol.codec import MESSAGES, decode_all, encode_all, request_of
     from outrider.protocol.errors import ProtocolError
     from tests.harness.fuzz.chance import some
 
@@ -57,8 +56,6 @@ def seeds(folder: Path) -> None:
 
 
 def main() -> None:
-    followed = {cls: atheris.instrument_func(loader(cls)) for cls in MESSAGES.values()}
-    setattr(codec, "loader", followed.__getitem__)  # noqa: B010
     with TemporaryDirectory() as folder:
         seeds(Path(folder))
         atheris.Setup([*sys.argv, folder], one)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
+from msgspec import msgpack
 
 from outrider.protocol.codec import encode_all
 from outrider.protocol.messages import Message
@@ -78,10 +78,10 @@ class Mutator:
         """Replaces a value in the header by an odd one, or by one of another message."""
         rng = self._rng
         try:
-            header = msgpack.unpackb(frames[0], use_list=True)
+            header = msgpack.decode(frames[0])
             for _ in range(rng.choice((1, 1, 1, 2, 5))):
                 self._replace(header)
-            frames[0] = msgpack.packb(header)
+            frames[0] = msgpack.encode(header)
         except (ValueError, TypeError, OverflowError):
             return self._bytes(frames)
         return frames
@@ -89,9 +89,9 @@ class Mutator:
     def _replace(self, header: Any) -> None:
         rng, holder = self._rng, header
         while True:
-            at = rng.randrange(len(holder))
+            at = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
             inner = holder[at]
-            if not isinstance(inner, list) or not inner or (holder is not header and rng.random() < 0.2):
+            if not isinstance(inner, list | dict) or not inner or (holder is not header and rng.random() < 0.2):
                 break
             holder = inner
         holder[at] = self._other(inner)
@@ -101,10 +101,10 @@ class Mutator:
         if type(value) is int and rng.random() < 0.6:
             return value + rng.choice((-1, 1, rng.randint(-300, 300)))
         if self._seen and rng.random() < 0.3:
-            return self._leaf(msgpack.unpackb(rng.choice(self._seen)[0], use_list=True))
+            return self._leaf(msgpack.decode(rng.choice(self._seen)[0]))
         return rng.choice(ODD)
 
     def _leaf(self, value: Any) -> Any:
-        while isinstance(value, list) and value and self._rng.random() < 0.9:
-            value = self._rng.choice(value)
+        while isinstance(value, list | dict) and value and self._rng.random() < 0.9:
+            value = self._rng.choice(list(value.values()) if isinstance(value, dict) else value)
         return value

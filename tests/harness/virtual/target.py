@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from outrider.engine.kv_cache import PREFILL
 from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prefilled, Prepare, Span, Verify
@@ -165,10 +165,14 @@ class PacedTarget:
             playing.length = outcome.base_len + outcome.accepted + 1
             self._say(playing, outcome)
             if outcome.next_proposal is not None:
-                following = Verify(
-                    verify.request, verify.epoch, verify.round + 1, playing.length, outcome.next_proposal
+                playing.next = Verify(
+                    verify.request,
+                    verify.epoch,
+                    verify.round + 1,
+                    playing.length,
+                    outcome.next_proposal,
+                    parents=outcome.next_parents,
                 )
-                playing.next = replace(following, parents=outcome.next_parents)
         for playing, count in flight.read:
             if not playing.over:
                 self._read(playing, count, work)
