@@ -1,19 +1,23 @@
-"""Formats answers for an API, whole or as a stream of events; `CompletionFormatter` for chat and text completions."""
+"""Formats answers for an API, whole or as a stream of server-sent events.
+
+`CompletionFormatter` is for chat and text completions, `BlockFormatter` for APIs whose answers are blocks.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from outrider.protocol.version import PACKAGE_VERSION
-from outrider.server.answers import sse
 from outrider.server.answers.parts import (
     NO_EXTRAS,
     ChoiceState,
@@ -27,11 +31,42 @@ from outrider.server.answers.parts import (
     timings,
     total_timings,
 )
-from outrider.server.answers.sse import EventWriter, Stencil
 from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, no_notes, usage
+from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
 FINGERPRINT = f"outrider-{PACKAGE_VERSION}"
+DONE = b"data: [DONE]\n\n"
+_PLACE = secrets.token_hex(16)
+
+
+def event(data: str, name: str | None = None) -> bytes:
+    """Returns one server-sent event. `data` is JSON without line breaks."""
+    return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
+
+
+def typed_event(kind: str, /, **fields: Any) -> bytes:
+    """Returns an event whose name is also its `type`. Fields may be shapes."""
+    return event(json.dumps({"type": kind, **fields}, ensure_ascii=False, default=BaseModel.model_dump), kind)
+
+
+def comment(text: str) -> bytes:
+    """Returns a comment, which keeps the connection alive and which clients ignore."""
+    return f": {text}\n\n".encode()
+
+
+class Stencil:
+    """An event that is serialized once and then filled with each chunk's text.
+
+    `written` returns the event for a text, which must occur in it once, as JSON.
+    """
+
+    def __init__(self, written: Callable[[str], bytes]) -> None:
+        self._before, self._after = written(_PLACE).split(to_json(_PLACE))
+
+    def filled(self, text: str) -> bytes:
+        """Returns the event with this text."""
+        return self._before + to_json(text) + self._after
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +86,84 @@ class AnswerInfo:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class AnswerFormatter(EventWriter, Protocol):
-    """Formats the answer of one request."""
+class AnswerFormatter(ABC):
+    """Formats the answer of one request for an API, whole or as events. Methods may write several events, or none."""
 
+    def __init__(self, info: AnswerInfo) -> None:
+        self.info = info
+
+    @abstractmethod
     def whole(self, choices: list[ChoiceState]) -> BaseModel:
         """Returns the full response."""
 
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Writes the start of a stream."""
 
-class CompletionFormatter(ABC):
+    def of(self, one: StreamItem) -> bytes:
+        """Writes one item of a stream."""
+        match one:
+            case KeepAlive(note=note):
+                return self._keep_alive(note)
+            case PartUpdate():
+                return self._part(one)
+            case ChoiceState():
+                return self._ended(one)
+
+    def end(self) -> bytes:
+        """Writes what follows the last choice."""
+        return b""
+
+    @abstractmethod
+    def failed(self, problem: Problem) -> bytes:
+        """Writes an error."""
+
+    def _keep_alive(self, note: str) -> bytes:
+        return comment(note)
+
+    @abstractmethod
+    def _part(self, update: PartUpdate) -> bytes: ...
+
+    @abstractmethod
+    def _ended(self, choice: ChoiceState) -> bytes: ...
+
+
+class BlockFormatter(AnswerFormatter):
+    """Formats an answer of one choice as a sequence of blocks: consecutive text, consecutive thinking, or a call.
+
+    `_at` is the number of the block that grows, and `_kind` its kind; None before the first block.
+    """
+
+    def __init__(self, info: AnswerInfo) -> None:
+        super().__init__(info)
+        self._at = -1
+        self._kind: type[Part] | None = None
+
+    def _part(self, update: PartUpdate) -> bytes:
+        part, before = update.part, b""
+        if type(part) is not self._kind or isinstance(part, ToolCall):
+            before = self._close()
+            self._at, self._kind = self._at + 1, type(part)
+            before += self._open(part)
+        return before + self._delta(update)
+
+    def _close(self, status: str = "completed") -> bytes:
+        """Ends the block that grows, if there is one."""
+        return self._closed(status) if self._kind is not None else b""
+
+    @abstractmethod
+    def _open(self, part: Part) -> bytes:
+        """Begins the block of `part`, without its content."""
+
+    @abstractmethod
+    def _delta(self, update: PartUpdate) -> bytes:
+        """Adds content to the block."""
+
+    @abstractmethod
+    def _closed(self, status: str) -> bytes: ...
+
+
+class CompletionFormatter(AnswerFormatter):
     """Formats chat or text completions. In a stream each choice ends with its finish reason and timings.
 
     `prefix` begins the answer's id. `response` is the full response's shape, `chunk` a streamed event's.
@@ -69,7 +174,7 @@ class CompletionFormatter(ABC):
     chunk: type[BaseModel]
 
     def __init__(self, info: AnswerInfo, include_usage: bool) -> None:
-        self.info = info
+        super().__init__(info)
         self._include_usage = include_usage
         self._common = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -77,12 +182,8 @@ class CompletionFormatter(ABC):
             "model": info.model,
             "system_fingerprint": FINGERPRINT,
         }
-        self._ended: list[ChoiceState] = []
+        self._finished: list[ChoiceState] = []
         self._stencil = cache(self._stencil_of)
-
-    @abstractmethod
-    def begin(self) -> bytes:
-        """The events at the start."""
 
     @abstractmethod
     def _choice(self, choice: ChoiceState) -> BaseModel:
@@ -99,28 +200,24 @@ class CompletionFormatter(ABC):
         numbers = {"timings": timings(total_timings(choices)), "outrider": self._about(kept)}
         return self.response(**self._common, **numbers, usage=total, choices=list(map(self._choice, kept)))
 
-    def of(self, one: StreamItem) -> bytes:
-        match one:
-            case PartUpdate(index=index, part=TextPart() | ThinkingPart() as part, extras=extras) if (
-                extras is NO_EXTRAS
-            ):
-                return self._stencil(index, isinstance(part, ThinkingPart)).filled(part.text)
-            case PartUpdate(index=index, part=part, extras=extras):
-                return self._event([self._chunk_choice(index, part, extras)])
-            case KeepAlive(note=note):
-                return sse.comment(note)
-            case ChoiceState(index=index, untold=extras, finish=finish):
-                self._ended.append(one)
-                return self._event([self._chunk_choice(index, None, extras, finish)], [one])
+    def _part(self, update: PartUpdate) -> bytes:
+        part = update.part
+        if update.extras is NO_EXTRAS and not isinstance(part, ToolCall):
+            return self._stencil(update.index, isinstance(part, ThinkingPart)).filled(part.text)
+        return self._event([self._chunk_choice(update.index, part, update.extras)])
+
+    def _ended(self, choice: ChoiceState) -> bytes:
+        self._finished.append(choice)
+        return self._event([self._chunk_choice(choice.index, None, choice.untold, choice.finish)], [choice])
 
     def end(self) -> bytes:
         if not self._include_usage:
-            return sse.DONE
-        total = usage(self.info.prompt_tokens, self._ended, self.info.thoughts)
-        return self._event([], self._ended, usage=total) + sse.DONE
+            return DONE
+        total = usage(self.info.prompt_tokens, self._finished, self.info.thoughts)
+        return self._event([], self._finished, usage=total) + DONE
 
     def failed(self, problem: Problem) -> bytes:
-        return sse.event(problem.body(anthropic=False, request_id="").decode())
+        return event(problem.body(anthropic=False, request_id="").decode())
 
     def _kept(self, choices: list[ChoiceState]) -> list[ChoiceState]:
         return choices
@@ -132,7 +229,7 @@ class CompletionFormatter(ABC):
         """Returns an event. `ended`: the choices whose timings it reports."""
         if ended:
             more |= {"timings": timings(total_timings(ended)), "outrider": self._about(ended)}
-        return sse.event(self.chunk(**self._common, choices=choices, **more).model_dump_json())
+        return event(self.chunk(**self._common, choices=choices, **more).model_dump_json())
 
     def _stencil_of(self, index: int, is_thought: bool) -> Stencil:
         kind = ThinkingPart if is_thought else TextPart

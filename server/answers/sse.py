@@ -6,49 +6,20 @@ A stream that fails after its start reports the error in an event of its API.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.protocol.errors import OutriderError
-from outrider.server.answers.parts import StreamItem
+from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.run import RequestRun
 from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import chunk_writer
-from outrider.server.problems import Problem, Refused, problem_of
+from outrider.server.problems import Refused, problem_of
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-
-
-def event(data: str, name: str | None = None) -> bytes:
-    """Returns one event. `data` is JSON without line breaks."""
-    return (f"event: {name}\n" if name is not None else "").encode() + f"data: {data}\n\n".encode()
-
-
-def comment(text: str) -> bytes:
-    """Returns a comment, which keeps the connection alive and which clients ignore."""
-    return f": {text}\n\n".encode()
-
-
-class EventWriter(Protocol):
-    """Writes stream items as events of one API. Each method may return several events, or none."""
-
-    def begin(self) -> bytes:
-        """The events at the start."""
-
-    def of(self, one: StreamItem) -> bytes:
-        """The events of one item."""
-
-    def end(self) -> bytes:
-        """The events after the last choice."""
-
-    def failed(self, problem: Problem) -> bytes:
-        """The event of an error."""
 
 
 class EventStream(Response):
@@ -56,7 +27,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: RequestRun, events: EventWriter) -> None:
+    def __init__(self, run: RequestRun, events: AnswerFormatter) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._run = run
@@ -111,20 +82,3 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-_PLACE = secrets.token_hex(16)
-
-
-class Stencil:
-    """An event that is serialized once and then filled with each chunk's text.
-
-    `written` returns the event for a text, which must occur in it once, as JSON.
-    """
-
-    def __init__(self, written: Callable[[str], bytes]) -> None:
-        self._before, self._after = written(_PLACE).split(to_json(_PLACE))
-
-    def filled(self, text: str) -> bytes:
-        """Returns the event with this text."""
-        return self._before + to_json(text) + self._after

@@ -10,18 +10,15 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
-from outrider.server.answers import sse
-from outrider.server.answers.formatter import AnswerInfo
+from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, event, typed_event
 from outrider.server.answers.parts import (
     ChoiceState,
-    KeepAlive,
     Part,
     PartUpdate,
-    StreamItem,
     TextPart,
     ThinkingPart,
     timings,
@@ -196,68 +193,58 @@ def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUs
     )
 
 
-PING = sse.event('{"type":"ping"}', "ping")
 _REASONS: dict[str, StopReason] = {"tool": "tool_use", "length": "max_tokens"}
 
 
-class MessageFormatter:
+class MessageFormatter(BlockFormatter):
     """Formats a message. `stopped_by` returns the stop sequence that ended a choice.
 
     A stream is message_start, content blocks, message_delta with the stop reason and usage, and message_stop.
     """
 
     def __init__(self, info: AnswerInfo, stopped_by: Callable[[ChoiceState], str | None]) -> None:
-        self._info = info
+        super().__init__(info)
         self._stopped_by = stopped_by
         self._id = f"msg_{secrets.token_hex(12)}"
-        self._at = -1
-        self._kind: type[Part] | None = None
 
     def whole(self, choices: Sequence[ChoiceState]) -> MessageAnswer:
         (choice,) = choices
         return MessageAnswer(
             id=self._id,
-            model=self._info.model,
+            model=self.info.model,
             content=[_block(part) for part in choice.parts],
             **self._reason(choice),
             **self._numbers(choice),
         )
 
     def begin(self) -> bytes:
-        used = messages_usage(self._info.prompt_tokens, None)
-        begun = MessageAnswer(id=self._id, model=self._info.model, content=[], usage=used)
-        return _event("message_start", message=begun)
-
-    def of(self, one: StreamItem) -> bytes:
-        match one:
-            case KeepAlive():
-                return PING
-            case PartUpdate(part=part):
-                return self._block_for(part) + _event("content_block_delta", index=self._at, delta=_delta(part))
-            case ChoiceState():
-                return self._end_block() + _event("message_delta", delta=self._reason(one), **self._numbers(one))
+        used = messages_usage(self.info.prompt_tokens, None)
+        begun = MessageAnswer(id=self._id, model=self.info.model, content=[], usage=used)
+        return typed_event("message_start", message=begun)
 
     def end(self) -> bytes:
-        return _event("message_stop")
+        return typed_event("message_stop")
 
     def failed(self, problem: Problem) -> bytes:
-        return sse.event(problem.body(anthropic=True, request_id="").decode(), "error")
+        return event(problem.body(anthropic=True, request_id="").decode(), "error")
 
-    def _block_for(self, part: Part) -> bytes:
-        """Ends the current block and starts the block of `part`, if that is a new one."""
-        if type(part) is self._kind and not isinstance(part, ToolCall):
-            return b""
-        before = self._end_block()
-        self._at, self._kind = self._at + 1, type(part)
-        return before + _event("content_block_start", index=self._at, content_block=_block(part, begun=True))
+    def _keep_alive(self, note: str) -> bytes:
+        return typed_event("ping")
 
-    def _end_block(self) -> bytes:
-        """Ends the current block, if there is one. The signature of thinking is empty: nothing verifies it."""
-        if self._kind is None:
-            return b""
+    def _ended(self, choice: ChoiceState) -> bytes:
+        return self._close() + typed_event("message_delta", delta=self._reason(choice), **self._numbers(choice))
+
+    def _open(self, part: Part) -> bytes:
+        return typed_event("content_block_start", index=self._at, content_block=_block(part, begun=True))
+
+    def _delta(self, update: PartUpdate) -> bytes:
+        return typed_event("content_block_delta", index=self._at, delta=_delta(update.part))
+
+    def _closed(self, status: str) -> bytes:
+        """Ends the block. The signature of thinking is empty: nothing verifies it."""
         signed = {"type": "signature_delta", "signature": ""}
-        before = _event("content_block_delta", index=self._at, delta=signed) if self._kind is ThinkingPart else b""
-        return before + _event("content_block_stop", index=self._at)
+        signature = self._kind is ThinkingPart and typed_event("content_block_delta", index=self._at, delta=signed)
+        return (signature or b"") + typed_event("content_block_stop", index=self._at)
 
     def _reason(self, choice: ChoiceState) -> dict[str, Any]:
         stop = self._stopped_by(choice) if choice.finish == "stop" else None
@@ -266,15 +253,10 @@ class MessageFormatter:
 
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
         return {
-            "usage": messages_usage(self._info.prompt_tokens, choice),
+            "usage": messages_usage(self.info.prompt_tokens, choice),
             "timings": timings(choice.timings),
-            "outrider": about(choice.result, self._info.seed),
+            "outrider": about(choice.result, self.info.seed),
         }
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    """Returns an event whose fields may be shapes."""
-    return sse.event(json.dumps({"type": name, **fields}, ensure_ascii=False, default=BaseModel.model_dump), name)
 
 
 def _delta(part: Part) -> dict[str, str]:

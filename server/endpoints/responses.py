@@ -6,9 +6,8 @@ Nothing is stored, so each request has the whole conversation.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -16,15 +15,12 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from outrider.protocol.sampling import MOST_LOGPROBS, SamplingParams
-from outrider.server.answers import sse
-from outrider.server.answers.formatter import AnswerInfo
+from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, typed_event
 from outrider.server.answers.parts import (
     ChoiceState,
     Extras,
-    KeepAlive,
     Part,
     PartUpdate,
-    StreamItem,
     TextPart,
     ThinkingPart,
     timings,
@@ -245,14 +241,14 @@ def responses_usage(info: AnswerInfo, choice: ChoiceState) -> ResponsesUsage:
     )
 
 
-class ResponseFormatter:
+class ResponseFormatter(BlockFormatter):
     """Formats a response, and its stream of numbered events. `asked` has the fields that the response repeats.
 
     The output's items are messages, reasoning and calls. The last one is `in_progress` while it grows.
     """
 
     def __init__(self, info: AnswerInfo, asked: ResponsesRequest, sampling: SamplingParams) -> None:
-        self._info = info
+        super().__init__(info)
         self._notes = notes(asked)
         self._logprobs = TextLogprobs(info.speller) if info.speller is not None else None
         self._number = -1
@@ -275,10 +271,9 @@ class ResponseFormatter:
         (choice,) = choices
         self._take_logprobs(choice.extras)
         for part in choice.parts:
-            item = _item(part, self._logprobs is not None)
-            self._grow(item, part)
-            item.status = _status(choice)
-            self._items.append(item)
+            self._items.append(_item(part, self._logprobs is not None))
+            self._grow(part)
+            self._items[-1].status = _status(choice)
         return self._whole(choice)
 
     def begin(self) -> bytes:
@@ -287,20 +282,9 @@ class ResponseFormatter:
         begun = self._shape(status="in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def of(self, one: StreamItem) -> bytes:
-        match one:
-            case KeepAlive(note=note):
-                return sse.comment(note)
-            case PartUpdate(part=part, extras=extras):
-                self._take_logprobs(extras)
-                return b"".join(self._grown(part))
-            case ChoiceState():
-                before = b"".join(self._closed(_status(one)))
-                answer = self._whole(one)
-                return before + self._event(f"response.{answer.status}", response=answer)
-
-    def end(self) -> bytes:
-        return b""
+    def _ended(self, choice: ChoiceState) -> bytes:
+        before, answer = self._close(_status(choice)), self._whole(choice)
+        return before + self._event(f"response.{answer.status}", response=answer)
 
     def failed(self, problem: Problem) -> bytes:
         """Writes response.failed."""
@@ -312,94 +296,74 @@ class ResponseFormatter:
         return ResponseObject(**self._common, output=self._items, **more)
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
-        info = self._info
         return self._shape(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
-            usage=responses_usage(info, choice),
+            usage=responses_usage(self.info, choice),
             timings=timings(choice.timings),
-            outrider=about(choice.result, info.seed, [*self._notes, *info.notes([choice])]),
+            outrider=about(choice.result, self.info.seed, [*self._notes, *self.info.notes([choice])]),
         )
 
     def _take_logprobs(self, extras: Extras) -> None:
         if self._logprobs is not None:
             self._logprobs.take(extras.logprobs)
 
-    def _grow(self, item: Output, part: Part) -> list[SpelledToken]:
-        """Adds a part to an item of its kind, and returns its log-probabilities."""
+    def _grow(self, part: Part) -> list[SpelledToken]:
+        """Adds a part to the last item, and returns its log-probabilities."""
         rows: list[SpelledToken] = []
-        match item, part:
+        match self._items[-1], part:
             case OutputMessage(content=[content]), TextPart(text=text):
                 content.text += text
                 if self._logprobs is not None and content.logprobs is not None:
                     content.logprobs += (rows := self._logprobs.next(part))
             case OutputReasoning(content=[content]), ThinkingPart(text=text):
                 content.text += text
-            case OutputCall(), ToolCall(arguments=arguments):
-                item.arguments = arguments
+            case OutputCall() as call, ToolCall(arguments=arguments):
+                call.arguments = arguments
         return rows
 
-    def _grown(self, part: Part) -> Iterator[bytes]:
-        item = self._items[-1] if self._items and self._items[-1].status == "in_progress" else None
-        if item is None or not _continues(item, part):
-            yield from self._closed("completed")
-            item = _item(part, self._logprobs is not None)
-            self._items.append(item)
-            yield from self._begun(item)
-        rows, at = self._grow(item, part), self._at(item)
-        match part:
-            case TextPart(text=text):
-                yield self._event("response.output_text.delta", **at, content_index=0, delta=text, logprobs=rows)
-            case ThinkingPart(text=text):
-                yield self._event("response.reasoning_text.delta", **at, content_index=0, delta=text)
-            case ToolCall(arguments=arguments):
-                yield self._event("response.function_call_arguments.delta", **at, delta=arguments)
-
-    def _begun(self, item: Output) -> Iterator[bytes]:
-        empty = item.model_dump() if isinstance(item, OutputCall) else {**item.model_dump(), "content": []}
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=empty)
-        if not isinstance(item, OutputCall):
-            yield self._event("response.content_part.added", **self._at(item), content_index=0, part=item.content[0])
-
-    def _closed(self, state: str) -> Iterator[bytes]:
-        """Ends the item that grows, if there is one."""
-        item = self._items[-1] if self._items else None
-        if item is None or item.status != "in_progress":
-            return
-        item.status = state
-        at = self._at(item)
+    def _open(self, part: Part) -> bytes:
+        self._items.append(item := _item(part, self._logprobs is not None))
+        added = "response.output_item.added"
         if isinstance(item, OutputCall):
-            yield self._event("response.function_call_arguments.done", **at, name=item.name, arguments=item.arguments)
+            return self._event(added, output_index=self._at, item=item)
+        before = self._event(added, output_index=self._at, item={**item.model_dump(), "content": []})
+        return before + self._of_item("content_part.added", content_index=0, part=item.content[0])
+
+    def _delta(self, update: PartUpdate) -> bytes:
+        self._take_logprobs(update.extras)
+        rows = self._grow(update.part)
+        match update.part:
+            case TextPart(text=text):
+                return self._of_item("output_text.delta", content_index=0, delta=text, logprobs=rows)
+            case ThinkingPart(text=text):
+                return self._of_item("reasoning_text.delta", content_index=0, delta=text)
+            case ToolCall(arguments=arguments):
+                return self._of_item("function_call_arguments.delta", delta=arguments)
+
+    def _closed(self, status: str) -> bytes:
+        item = self._items[-1]
+        item.status = status
+        if isinstance(item, OutputCall):
+            done = self._of_item("function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:
             (content,) = item.content
             more = {"logprobs": content.logprobs or []} if isinstance(content, OutputText) else {}
-            yield self._event(f"response.{content.type}.done", **at, content_index=0, text=content.text, **more)
-            yield self._event("response.content_part.done", **at, content_index=0, part=content)
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+            done = self._of_item(f"{content.type}.done", content_index=0, text=content.text, **more)
+            done += self._of_item("content_part.done", content_index=0, part=content)
+        return done + self._event("response.output_item.done", output_index=self._at, item=item)
 
-    def _at(self, item: Output) -> dict[str, Any]:
-        return {"item_id": item.id, "output_index": len(self._items) - 1}
+    def _of_item(self, kind: str, /, **fields: Any) -> bytes:
+        """Returns an event of the item that grows."""
+        return self._event(f"response.{kind}", item_id=self._items[-1].id, output_index=self._at, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
-        """Returns an event whose fields may be shapes."""
         self._number += 1
-        body = {"type": kind, "sequence_number": self._number, **fields}
-        return sse.event(json.dumps(body, ensure_ascii=False, default=BaseModel.model_dump), kind)
+        return typed_event(kind, sequence_number=self._number, **fields)
 
 
 def _status(choice: ChoiceState) -> str:
     return "incomplete" if choice.finish == "length" else "completed"
-
-
-def _continues(item: Output, part: Part) -> bool:
-    """Whether `part` belongs to the item. Each call is an item of its own."""
-    match item:
-        case OutputMessage():
-            return isinstance(part, TextPart)
-        case OutputReasoning():
-            return isinstance(part, ThinkingPart)
-        case OutputCall():
-            return False
 
 
 def _item(part: Part, with_logprobs: bool) -> Output:

@@ -7,15 +7,15 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.server.answers import sse
-from outrider.server.answers.sse import Stencil
+from outrider.server.answers import formatter
+from outrider.server.answers.formatter import Stencil
 from outrider.server.endpoints.completions import Completion, CompletionChoice
 
 
 def event(text: str) -> bytes:
     choice = CompletionChoice(index=1, text=text)
     shape = Completion(id="cmpl-1", created=1, model='a"b', system_fingerprint="f", choices=[choice])
-    return sse.event(shape.model_dump_json())
+    return formatter.event(shape.model_dump_json())
 
 
 @given(st.text())

@@ -8,10 +8,9 @@ import pytest
 
 from outrider.protocol.errors import EndpointError, OutriderError, ServerBusy, WorkerError
 from outrider.server.answers import run as request_run
-from outrider.server.answers.formatter import AnswerInfo
+from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
 from outrider.server.answers.parts import KeepAlive
 from outrider.server.answers.run import News, RequestRun
-from outrider.server.answers.sse import EventWriter
 from outrider.server.endpoints import chat, completions, messages
 from outrider.server.problems import problem_of
 
@@ -37,13 +36,13 @@ class Prompt(RequestRun):
 
 
 INFO = AnswerInfo("m", 1, 5)
-APIS: dict[str, EventWriter] = {
+APIS: dict[str, AnswerFormatter] = {
     "chat": chat.ChatFormatter(INFO, 1, False),
     "completions": completions.TextCompletionFormatter(INFO, [""], False),
 }
 
 
-def written(events: EventWriter) -> list[bytes]:
+def written(events: AnswerFormatter) -> list[bytes]:
     """Returns everything written for such a run."""
 
     async def read() -> list[bytes]:
@@ -68,7 +67,8 @@ def test_comments_tell_how_much_is_read_and_that_silence_is_no_end(api: str) -> 
 
 def test_anthropics_readers_are_sent_pings() -> None:
     assert (
-        written(messages.MessageFormatter(INFO, lambda choice: None)) == [b'event: ping\ndata: {"type":"ping"}\n\n'] * 3
+        written(messages.MessageFormatter(INFO, lambda choice: None))
+        == [b'event: ping\ndata: {"type": "ping"}\n\n'] * 3
     )
 
 
