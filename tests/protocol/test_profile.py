@@ -47,7 +47,7 @@ def test_a_profile_is_read_from_json(write):
 
 @pytest.mark.parametrize("name", list(GOOD))
 def test_a_missing_field_is_named(write, name):
-    with pytest.raises(InvalidRequest, match=rf"has no {name}; see docs/simulation\.md") as told:
+    with pytest.raises(InvalidRequest, match=rf"missing required field `{name}`; see docs/simulation\.md") as told:
         Profile.read(write({key: value for key, value in GOOD.items() if key != name}))
     assert "\n" not in str(told.value)
 
@@ -55,25 +55,25 @@ def test_a_missing_field_is_named(write, name):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"target_ms": {"1": -1.0}}, "target_ms of 1 rows is -1.0; expected a number from 0 up"),
-        ({"target_ms": {"1": None}}, "target_ms of 1 rows is None"),
-        ({"target_ms": {"1": True}}, "target_ms of 1 rows is True"),
-        ({"target_ms": {"0": 1.0}}, "target_ms has '0' for rows"),
-        ({"target_ms": {"one": 1.0}}, "target_ms has 'one' for rows"),
-        ({"target_ms": {"1": 1.0, "01": 2.0}}, "the same number of rows twice"),
-        ({"draft_ms": {}}, "draft_ms is {}; expected milliseconds by rows"),
-        ({"draft_ms": 3.0}, "draft_ms is 3.0"),
-        ({"link_ms": -0.1}, "link_ms is -0.1"),
-        ({"link_ms": "fast"}, "link_ms is 'fast'"),
-        ({"acceptance": []}, "acceptance is empty"),
-        ({"acceptance": [1.5]}, "expected a list of probabilities"),
-        ({"acceptance": 0.9}, "acceptance is 0.9"),
+        ({"target_ms": {"1": -1.0}}, r"Expected `float` >= 0.0 - at `\$.target_ms"),
+        ({"target_ms": {"1": None}}, r"Expected `float`, got `null` - at `\$.target_ms"),
+        ({"target_ms": {"1": True}}, r"Expected `float`, got `bool` - at `\$.target_ms"),
+        ({"target_ms": {"0": 1.0}}, r"Expected `int` >= 1 - at `key` in `\$.target_ms`"),
+        ({"target_ms": {"one": 1.0}}, r"Expected `int`, got `str` - at `key` in `\$.target_ms`"),
+        ({"target_ms": {"1": 1.0, "01": 2.0}}, r"Expected `int`, got `str` - at `key` in `\$.target_ms`"),
+        ({"draft_ms": {}}, r"Expected `object` of length >= 1 - at `\$.draft_ms`"),
+        ({"draft_ms": 3.0}, r"Expected `object`, got `float` - at `\$.draft_ms`"),
+        ({"link_ms": -0.1}, r"Expected `float` >= 0.0 - at `\$.link_ms`"),
+        ({"link_ms": "fast"}, r"Expected `float`, got `str` - at `\$.link_ms`"),
+        ({"acceptance": []}, r"Expected `array` of length >= 1 - at `\$.acceptance`"),
+        ({"acceptance": [1.5]}, r"Expected `float` <= 1.0 - at `\$.acceptance\[0\]`"),
+        ({"acceptance": 0.9}, r"Expected `array`, got `float` - at `\$.acceptance`"),
         ({"bonus_ranks": [0.6, 0.6]}, "add up to 1.2"),
-        ({"sources": "a page"}, "sources is 'a page'; expected a list of texts"),
-        ({"name": ""}, "name is ''"),
-        ({"published": [1]}, "published is"),
-        ({"published": PUBLISHED | {"sd_depth": 0}}, "published sd_depth is 0"),
-        ({"published": {"ar": 1.0}}, "has no sd"),
+        ({"sources": "a page"}, r"Expected `array`, got `str` - at `\$.sources`"),
+        ({"name": ""}, r"Expected `str` of length >= 1 - at `\$.name`"),
+        ({"published": [1]}, r"Expected `object.*, got `array` - at `\$.published`"),
+        ({"published": PUBLISHED | {"sd_depth": 0}}, r"Expected `int` >= 1 - at `\$.published.sd_depth`"),
+        ({"published": {"ar": 1.0}}, "missing required field `sd`"),
     ],
 )
 def test_what_is_out_of_range_is_refused_in_a_sentence(write, change, words):
