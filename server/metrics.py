@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -49,10 +48,8 @@ class OrchestratorMetrics(Collector):
             yield from self._now(stats)
             yield from self._counts(stats)
             yield from self._speculation(stats)
-            yield durations(
-                self._model, "round_duration_seconds", "From a request's verify to its next", stats.round_seconds
-            )
-            yield durations(self._model, "verify_duration_seconds", "The target's forwards", stats.verify_seconds)
+            yield self._durations("round", "From a request's verify to its next", stats.round_seconds)
+            yield self._durations("verify", "The target's forwards", stats.verify_seconds)
 
     def _now(self, stats: Stats) -> Iterator[Metric]:
         limit = max(stats.kv.limit, 1)
@@ -141,19 +138,17 @@ class OrchestratorMetrics(Collector):
     def _counter(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
         return self._filled(CounterMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
 
+    def _durations(self, name: str, doc: str, seen: Durations) -> Metric:
+        family = HistogramMetricFamily(f"{_PREFIX}{name}_duration_seconds", doc, labels=("model_name",))
+        bounds = (*map(str, seen.bounds), "+Inf")
+        buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
+        family.add_metric((self._model,), buckets or [("+Inf", 0)], seen.seconds)
+        return family
+
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
         for labels, value in values:
             family.add_metric((self._model, *labels), value)
         return family
-
-
-def durations(model: str, name: str, doc: str, seen: Durations) -> Metric:
-    """Returns a histogram."""
-    family = HistogramMetricFamily(_PREFIX + name, doc, labels=("model_name",))
-    bounds = (*map(str, seen.bounds), "+Inf")
-    buckets = list(zip(bounds, accumulate(seen.counts), strict=bool(seen.counts)))
-    family.add_metric((model,), buckets or [("+Inf", 0)], seen.seconds)
-    return family
 
 
 class ProcessMetrics(Collector):
@@ -224,8 +219,8 @@ class Metrics:
             "outrider:http_choices_running", "Choices in progress", ("model_name",), registry=self.registry
         ).labels(model)
         self.first = self._times("time_to_first_token", "Time to first token of a choice", _SECONDS)
-        self.gaps = TokenGaps(model)
-        self.registry.register(self.gaps)
+        doc = "Between tokens; those that come together evenly"
+        self.gaps = self._times("inter_token_latency", doc, _GAPS)
         self.whole = self._times("e2e_request_latency", "Duration of a choice", _WHOLE)
         self.queue = self._times("request_queue_time", "Time in the queue", _WHOLE)
         self.prefill = self._times("request_prefill_time", "From the turn to the first token", _WHOLE)
@@ -255,26 +250,6 @@ class Metrics:
         return Histogram(f"outrider:{name}", doc, labels, buckets=buckets, registry=self.registry).labels(self._model)
 
 
-class TokenGaps(Collector):
-    """A histogram of the time between tokens. Tokens that arrive together share the time equally."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._counts = [0] * (len(_GAPS) + 1)
-        self._seconds = 0.0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        """Records `tokens` that arrived `seconds` after the ones before."""
-        self._counts[bisect_left(_GAPS, seconds / tokens)] += tokens
-        self._seconds += seconds
-
-    def collect(self) -> Iterator[Metric]:
-        seen = Durations(_GAPS, tuple(self._counts), self._seconds)
-        yield durations(
-            self._model, "inter_token_latency_seconds", "Between tokens; those that come together evenly", seen
-        )
-
-
 class ChoiceTimer:
     """Times one choice. Only choices that complete are recorded."""
 
@@ -293,7 +268,8 @@ class ChoiceTimer:
             if self._span is not None:
                 self._span.first()
         elif tokens:
-            self._metrics.gaps.add(now - self._last, tokens)
+            for _ in range(tokens):
+                self._metrics.gaps.observe((now - self._last) / tokens)
         self._last = now
         self._tokens += tokens
 

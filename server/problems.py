@@ -96,6 +96,13 @@ class Refused(HTTPException):
         self.problem = Problem(status, message, param, code, details)
 
 
+def refuse_given(asked: object, reasons: Mapping[str, str]) -> None:
+    """Raises Refused if a field of `asked` with a reason has a value."""
+    for name, why in reasons.items():
+        if getattr(asked, name) is not None:
+            raise Refused(f"{name}: {why}", name)
+
+
 def allowed_methods(headers: Mapping[str, str] | None) -> str:
     """Returns the `Allow` header of a 405: the route's methods, or GET for static files; HEAD where GET is served."""
     methods = (headers or {}).get("Allow", "GET")

@@ -79,6 +79,8 @@ class ApiRequest(StrictShape):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    model: str | None = None
+
 
 class LooseShape(BaseModel):
     """A part of a request in which unknown fields have no effect, such as a message."""
@@ -144,7 +146,6 @@ class StructuredOutputs(StrictShape):
 class Generation(ApiRequest):
     """Common fields of all APIs that generate."""
 
-    model: str | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from operator import add
 from typing import Any, cast
 
@@ -191,13 +192,8 @@ NO_EXTRAS = Extras()
 
 def joined(many: Iterable[Extras]) -> Extras:
     """Concatenates."""
-    rows = list(many)
-    return Extras(
-        tuple(one for row in rows for one in row.logprobs),
-        tuple(one for row in rows for one in row.origins),
-        tuple(one for row in rows for one in row.rounds),
-        tuple(one for row in rows for one in row.ids),
-    )
+    columns = zip(*((row.logprobs, row.origins, row.rounds, row.ids) for row in many), strict=True)
+    return Extras(*(tuple(chain.from_iterable(column)) for column in columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,6 @@ class RequestRun:
         caller: str,
     ) -> None:
         self._client = client
-        self._one_call = one_call
         self._choices = [ChoiceState(index, job.splitter, one_call) for index, job in enumerate(jobs)]
         self._caller = caller
         self._watch = watch

@@ -31,7 +31,7 @@ from outrider.server.mapping.generation_params import include_usage_of
 from outrider.server.mapping.output_format import output_format_of
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Refused
+from outrider.server.problems import Refused, refuse_given
 from outrider.server.schemas import (
     MAX_STOPS,
     MAX_TOOLS,
@@ -294,9 +294,7 @@ _REFUSED = {
 
 def refuse(asked: ChatRequest) -> None:
     """Raises Refused for unsupported fields that would change the answer."""
-    for name, why in _REFUSED.items():
-        if getattr(asked, name) is not None:
-            raise Refused(f"{name}: {why}", name)
+    refuse_given(asked, _REFUSED)
     if asked.modalities is not None and asked.modalities != ["text"]:
         raise Refused("modalities: only text output is supported; expected ['text'], or leave it out", "modalities")
     if asked.continue_final_message and asked.add_generation_prompt:
@@ -381,7 +379,6 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
 async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
-    context.check_model(asked.model)
     refuse(asked)
     box, count = tools_of(context.model, asked), asked.n or 1
     plan = await asyncio.to_thread(

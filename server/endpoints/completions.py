@@ -184,7 +184,6 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
 async def complete(asked: CompletionRequest, request: Request, context: TheServer) -> Response:
     """Completes texts. Choices of several prompts follow one another."""
-    context.check_model(asked.model)
     _refuse(asked)
     with_usage = include_usage_of(asked)
     plan, echoes = await asyncio.to_thread(_plan, context.model, asked)

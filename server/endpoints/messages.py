@@ -102,7 +102,6 @@ class Thinking(LooseShape):
 class CountTokensRequest(ApiRequest):
     """The fields that become the prompt."""
 
-    model: str | None = None
     messages: Annotated[list[Turn], bounded(least=1)]
     system: str | Annotated[list[Block], bounded()] | None = None
     tools: Annotated[list[ClientTool], bounded(MAX_TOOLS)] | None = None
@@ -397,7 +396,6 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
 async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
-    context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
     plan = await asyncio.to_thread(
@@ -416,7 +414,6 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))
 async def count(asked: CountTokensRequest, context: TheServer) -> Response:
     """Counts the tokens of a conversation."""
-    context.check_model(asked.model)
     refuse(asked)
     prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
     return as_json(TokenCount(input_tokens=len(prompt.tokens)))

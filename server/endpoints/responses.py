@@ -42,7 +42,7 @@ from outrider.server.mapping.conversation import (
 from outrider.server.mapping.output_format import OutputFormat, parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput
 from outrider.server.model.tool_format import ToolCall
-from outrider.server.problems import Problem, Refused
+from outrider.server.problems import Problem, Refused, refuse_given
 from outrider.server.schemas import (
     MAX_TOOLS,
     ApiResponse,
@@ -394,9 +394,7 @@ def refuse(asked: ResponsesRequest) -> None:
     """Raises Refused for unsupported fields that would change the answer."""
     if asked.top_logprobs and logprobs(asked) is None:
         raise Refused(f"top_logprobs: none are wanted; expected {_LOGPROBS} in include", "top_logprobs")
-    for name, why in _REFUSED.items():
-        if getattr(asked, name) is not None:
-            raise Refused(f"{name}: {why}", name)
+    refuse_given(asked, _REFUSED)
     if asked.background:
         raise Refused("background: responses can't run in the background; leave it out", "background")
 
@@ -505,7 +503,6 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
     """Generates a response to an input."""
-    context.check_model(asked.model)
     refuse(asked)
     box = tools_of(context.model, asked)
     plan = await asyncio.to_thread(
@@ -525,7 +522,6 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
 async def count(asked: ResponsesRequest, context: TheServer) -> Response:
     """Counts the tokens of an input."""
-    context.check_model(asked.model)
     refuse(asked)
     prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
     return as_json(InputTokens(input_tokens=len(prompt.tokens)))

@@ -30,7 +30,6 @@ from outrider.server.server_context import ServerContext, TheServer, as_json
 class TokenizeRequest(ApiRequest):
     """`content` (llama.cpp) or `prompt` (vLLM) is a text; `messages` is a conversation."""
 
-    model: str | None = None
     content: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], bounded()] | None = None
@@ -47,7 +46,6 @@ class TokenizeRequest(ApiRequest):
 class TemplateRequest(ApiRequest):
     """A conversation, as in /v1/chat/completions."""
 
-    model: str | None = None
     messages: Annotated[list[ChatMessage], bounded(least=1)]
     tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
     chat_template_kwargs: Object | None = None
@@ -56,7 +54,6 @@ class TemplateRequest(ApiRequest):
 
 
 class DetokenizeRequest(ApiRequest):
-    model: str | None = None
     tokens: Annotated[list[int], bounded(MAX_TOKENS)]
 
 
@@ -175,21 +172,18 @@ text_router = APIRouter(route_class=JsonRoute)
 @text_router.post("/tokenize", response_model=None, responses=response_docs(Tokenized))
 async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
     """Tokenizes a text or a conversation."""
-    context.check_model(asked.model)
     return as_json(await asyncio.to_thread(_tokenized, asked, context.model))
 
 
 @text_router.post("/apply-template", response_model=None, responses=response_docs(Applied))
 async def apply(asked: TemplateRequest, context: TheServer) -> Response:
     """Applies the chat template to a conversation."""
-    context.check_model(asked.model)
     return as_json(await asyncio.to_thread(_applied, asked, context.model))
 
 
 @text_router.post("/detokenize", response_model=None, responses=response_docs(Detokenized))
 async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
     """Decodes tokens; special tokens are spelled out."""
-    context.check_model(asked.model)
     size = context.model.codec.tokenizer.get_vocab_size(with_added_tokens=True)
     wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
     if wrong is not None:
