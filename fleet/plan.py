@@ -252,7 +252,7 @@ def plan_of(found: object) -> FleetPlan:
     if "scale" in given and isinstance(given.get("placed"), Mapping) and "replicas" in given["placed"]:
         raise InvalidRequest("scale replaces placed.replicas, but both are given; expected one of them")
     scale = _read("scale", Scale, given["scale"]) if "scale" in given else None
-    attached = _attached(given.get("attached"))
+    attached = _words("attached", given["attached"]) if given.get("attached") is not None else ()
     return FleetPlan(_engine(given, placed), placed, attached, _gate(given.get("gate")), scale)
 
 
@@ -280,14 +280,6 @@ def _read(name: str, kind: type[Record], found: object) -> Record:
     given = _section(name, found, tuple(field.name for field in fields(kind)))  # type: ignore[arg-type]
     inner = {key: _read(f"{name}.{key}", _INNER[key], given[key]) for key in _INNER if key in given}
     return _record(name, kind, given | inner)
-
-
-def _attached(found: object) -> tuple[str, ...]:
-    if found is None:
-        return ()
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise InvalidRequest("attached is not a list of endpoints; expected for example [tcp://10.0.0.11:7777]")
-    return tuple(found)
 
 
 def _gate(found: object) -> IngressPlan:

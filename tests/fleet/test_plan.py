@@ -107,7 +107,7 @@ def test_resources_in_rays_words():
         ({"placed": {}, "scale": {"min": 3, "max": 2}}, "scale: min is 3 and max 2"),
         ({"placed": {}, "scale": {"upscale_delay_s": -1}}, "scale: upscale_delay_s is -1; expected a number from 0"),
         ({**ONE, "scale": {}}, "scale adds placed engines, but there is no placed"),
-        ({"attached": "tcp://a:1"}, "attached is not a list"),
+        ({"attached": "tcp://a:1"}, "attached is 'tcp://a:1'; expected a list of strings"),
         ({"attached": ["tcp://a"]}, "attached: 'tcp://a' has no port"),
         ({"attached": ["tcp://a:0"]}, "attached: tcp://a:0 is an address to listen on, not to connect to"),
         ({"attached": ["tcp://a:1", "tcp://a:1"]}, "attached names tcp://a:1 twice"),
