@@ -122,15 +122,11 @@ class OrchestratorMetrics(Collector):
             yield self._counter(name, doc, [((str(place),), count) for place, count in enumerate(counts)], "position")
         held = [((one.name,), one.count) for one in totals.draft_n_accepted_by]
         yield self._counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
-        misses = {
-            "branch": totals.cache_late,
-            "copied": totals.missed_then_copied,
-            "drafted": totals.missed_then_drafted,
-            "plain": totals.missed_then_plain,
-        }
+        misses = [(("branch",), totals.cache_late)]
+        misses += [((then,), getattr(totals, f"missed_then_{then}")) for then in ("copied", "drafted", "plain")]
         doc = "Outcomes whose branch was not there, by what followed: the branch after a wait, copied text, a chain"
         doc += " drafted just in time, a plain step"
-        yield self._counter("speculation_cache_misses", doc, [((k,), n) for k, n in misses.items()], "followed_by")
+        yield self._counter("speculation_cache_misses", doc, misses, "followed_by")
 
     def _gauge(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
         return self._filled(GaugeMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
