@@ -1,4 +1,5 @@
-"""Converts messages to ZeroMQ frames and back, by msgspec and the types of their fields (`protocol.schema`).
+"""Converts messages to ZeroMQ frames and back: by msgpack, and checked by msgspec with the types of their fields
+(`protocol.schema`).
 
 Frame 0, the header, is msgpack: [protocol version, message], the message a map of its class's name ("type") and of the
 fields that differ from their defaults. A numpy array is [dtype, shape] in the header; its little-endian bytes, last
@@ -13,12 +14,11 @@ import reprlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal, TypeAlias, Union
+from typing import Any, TypeAlias
 
+import msgpack
 import msgspec
 import numpy as np
-from msgspec import Raw, Struct
-from msgspec.msgpack import Decoder, Encoder
 
 from outrider.protocol.errors import InvalidRequest, ProtocolError, RefusedRequest, VersionMismatch
 from outrider.protocol.messages import Message
@@ -38,25 +38,6 @@ class _Arrays(threading.local):
 
     written: list[Buffer]
     unread: Iterator[Buffer]
-
-
-class _Header(Struct, array_like=True):
-    """A header of any version."""
-
-    version: int
-    message: Raw = Raw()
-
-
-class _Name(Struct):
-    """The name of a message that may be invalid."""
-
-    type: str
-
-
-class _About(Struct):
-    """The request of a message that may be invalid."""
-
-    request: RequestId
 
 
 _arrays = _Arrays()
@@ -104,15 +85,9 @@ def _least(items: np.ndarray[Any, Any]) -> Any:
     return min(items.tolist()) if items.ndim == 1 and items.size <= FEW else items.min()
 
 
-_encoder = Encoder(enc_hook=_write_array)
-_decoder: Decoder[tuple[int, Message]] = Decoder(
-    tuple[Literal[PROTOCOL_VERSION], Union[*MESSAGES.values()]],  # type: ignore[misc, valid-type]
-    dec_hook=_read_array,
-)
-_headers = Decoder(_Header)
-_names = Decoder(_Name)
-_abouts = Decoder(_About)
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_packer = msgpack.Packer()
+_BYTES = (bytes,)
+_UNREADABLE = (ValueError, RecursionError)  # msgpack's errors and msgspec's are ValueErrors
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -124,12 +99,13 @@ def encode(message: Message) -> list[Buffer]:
     frames = _arrays.written = [b""]
     name = type(message).__name__
     try:
-        frames[0] = _encoder.encode((PROTOCOL_VERSION, message))
+        entries = msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_write_array)
+        frames[0] = _packer.pack((PROTOCOL_VERSION, entries))
     except (UnicodeEncodeError, OverflowError) as error:
         raise ProtocolError(f"{name} can't be encoded ({error}); expected Unicode text and numbers in range") from None
     if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
         raise ProtocolError(f"{name} has a frame of {longest:,} bytes; expected at most {MAX_FRAME:,}")
-    decode(frames)  # what a receiver would refuse is refused here
+    _checked(entries, iter(frames[1:]))  # what a receiver would refuse is refused here
     return frames
 
 
@@ -165,8 +141,9 @@ def decode_all(frames: Sequence[Buffer]) -> list[Message]:
 def request_of(frames: Sequence[Buffer]) -> str | None:
     """Returns the request of a refused message, to answer its sender; None if it can't be read."""
     try:
-        return _abouts.decode(_headers.decode(frames[0]).message).request
-    except (*_UNREADABLE, IndexError):
+        _, message = msgpack.unpackb(frames[0])
+        return msgspec.convert(message["request"], RequestId)
+    except (*_UNREADABLE, LookupError, TypeError):
         return None
 
 
@@ -179,32 +156,46 @@ def _first(rest: Iterator[Buffer]) -> Message:
 
 def _message(header: Buffer, rest: Iterator[Buffer]) -> Message:
     """Returns the message with this header; its arrays are taken from `rest`."""
+    return _checked(_entries(header), rest)
+
+
+def _checked(entries: Any, rest: Iterator[Buffer]) -> Message:
+    """Returns the message with these fields by name; its arrays are taken from `rest`."""
+    name = entries.get("type") if isinstance(entries, dict) else ""
+    cls = MESSAGES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise ProtocolError(
+            f"the message name is {str(name or '')[:60]!r}; expected the name of a message in protocol.messages"
+        )
     _arrays.unread = rest
     try:
-        return _decoder.decode(header)[1]
+        return msgspec.convert(entries, cls, dec_hook=_read_array)
     except InvalidRequest as error:
         raise RefusedRequest(str(error)) from None
     except _UNREADABLE as error:
-        raise _refused(header, error) from None
+        reason, _, place = _reason(error).partition(" - at `$")
+        raise ProtocolError(f"{cls.__name__}{place[:-1]} is invalid: {reason}") from None
 
 
-def _refused(header: Buffer, error: Exception) -> ProtocolError:
-    """Returns the error for a header that could not be decoded, with the field's place and what was expected."""
-    reason, _, place = " ".join(str(error).split()).partition(" - at `$[1]")
-    reason = reason[:1].lower() + reason[1:LONGEST_REASON]
+def _entries(header: Buffer) -> Any:
+    """Returns the fields of the message with this header, which may be invalid."""
     try:
-        found = _headers.decode(header)
-    except _UNREADABLE:
-        return ProtocolError(f"the header is invalid: {reason}; expected [version, message] in msgpack")
-    if found.version != PROTOCOL_VERSION:
-        return VersionMismatch(
-            f"the other side speaks protocol version {found.version}, this side version {PROTOCOL_VERSION}"
+        found = msgpack.unpackb(header)
+    except _UNREADABLE as error:
+        raise ProtocolError(
+            f"the header is invalid: {_reason(error)}; expected [version, message] in msgpack"
+        ) from None
+    version = found[0] if isinstance(found, list) and found else None
+    if type(version) is not int or (version == PROTOCOL_VERSION and len(found) != 2):
+        raise ProtocolError(f"the header is invalid: it is {reprlib.repr(found)}; expected [version, message]")
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the other side speaks protocol version {version}, this side version {PROTOCOL_VERSION}"
             f" (outrider {PACKAGE_VERSION}); run the same release of outrider on both"
         )
-    try:
-        name = _names.decode(found.message).type
-    except _UNREADABLE:
-        name = ""
-    if name not in MESSAGES:
-        return ProtocolError(f"the message name is {name[:60]!r}; expected the name of a message in protocol.messages")
-    return ProtocolError(f"{name}{place[:-1]} is invalid: {reason}")
+    return found[1]
+
+
+def _reason(error: Exception) -> str:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason[:1].lower() + reason[1:LONGEST_REASON]
