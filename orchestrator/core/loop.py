@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import zmq
+from msgspec import structs
 
 from outrider.orchestrator.auth import CurveAuth
 from outrider.orchestrator.core.metrics import Trace
@@ -75,7 +76,7 @@ class Core:
     def stats(self, stats: Stats) -> Stats:
         """Adds the core's counts and durations to the front's; may be called on any thread."""
         metrics = self._scheduler.metrics
-        return replace(
+        return structs.replace(
             stats,
             stale_messages=self._scheduler.stale,
             rejected_frames=stats.rejected_frames + self.pool.rejected,
