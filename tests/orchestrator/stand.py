@@ -47,7 +47,9 @@ class ScriptedCore:
     def stats(self, stats: Stats) -> Stats:
         rounds = Durations((0.1,), (3, 1), 2.0)
         rejected = stats.rejected_frames + 2
-        return structs.replace(stats, stale_messages=3, rejected_frames=rejected, dropped_branches=1, round_seconds=rounds)
+        return structs.replace(
+            stats, stale_messages=3, rejected_frames=rejected, dropped_branches=1, round_seconds=rounds
+        )
 
     def __init__(self, inbox: Mailbox[ToCore], outbox: Mailbox[ToFront]) -> None:
         self.inbox, self.outbox = inbox, outbox
