@@ -142,7 +142,10 @@ def luck_of(script: Script, text: tuple[int, ...]) -> Luck:
 
 @pytest.mark.parametrize(("profile", "policy"), CASES, ids=lambda case: getattr(case, "name", str(case))[:60])
 def test_the_arithmetic_agrees_with_the_real_rounds(profile: Profile, policy: Policy) -> None:
-    """With the same outcomes: whether a proposal is right is drawn by position and token, so equally for both."""
+    """With the same outcomes: whether a proposal is right is drawn by position and token, so equally for both.
+
+    Real rounds may have fewer branches where that costs no tokens per second, and then some fewer hits.
+    """
     tokens = 900
     texts = random_texts(2, tokens + 60)
     cluster = VirtualCluster(
@@ -155,7 +158,7 @@ def test_the_arithmetic_agrees_with_the_real_rounds(profile: Profile, policy: Po
     found = Simulator(profile, policy).play([luck_of(script, texts[1])])
     assert found.tokens_per_second == pytest.approx(timings.predicted_per_second, rel=0.03)
     lookups = timings.cache_hits + timings.cache_misses
-    assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.05)
+    assert found.hit_rate == pytest.approx(timings.cache_hits / lookups if lookups else 0.0, abs=0.06)
 
 
 def test_virtual_time_repeats_exactly_and_ends_with_the_texts_own_tokens() -> None:
