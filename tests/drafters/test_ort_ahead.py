@@ -22,7 +22,6 @@ from outrider.protocol.errors import OutriderError
 from outrider.protocol.sampling import SamplingParams
 from tests.target_worker.heads import (
     H,
-    markov_llama,
     mtp_head,
     parallel_token_head,
     random_head,
@@ -35,24 +34,6 @@ LONG = 260  # pairs, which ONNX Runtime reads in pieces
 LENGTHS = (20, 7, LONG + 30)
 Made = Callable[[LoadedModel], GuessingHead]
 Prepared = list[dict[tuple[int, ...], tuple[int, ...]]]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
-@pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of pairs of each forward of ONNX Runtime's."""
-    counts, plain = list[int](), OrtForward.__call__
-
-    def call(self: OrtForward, tokens: Any, *rest: Any, **others: Any) -> Any:
-        counts.append(len(tokens))
-        return plain(self, tokens, *rest, **others)
-
-    monkeypatch.setattr(OrtForward, "__call__", call)
-    return counts
 
 
 class Played:

@@ -39,24 +39,6 @@ LENGTHS = (20, 7, 33)
 LONG = 300  # pairs, which ONNX Runtime reads in pieces
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return markov_llama(tmp_path_factory.mktemp("markov"))
-
-
-@pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of pairs of each forward of ONNX Runtime's."""
-    counts, plain = list[int](), OrtForward.__call__
-
-    def call(self: OrtForward, tokens: Any, *rest: Any, **others: Any) -> Any:
-        counts.append(len(tokens))
-        return plain(self, tokens, *rest, **others)
-
-    monkeypatch.setattr(OrtForward, "__call__", call)
-    return counts
-
-
 def chains(head: Head, target: LoadedModel, cpu: OrtForward | None, temp: float) -> list[tuple[int, ...]]:
     """The drafts for three texts together, over four rounds in which each text gets one token longer."""
     draws = np.random.default_rng(1)

@@ -1,0 +1,29 @@
+"""What tests of heads have in common: their target, and a count of what ONNX Runtime is fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.engine.loading import LoadedModel
+from outrider.engine.ort.forward import OrtForward
+from tests.target_worker.heads import markov_llama
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return markov_llama(tmp_path_factory.mktemp("markov"))
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of pairs of each forward of ONNX Runtime's."""
+    counts, plain = list[int](), OrtForward.__call__
+
+    def call(self: OrtForward, tokens: Any, *rest: Any, **others: Any) -> Any:
+        counts.append(len(tokens))
+        return plain(self, tokens, *rest, **others)
+
+    monkeypatch.setattr(OrtForward, "__call__", call)
+    return counts
