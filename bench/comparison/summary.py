@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run
 from outrider.bench.timing.loops import IsolatedTimes
-from outrider.orchestrator.core.policy.forecasts import RoundKind, ar_rate, mixed_rate
+from outrider.orchestrator.core.policy.forecasts import RoundKind, ar_rate, ceiling, mixed_rate
 from outrider.protocol.messages import Timings
 from outrider.protocol.stats import each
 
@@ -219,10 +219,10 @@ def _costs(alone: IsolatedTimes) -> str:
 
 def _ceiling(alone: IsolatedTimes, depth: int, branches: int) -> str:
     costs, verify_ms = alone.costs(), alone.verify_ms(depth + 1)
-    ahead, chain = costs.tree_ms(depth) / verify_ms, costs.chain_ms(depth) / verify_ms
+    ahead, bound = costs.tree_ms(depth) / verify_ms, ceiling(costs, depth)
     return (
         f"- in isolation, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
-        f" a chain {alone.chain_ms(depth):.2f} ms, T_SD = {chain:.2f}; upper bound of SSD over SD: {1 + chain:.2f}x"
+        f" a chain {alone.chain_ms(depth):.2f} ms, T_SD = {bound - 1:.2f}; upper bound of SSD over SD: {bound:.2f}x"
     )
 
 
