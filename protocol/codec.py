@@ -33,21 +33,24 @@ MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__sub
 """Every message, by its name in the header."""
 
 
-class _Arrays(threading.local):
-    """The frames of the message that this thread writes or reads."""
+class _Frames(threading.local):
+    """The frames of the message that this thread writes or reads, and what packs its headers."""
 
     written: list[Buffer]
     unread: Iterator[Buffer]
 
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer()
 
-_arrays = _Arrays()
+
+_frames = _Frames()
 
 
 def _write_array(value: object) -> tuple[str, tuple[int, ...]]:
     """Returns an array's entry in the header, and appends its bytes to the frames, without a copy if possible."""
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         raise ProtocolError(f"a field holds {reprlib.repr(value)}; expected a message's own types")
-    _arrays.written.append(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+    _frames.written.append(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
     return value.dtype.name, value.shape
 
 
@@ -56,7 +59,7 @@ def _read_array(kind: Any, entry: Any) -> np.ndarray[Any, Any]:
     array: Array = kind.__args__[1]
     match entry:
         case [array.dtype, [*size]] if len(size) == array.axes and all(map(_is_length, size)):
-            raw, wire = next(_arrays.unread, None), _wire(array.dtype)
+            raw, wire = next(_frames.unread, None), _wire(array.dtype)
         case _:
             raise ValueError(f"Expected an array of {array.dtype}, {array.axes} axes of at most {MAX_AXIS:,}")
     if raw is None:
@@ -85,8 +88,6 @@ def _least(items: np.ndarray[Any, Any]) -> Any:
     return min(items.tolist()) if items.ndim == 1 and items.size <= FEW else items.min()
 
 
-_packer = msgpack.Packer()
-_BYTES = (bytes,)
 _UNREADABLE = (ValueError, RecursionError)  # msgpack's errors and msgspec's are ValueErrors
 
 
@@ -96,11 +97,11 @@ def encode(message: Message) -> list[Buffer]:
     Raises:
         ProtocolError: a field is of a wrong type or out of range; so the error appears at the sender.
     """
-    frames = _arrays.written = [b""]
+    frames = _frames.written = [b""]
     name = type(message).__name__
     try:
-        entries = msgspec.to_builtins(message, builtin_types=_BYTES, enc_hook=_write_array)
-        frames[0] = _packer.pack((PROTOCOL_VERSION, entries))
+        entries = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_write_array)
+        frames[0] = _frames.packer.pack((PROTOCOL_VERSION, entries))
     except (UnicodeEncodeError, OverflowError) as error:
         raise ProtocolError(f"{name} can't be encoded ({error}); expected Unicode text and numbers in range") from None
     if longest := max((len(frame) for frame in frames if len(frame) > MAX_FRAME), default=0):
@@ -167,7 +168,7 @@ def _checked(entries: Any, rest: Iterator[Buffer]) -> Message:
         raise ProtocolError(
             f"the message name is {str(name or '')[:60]!r}; expected the name of a message in protocol.messages"
         )
-    _arrays.unread = rest
+    _frames.unread = rest
     try:
         return msgspec.convert(entries, cls, dec_hook=_read_array)
     except InvalidRequest as error:

@@ -150,11 +150,10 @@ class Graph:
     Inputs: `x` [T, H], embedded tokens; of a head `features` [T, W]; `take` [B x S x 3 x KV], the heads at each place
     of [B, S], KV of queries, keys and values each, as numbers of a token's query heads, key heads and value heads,
     token after token; `back` [T x heads], the place of each query head's result in [B, S, KV]; `lengths` [B], each
-    text's columns afterwards, less one;
-    `total`; `counts` [B], the queries of a text; `places` [B, S], their positions; `cos{r}` and `sin{r}` of each rope;
-    `mask{w}` [B, 1, S, total] for each of the layout's masks; `wanted` [R], the tokens that get logits. For each layer
-    `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`. Outputs: `logits` [R, V], `hidden` [R, H], the
-    last layer's output, and each layer's, `layer{i}` [T, H].
+    text's columns afterwards, less one; `total`; `counts` [B], the queries of a text; `places` [B, S], their positions;
+    `cos{r}` and `sin{r}` of each rope; `mask{w}` [B, 1, S, total] for each of the layout's masks; `wanted` [R], the
+    tokens that get logits. For each layer `k{i}`, `v{i}` and, bound to the same memory, `new_k{i}`, `new_v{i}`.
+    Outputs: `logits` [R, V], `hidden` [R, H], the last layer's output, and each layer's, `layer{i}` [T, H].
     """
 
     proto: bytes
