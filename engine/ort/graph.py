@@ -279,11 +279,12 @@ class Builder:
         """
         bits, group = whole.bits, whole.group
         q, scales = whole.q, whole.scales
-        depth = scales.shape[1] * group
+        used = depth = scales.shape[1] * group
         points, rest = whole.zero_points()
         if rest.any():
             digits = _digits(rest, np.abs(scales).max(1, keepdims=True), bits, group)
             x = self._with_sums(x, depth, group, len(digits))
+            used += (len(digits) - 1) * digits[0][0].shape[1] + depth // group
             q = np.concatenate([q, *(_packed(levels, bits) for levels, _ in digits)], axis=1)
             scales = np.concatenate([scales, *(steps for _, steps in digits)], axis=1)
             added = ((0, 0), (0, scales.shape[1] - points.shape[1]))
@@ -292,18 +293,17 @@ class Builder:
         inputs = [x, self.weight(q.reshape(count, columns // group, -1)), self.weight(scales)]
         if (points != 2 ** (bits - 1)).any():
             inputs.append(self.weight(_packed(points, bits)))
-        settings = {"K": columns, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
+        settings = {"K": used, "N": count, "bits": bits, "block_size": group, "accuracy_level": 4}
         return str(self.op("MatMulNBits", *inputs, domain=_MICROSOFT, **settings))
 
     def _with_sums(self, x: str, depth: int, group: int, digits: int) -> str:
-        """Adds x [R, K] followed by the sums of its groups, padded to whole groups, once for each digit."""
+        """Adds x [R, K] followed by the sums of its groups, once for each digit; all but the last are whole groups."""
         key = f"{x}_{group}_{digits}"
         if key not in self.sums:
-            name = f"groups_{depth}_{group}_{digits}"
-            if name not in self.weights:
-                sums = np.repeat(np.eye(depth // group, dtype=np.float32), group, axis=0)
-                self.weights[name] = np.tile(_whole_groups(sums, group), digits)
-            self.sums[key] = str(self.op("Concat", x, self.op("MatMul", x, name), axis=-1))
+            count = depth // group
+            sums = self.op("ReduceSum", self.op("Reshape", x, self.ints(-1, count, group)), self.ints(2), keepdims=0)
+            padded = [self.op("Pad", sums, self.ints(0, 0, 0, -count % group)) for _ in range(digits - 1)]
+            self.sums[key] = str(self.op("Concat", x, *padded, sums, axis=-1))
         return self.sums[key]
 
     def norm(self, x: str, layer: nn.Module) -> str:
