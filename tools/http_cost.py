@@ -1,4 +1,4 @@
-"""Measures the cost of HTTP compared with the Python client, on one cluster of the embedded pair.
+"""Measures the cost of HTTP compared with the Python client, on one cluster of the tiny pair.
 
     python -m tools.http_cost                       # 24 single prompts, 6 rounds of 8 concurrent ones: five minutes
     python -m tools.http_cost --prompts 4 --rounds 1 --modes ssd

@@ -1,7 +1,7 @@
 """Finds a model's files: resolves a name, a Hugging Face id, a folder or a GGUF file to a folder, without MLX.
 
 A copy in the Hugging Face cache is used as it is; otherwise the model is downloaded, unless offline mode is on. A GGUF
-file is converted once. Names are those of `pulled`, and `tiny`, the embedded pair. Reads config.json; knows nothing of
+file is converted once. Names are those of `pulled`, and `tiny`, the pair for tests. Reads config.json; knows nothing of
 weights and tokens.
 
 `in_process_drafters`, `drafters`: the drafters in the target's process, and the names of all drafters of a cluster.
@@ -31,7 +31,7 @@ EMBEDDED_HEADS = (PACKAGE / "models" / "heads").resolve()
 """Holds a folder for each kind of head that comes with the embedded target."""
 
 TINY = "tiny"
-"""The name of the embedded pair, which is part of a checkout, not of the installed package."""
+"""The name of the tiny pair, which is part of a checkout, not of the installed package."""
 DEFAULT = "smollm2"
 """The default model."""
 VARIABLE = "OUTRIDER_MODEL"
@@ -130,10 +130,10 @@ def find_own_head(name: str) -> ModelFiles:
 
 
 def embedded_pair() -> tuple[str, str]:
-    """Returns the folders of the embedded pair, target first.
+    """Returns the folders of the tiny pair, target first.
 
     Raises:
-        ModelError: this installation has no embedded pair.
+        ModelError: this installation has no tiny pair.
     """
     if not is_here(TINY):
         raise ModelError("the tiny pair for tests comes with a clone of the repository only; name another --model")

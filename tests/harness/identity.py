@@ -1,4 +1,4 @@
-"""Checks that texts have the target's own tokens in every mode and setting: the embedded pair in real processes.
+"""Checks that texts have the target's own tokens in every mode and setting: the tiny pair in real processes.
 
     python -m tests.harness.identity                          # 50 prompts x 200 tokens: three hours on two cores
     python -m tests.harness.identity --at-once 8              # as many requests in each forward: an hour

@@ -1,4 +1,4 @@
-"""Checks that random concurrent requests have the same texts as alone: the embedded pair in real processes.
+"""Checks that random concurrent requests have the same texts as alone: the tiny pair in real processes.
 
     python -m tests.harness.random_identity                     # 2,000 requests, 1, 4 and 16 at once: 20 minutes
     python -m tests.harness.random_identity --requests 240 --seed 7

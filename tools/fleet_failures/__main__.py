@@ -3,7 +3,7 @@
     python -m tools.fleet_failures                            # all rows, twice each, and the costs: minutes
     python -m tools.fleet_failures --rows attached,head,costs --repeats 5 --json found.json
 
-The fleet has five simulated hosts on this machine (`ray.cluster_utils`) and serves the embedded pair: two placed
+The fleet has five simulated hosts on this machine (`ray.cluster_utils`) and serves the tiny pair: two placed
 engines with drafters on other hosts, an attached one, two gates. Four readers (T = 0, 0.8) are in the middle of a text
 when a part is killed with SIGKILL. Next token: a reader's longest wait after the kill. Errors: what readers saw before
 they continued at the other gate. Each text is compared token for token with the target's own. *costs*: how much later a

@@ -106,7 +106,7 @@ def _interval(found: Interval) -> tuple[float, float, float]:
 
 
 def _longer(fleet: Fleet, pairs: int, runner: asyncio.Runner, screen: Screen) -> Cost:
-    """Measures whole requests of the embedded pair, both at the attached engine."""
+    """Measures whole requests of the tiny pair, both at the attached engine."""
     gates = fleet.gates()
     session = next(name for name, engine in sessions(fleet, gates) if engine.kind == "attached")
     client = AsyncClient(fleet.attached.endpoint)

@@ -16,7 +16,7 @@ PASSES, REFUSED, DIFFERS = "passes", "refused", "differs"
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """`chat` serves the scripted model, which has a template and tools; `pair` the embedded pair, which has none."""
+    """`chat` serves the scripted model, which has a template and tools; `pair` the tiny pair, which has none."""
 
     chat: Server
     pair: Server

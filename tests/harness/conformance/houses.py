@@ -32,7 +32,7 @@ def serving(target: Path, draft: Path, names: tuple[str, ...] = ()) -> Iterator[
 
 @contextmanager
 def both() -> Iterator[Servers]:
-    """Serves the scripted chat model and the embedded pair; both start concurrently."""
+    """Serves the scripted chat model and the tiny pair; both start concurrently."""
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         chatty = write_scripted(Path(stack.enter_context(TemporaryDirectory(prefix="outrider-chatty-"))) / "chatty")
         pairs = ((chatty, chatty, ("chatty",)), (EMBEDDED_TARGET, EMBEDDED_DRAFT, ()))

@@ -12,7 +12,7 @@ LLAMA, VLLM, TEXTS = "llama.cpp test_completion", "vLLM test_chat", "vLLM test_c
 
 
 def texts(at: Servers, **asked: Any) -> list[str]:
-    """Returns the embedded pair's choices."""
+    """Returns the tiny pair's choices."""
     answer = at.pair.whole(TEXT, **{"prompt": PROMPT, "max_tokens": 12, **asked})
     return [choice["text"] for choice in answer["choices"]]
 

@@ -11,7 +11,7 @@ from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Outcome
 HEAD = f"""# Conformance
 
 Cases from the public tests of vLLM, llama.cpp and mlx-lm and from OpenAI's and Anthropic's references, rewritten and
-run against Outrider {PACKAGE_VERSION}: the embedded pair, and a tiny chat model with a
+run against Outrider {PACKAGE_VERSION}: the tiny pair, and a tiny chat model with a
 template, thinking and tools. This command writes the page:
 
     python -m tests.harness.conformance --write docs/conformance.md

@@ -1,4 +1,4 @@
-"""Fuzzes the clients' endpoint of an orchestrator: the real front and its socket, the embedded pair's text side.
+"""Fuzzes the clients' endpoint of an orchestrator: the real front and its socket, the tiny pair's text side.
 
 The core is a stand-in that completes each text at once. Malicious clients and unknown peers send broken frames, while
 an honest client repeats requests and checks every text.
