@@ -13,9 +13,9 @@ from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Message, Outcome
 from tests.harness import fuzz_frames
-from tests.harness.fuzz import workers_hall
+from tests.harness.fuzz import workers_socket
 from tests.harness.fuzz.mutation import Mutator
-from tests.harness.fuzz.worker_hall import WorkerHall
+from tests.harness.fuzz.worker import WorkerFuzz
 
 FRAMES = {"workers": 500, "clients": 500, "target": 400, "drafter": 400, "wire": 100}
 
@@ -31,7 +31,7 @@ def nothing_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz_frames, "held", lambda pid: (1, 1))
 
 
-@pytest.mark.parametrize("name", fuzz_frames.HALLS)
+@pytest.mark.parametrize("name", fuzz_frames.TARGETS)
 def test_a_socket_survives_broken_frames(name: str) -> None:
     stood, told = stands(name)
     assert stood, told
@@ -49,7 +49,7 @@ def test_broken_frames_are_of_all_kinds() -> None:
 
 
 def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = workers_hall.target
+    honest = workers_socket.target
     said = count()
 
     def errs(message: Message) -> list[Message]:
@@ -57,18 +57,18 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         wrong = [replace(one, bonus=one.bonus + 1) for one in answers if isinstance(one, Outcome)]
         return wrong if next(said) > 5 else answers
 
-    monkeypatch.setattr(workers_hall, "target", errs)
+    monkeypatch.setattr(workers_socket, "target", errs)
     stood, told = stands("workers")
     assert not stood and "has" in told[-1]
 
 
 def test_a_worker_that_says_something_else_afterwards_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, answers = WorkerHall._honest, iter(range(100))
+    honest, answers = WorkerFuzz._honest, iter(range(100))
 
-    def changes(hall: WorkerHall) -> list[object]:
-        return [*honest(hall), next(answers)]
+    def changes(fuzzed: WorkerFuzz) -> list[object]:
+        return [*honest(fuzzed), next(answers)]
 
-    monkeypatch.setattr(WorkerHall, "_honest", changes)
+    monkeypatch.setattr(WorkerFuzz, "_honest", changes)
     assert not stands("target")[0]
 
 

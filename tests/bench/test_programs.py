@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.orchestrator.pairing.tokenizer import chat_template, render
-from tests.harness.conformance.said import GREETING, SUNNY
+from tests.harness.conformance.requests import GREETING, SUNNY
 from tests.harness.programs.__main__ import PROGRAMS, _rows
 from tests.harness.programs.program import Program, Run, Told, wrong
 from tests.harness.programs.script import write_model

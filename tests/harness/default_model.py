@@ -1,4 +1,4 @@
-"""The tokens of the model under test, which is the embedded one unless $OUTRIDER_MODEL names another."""
+"""The tokens of the model under test, which is the tiny one unless $OUTRIDER_MODEL names another."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from outrider.protocol.endpoints import Ipc, parse
 from outrider.protocol.messages import Cancel, Generate, Shutdown, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
-from tests.harness.fuzz.company import Peer, drafter
+from tests.harness.fuzz.honest_workers import Peer, drafter
 from tests.harness.fuzz.mutation import Mutator
 
 FRAMES, CLIENTS, BYTES = 400, 20, 4000
@@ -50,7 +50,7 @@ class Faults:
         """Causes a random fault, and returns its name."""
         kinds: list[Callable[[], None]] = [
             *(self._kills, self._stops, self._stops_briefly, self._clients_garbage, self._workers_garbage),
-            *(self._a_liar_joins, self._bytes, self._clients_vanish, self._a_client_does_not_read),
+            *(self._a_malicious_drafter_joins, self._bytes, self._clients_vanish, self._a_client_does_not_read),
         ]
         fault = self._rng.choice(kinds)
         fault()
@@ -94,17 +94,17 @@ class Faults:
             for _ in range(FRAMES):
                 dealer.send_multipart(self._worked.frames() or [b""])
 
-    def _a_liar_joins(self) -> None:
+    def _a_malicious_drafter_joins(self) -> None:
         """A drafter joins and sends invalid messages until it is dismissed or has sent all."""
         context: zmq.Context[Any] = zmq.Context()
         peer = Peer(context, self._cluster.workers_endpoint, "draft", self._rng.getrandbits(INCARNATION_BITS))
         peer.hello()
         for _ in range(FRAMES):
-            for message in peer.heard():
+            for message in peer.received():
                 if isinstance(message, Shutdown):
                     break
                 self._worked.show(message, *drafter(message))
-            peer.throw(self._worked.frames(), self._rng.random() < 0.1)
+            peer.send_frames(self._worked.frames(), self._rng.random() < 0.1)
             time.sleep(BRIEF_S / FRAMES)
         peer.close()
         context.destroy(linger=0)

@@ -25,26 +25,26 @@ import psutil
 
 from outrider.orchestrator.cli import run_as_program
 from outrider.protocol import values
-from tests.harness.fuzz.clients_hall import ClientsHall
-from tests.harness.fuzz.hall import Broken, Hall
-from tests.harness.fuzz.processes_hall import ProcessesHall
-from tests.harness.fuzz.wire_hall import WireHall
-from tests.harness.fuzz.worker_hall import WorkerHall
-from tests.harness.fuzz.workers_hall import WorkersHall
+from tests.harness.fuzz.clients_socket import ClientsSocketFuzz
+from tests.harness.fuzz.fuzz_target import FuzzFailure, FuzzTarget
+from tests.harness.fuzz.processes import ProcessesFuzz
+from tests.harness.fuzz.wire import WireFuzz
+from tests.harness.fuzz.worker import WorkerFuzz
+from tests.harness.fuzz.workers_socket import WorkersSocketFuzz
 from tests.harness.soak import GROWTH, resident
 
-HALLS: dict[str, Callable[[random.Random], Hall]] = {
-    "workers": WorkersHall,
-    "clients": ClientsHall,
-    "target": partial(WorkerHall, target=True),
-    "drafter": partial(WorkerHall, target=False),
-    "wire": WireHall,
+TARGETS: dict[str, Callable[[random.Random], FuzzTarget]] = {
+    "workers": WorkersSocketFuzz,
+    "clients": ClientsSocketFuzz,
+    "target": partial(WorkerFuzz, target=True),
+    "drafter": partial(WorkerFuzz, target=False),
+    "wire": WireFuzz,
 }
-REAL = {"processes": ProcessesHall}
+REAL = {"processes": ProcessesFuzz}
 BATCH = 100
 PARTS = 20
-HANGS_S = 600
-FEW_FILES = 8  # short-lived connections
+TIMEOUT_S = 600
+EXTRA_FILES = 8  # short-lived connections
 
 
 def held(pid: int) -> tuple[int, int]:
@@ -55,33 +55,35 @@ def held(pid: int) -> tuple[int, int]:
 
 def fuzz(name: str, frames: int, seed: int, tell: Callable[[str], None]) -> bool:
     """Returns whether a socket withstands this many frames."""
-    hall = (HALLS | REAL)[name](random.Random(f"{name} {seed}"))
-    pid = getattr(hall, "pid", os.getpid())
+    fuzzed = (TARGETS | REAL)[name](random.Random(f"{name} {seed}"))
+    pid = getattr(fuzzed, "pid", os.getpid())
     began, early = time.monotonic(), (0, 0)
     try:
         for number in range(0, frames, BATCH):
-            faulthandler.dump_traceback_later(HANGS_S, exit=True)
+            faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
             for _ in range(min(BATCH, frames - number)):
-                hall.fire()
-            hall.rest()
+                fuzzed.send_broken()
+            fuzzed.settle()
             if (number + BATCH) * 5 >= frames and early == (0, 0):
                 early = held(pid)
             if number * PARTS // frames != (number + BATCH) * PARTS // frames:
                 seconds = time.monotonic() - began
-                tell(f"{name}: {number + BATCH:,} frames in {seconds:.0f} s; {hall.told()}; {held(pid)}")
+                tell(f"{name}: {number + BATCH:,} frames in {seconds:.0f} s; {fuzzed.summary()}; {held(pid)}")
         memory, files = held(pid)
-    except Broken as broken:
+    except FuzzFailure as broken:
         tell(f"{name}: {broken}")
         return False
     finally:
         faulthandler.cancel_dump_traceback_later()
-        hall.close()
+        fuzzed.close()
     tell(f"{name}: {frames:,} frames, memory times {memory / early[0]:.3f}, open files {early[1]} and {files}")
-    return memory <= GROWTH * early[0] and files <= early[1] + FEW_FILES
+    return memory <= GROWTH * early[0] and files <= early[1] + EXTRA_FILES
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", choices=(*HALLS, *REAL, "all"), default="all", help="socket to fuzz (default: all)")
+    parser.add_argument(
+        "--socket", choices=(*TARGETS, *REAL, "all"), default="all", help="socket to fuzz (default: all)"
+    )
     parser.add_argument(
         "--frames", type=int, default=1_000_000, metavar="N", help="frames per socket (default: 1,000,000)"
     )
@@ -90,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     frames = values.whole("frames", options.frames, BATCH, 1_000_000_000)
-    names = list(HALLS) if options.socket == "all" else [options.socket]
+    names = list(TARGETS) if options.socket == "all" else [options.socket]
     stood = [fuzz(name, frames, options.seed, lambda told: print(told, flush=True)) for name in names]
     return int(not all(stood))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.conformance.asking import Server
 from tests.harness.conformance.case import DIFFERS, PASSES, REFUSED, Case, Cases, Outcome, Servers, outcome
 from tests.harness.conformance.families import FAMILIES
-from tests.harness.conformance.said import CHAT, HELLO
+from tests.harness.conformance.http_client import Server
+from tests.harness.conformance.requests import CHAT, HELLO
 from tests.harness.conformance.table import cell, page, passing
 from tests.server.house import House
 

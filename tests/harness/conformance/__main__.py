@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.orchestrator.cli import run_as_program
 from tests.harness.conformance.case import PASSES, Case, Cases, Outcome, Servers, outcome
 from tests.harness.conformance.families import FAMILIES
-from tests.harness.conformance.houses import both
+from tests.harness.conformance.servers import both
 from tests.harness.conformance.table import clients_of, page
 
 Found = list[tuple[str, list[Outcome]]]

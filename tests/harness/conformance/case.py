@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.harness.conformance.asking import Refusal, Reply, Server
+from tests.harness.conformance.http_client import Refusal, Reply, Server
 
 PASSES, REFUSED, DIFFERS = "passes", "refused", "differs"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold
-from tests.harness.conformance.said import CHAT, ENDLESS, GREETING, HELLO, THINKS, called, result, said
+from tests.harness.conformance.requests import CHAT, ENDLESS, GREETING, HELLO, THINKS, called, content_of, result
 
 cases = Cases("Chat completions")
 LLAMA, VLLM, MLX, OPENAI = (
@@ -23,7 +23,7 @@ def _(at: Servers) -> None:
     equal(answer["model"], at.chat.model, "the model")
     hold(answer["system_fingerprint"] and answer["created"] > 1_700_000_000, "fingerprint or time is missing")
     equal(answer["choices"][0]["message"]["role"], "assistant", "the role")
-    equal((said(answer), answer["choices"][0]["finish_reason"]), (GREETING, "stop"), "text and reason")
+    equal((content_of(answer), answer["choices"][0]["finish_reason"]), (GREETING, "stop"), "text and reason")
 
 
 @cases.add(LLAMA)
@@ -45,13 +45,13 @@ def _(at: Servers) -> None:
 @cases.add(OPENAI)
 def _(at: Servers) -> None:
     """max_completion_tokens is the newer name of max_tokens."""
-    equal(said(at.chat.whole(CHAT, messages=HELLO, max_completion_tokens=2)), "Hello there", "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=HELLO, max_completion_tokens=2)), "Hello there", "the text")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """A request without a model uses the served one."""
-    equal(said(at.chat.whole(CHAT, messages=HELLO)), GREETING, "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=HELLO)), GREETING, "the text")
 
 
 @cases.add(f"{LLAMA}; {MLX}")
@@ -70,7 +70,7 @@ def _(at: Servers) -> None:
     talk = [*HELLO, {"role": "assistant", "content": GREETING}, {"role": "user", "content": "again"}]
     answer = at.chat.whole(CHAT, messages=talk)
     hold(answer["usage"]["prompt_tokens"] > at.chat.whole(CHAT, messages=HELLO)["usage"]["prompt_tokens"], "it is not")
-    equal(said(answer), GREETING, "the text")
+    equal(content_of(answer), GREETING, "the text")
 
 
 @cases.add(OPENAI)
@@ -86,7 +86,7 @@ def _(at: Servers) -> None:
 @cases.add(MLX)
 def _(at: Servers) -> None:
     """A tool call without content and its result are accepted."""
-    equal(said(at.chat.whole(CHAT, messages=[*HELLO, called(), result("5")])), "Sunny in Paris.", "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=[*HELLO, called(), result("5")])), "Sunny in Paris.", "the text")
 
 
 @cases.add(VLLM)
@@ -112,14 +112,14 @@ def _(at: Servers) -> None:
     """A final assistant message is continued if requested."""
     talk = [*HELLO, {"role": "assistant", "content": "<|plain|>Hello there"}]
     answer = at.chat.whole(CHAT, messages=talk, continue_final_message=True, add_generation_prompt=False)
-    equal(said(answer), ", dear friend!", "the text")
+    equal(content_of(answer), ", dear friend!", "the text")
 
 
 @cases.add("llama.cpp test_template; vLLM test_chat_template")
 def _(at: Servers) -> None:
     """chat_template_kwargs reach the template."""
     answer = at.chat.whole(CHAT, messages=HELLO, chat_template_kwargs=ENDLESS, max_tokens=4)
-    equal(said(answer), "tick tock tack tick ", "the text")
+    equal(content_of(answer), "tick tock tack tick ", "the text")
 
 
 @cases.add("llama.cpp test_template; vLLM test_include_reasoning")
@@ -134,7 +134,7 @@ def _(at: Servers) -> None:
     """A message with earlier thinking is accepted, under both field names."""
     for name in ("reasoning_content", "reasoning"):
         turn = {"role": "assistant", "content": "Four.", name: "Hmm."}
-        equal(said(at.chat.whole(CHAT, messages=[*HELLO, turn, *HELLO])), GREETING, "the text")
+        equal(content_of(at.chat.whole(CHAT, messages=[*HELLO, turn, *HELLO])), GREETING, "the text")
 
 
 @cases.add("vLLM test_vision", why="only text is read here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import PROMPT, TEXT
+from tests.harness.conformance.requests import PROMPT, TEXT
 
 cases = Cases("Completions")
 VLLM, LLAMA = "vLLM test_completion", "llama.cpp test_completion"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import CHAT, CLAUDE, HELLO, PROMPT, RESPOND, TEXT, said
+from tests.harness.conformance.requests import CHAT, CLAUDE, HELLO, PROMPT, RESPOND, TEXT, content_of
 
 cases = Cases("Errors")
 VLLM, LLAMA = "vLLM test_chat_error", "llama.cpp test_chat_completion"
@@ -100,7 +100,7 @@ def _(at: Servers) -> None:
     """Fields without effect are accepted: user, metadata, store, service_tier, prediction and the like."""
     names = ("user", "service_tier", "prompt_cache_key", "safety_identifier", "verbosity")
     more = {"metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "modalities": ["text"]}
-    hold(said(at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names, "x"), **more)), "there is no text")
+    hold(content_of(at.chat.whole(CHAT, messages=HELLO, **dict.fromkeys(names, "x"), **more)), "there is no text")
 
 
 @cases.add("OpenAI's reference")

@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
-from tests.harness.conformance.asking import choices
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import (
+from tests.harness.conformance.http_client import choices
+from tests.harness.conformance.requests import (
     CHAT,
     CLAUDE,
     FORM,
@@ -18,8 +18,8 @@ from tests.harness.conformance.said import (
     TEXT,
     THINKS,
     TOOL,
+    content_of,
     in_form,
-    said,
 )
 
 cases = Cases("Text in a form")
@@ -39,7 +39,7 @@ def form(text: str) -> Any:
 @cases.add(f"{VLLM}; {LLAMA}")
 def _(at: Servers) -> None:
     """response_format of json_schema: the text is by the schema."""
-    form(said(at.chat.whole(CHAT, messages=HELLO, response_format=in_form(FORM, strict=True))))
+    form(content_of(at.chat.whole(CHAT, messages=HELLO, response_format=in_form(FORM, strict=True))))
 
 
 @cases.add(VLLM)
@@ -60,7 +60,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """json_object with llama.cpp's 'schema' follows the schema."""
     answer = at.chat.whole(CHAT, messages=HELLO, response_format={"type": "json_object", "schema": {"const": "42"}})
-    equal(said(answer), '"42"', "the text")
+    equal(content_of(answer), '"42"', "the text")
 
 
 @cases.add(VLLM)
@@ -88,20 +88,20 @@ def _(at: Servers) -> None:
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """A top-level json_schema, llama.cpp's name, is followed."""
-    equal(said(at.chat.whole(CHAT, messages=HELLO, json_schema={"const": "42"})), '"42"', "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=HELLO, json_schema={"const": "42"})), '"42"', "the text")
 
 
 @cases.add(LLAMA)
 def _(at: Servers) -> None:
     """A GBNF grammar is followed."""
-    equal(said(at.chat.whole(CHAT, messages=HELLO, grammar='root ::= "a"{5,5}')), "aaaaa", "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=HELLO, grammar='root ::= "a"{5,5}')), "aaaaa", "the text")
 
 
 @cases.add(VLLM)
 def _(at: Servers) -> None:
     """structured_outputs.json, and guided_json its older name."""
-    form(said(at.chat.whole(CHAT, messages=HELLO, structured_outputs={"json": FORM})))
-    form(said(at.chat.whole(CHAT, messages=HELLO, guided_json=json.dumps(FORM))))
+    form(content_of(at.chat.whole(CHAT, messages=HELLO, structured_outputs={"json": FORM})))
+    form(content_of(at.chat.whole(CHAT, messages=HELLO, guided_json=json.dumps(FORM))))
 
 
 @cases.add(VLLM)
@@ -118,7 +118,7 @@ def _(at: Servers) -> None:
     """structured_outputs.choice: one of the texts, and guided_choice its older name."""
     ways = ["Python", "C++ (17)", "Rust"]
     for asked in ({"structured_outputs": {"choice": ways}}, {"guided_choice": ways}):
-        text = said(at.chat.whole(CHAT, messages=HELLO, **asked, temperature=0.7, max_tokens=20))
+        text = content_of(at.chat.whole(CHAT, messages=HELLO, **asked, temperature=0.7, max_tokens=20))
         hold(text in ways, f"it is {text!r}")
 
 
@@ -126,7 +126,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """structured_outputs.json_object is JSON of any kind."""
     asked = {"messages": HELLO, "structured_outputs": {"json_object": True}, "max_tokens": 6}
-    hold(said(at.chat.whole(CHAT, **asked)).lstrip().startswith("{"), "it is none")
+    hold(content_of(at.chat.whole(CHAT, **asked)).lstrip().startswith("{"), "it is none")
 
 
 @cases.add(VLLM)

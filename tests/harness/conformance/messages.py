@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold
-from tests.harness.conformance.said import CITY, CLAUDE, ENDLESS, GREETING, HELLO, PARIS, SUNNY, THINKS
+from tests.harness.conformance.requests import CITY, CLAUDE, ENDLESS, GREETING, HELLO, PARIS, SUNNY, THINKS
 
 cases = Cases("Messages")
 LLAMA, VLLM, ANTHROPIC = "llama.cpp test_compat_anthropic", "vLLM tests/entrypoints/anthropic", "Anthropic's reference"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import CHAT, CLAUDE, GREETING, HELLO, PROMPT, TOOL, said
+from tests.harness.conformance.requests import CHAT, CLAUDE, GREETING, HELLO, PROMPT, TOOL, content_of
 
 cases = Cases("Models, tokens, health")
 VLLM, LLAMA = "vLLM test_tokenization", "llama.cpp test_tokenize"
@@ -44,7 +44,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """The paths are there without /v1, too."""
     equal(at.chat.get("/models").ok().json["data"][0]["id"], at.chat.model, "the id")
-    equal(said(at.chat.whole("/chat/completions", messages=HELLO)), GREETING, "the text")
+    equal(content_of(at.chat.whole("/chat/completions", messages=HELLO)), GREETING, "the text")
 
 
 @cases.add("llama.cpp test_basic; vLLM test_basic")

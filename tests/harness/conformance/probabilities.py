@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.harness.conformance.asking import choices
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import CHAT, FORM, HELLO, PROMPT, TEXT, in_form, said
+from tests.harness.conformance.http_client import choices
+from tests.harness.conformance.requests import CHAT, FORM, HELLO, PROMPT, TEXT, content_of, in_form
 
 cases = Cases("Log-probabilities")
 LLAMA, VLLM, TEXTS = "llama.cpp test_chat_completion", "vLLM test_chat", "vLLM test_completion"
@@ -33,7 +33,7 @@ def _(at: Servers) -> None:
     rows = choice["choices"][0]["logprobs"]["content"]
     equal([len(row["top_logprobs"]) for row in rows], [5] * 6, "their number")
     hold(all(row["logprob"] <= 0 and isinstance(row["bytes"], list) for row in rows), "one is above 0, or has no bytes")
-    equal("".join(row["token"] for row in rows), said(choice), "the text")
+    equal("".join(row["token"] for row in rows), content_of(choice), "the text")
 
 
 @cases.add(LLAMA)

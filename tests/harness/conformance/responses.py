@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import CITY, GREETING, PARIS, RESPOND, SUNNY, THINKS
+from tests.harness.conformance.requests import CITY, GREETING, PARIS, RESPOND, SUNNY, THINKS
 
 cases = Cases("Responses")
 VLLM, LLAMA, OPENAI = "vLLM test_simple", "llama.cpp test_compat_oai_responses", "OpenAI's reference"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import CHAT, ENDLESS, GREETING, HELLO, PROMPT, TEXT, said
+from tests.harness.conformance.requests import CHAT, ENDLESS, GREETING, HELLO, PROMPT, TEXT, content_of
 
 cases = Cases("Sampling")
 LLAMA, VLLM, TEXTS = "llama.cpp test_completion", "vLLM test_chat", "vLLM test_completion"
@@ -113,7 +113,7 @@ def _(at: Servers) -> None:
 @cases.add("OpenAI's reference")
 def _(at: Servers) -> None:
     """Of several stop strings the first to come ends the text."""
-    equal(said(at.chat.whole(CHAT, messages=HELLO, stop=["friend", "there", "zzz"])), "Hello ", "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=HELLO, stop=["friend", "there", "zzz"])), "Hello ", "the text")
 
 
 @cases.add("llama.cpp test_completion; vLLM test_stop_string_while_stop_model_terminates")
@@ -154,7 +154,7 @@ def _(at: Servers) -> None:
     """A logit bias of -100 excludes a token."""
     (token,) = at.chat.whole("/tokenize", content=", dear", add_special=False)["tokens"]
     hold(
-        ", dear" not in said(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): -100}, max_tokens=8)),
+        ", dear" not in content_of(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): -100}, max_tokens=8)),
         "it came",
     )
 
@@ -164,7 +164,9 @@ def _(at: Servers) -> None:
     """A logit bias of 100 selects a token."""
     (token,) = at.chat.whole("/tokenize", content="tick ", add_special=False)["tokens"]
     equal(
-        said(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): 100}, max_tokens=2)), "tick tick ", "the text"
+        content_of(at.chat.whole(CHAT, messages=HELLO, logit_bias={str(token): 100}, max_tokens=2)),
+        "tick tick ",
+        "the text",
     )
 
 
@@ -196,7 +198,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """A frequency penalty keeps a text from repeating itself."""
     asked = {"messages": HELLO, "chat_template_kwargs": ENDLESS, "max_tokens": 12}
-    plain, less = (said(at.chat.whole(CHAT, **asked, frequency_penalty=p)) for p in (0.0, 30.0))
+    plain, less = (content_of(at.chat.whole(CHAT, **asked, frequency_penalty=p)) for p in (0.0, 30.0))
     hold(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
 
 
@@ -204,7 +206,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """A presence penalty does the same."""
     asked = {"messages": HELLO, "chat_template_kwargs": ENDLESS, "max_tokens": 12}
-    plain, less = (said(at.chat.whole(CHAT, **asked, presence_penalty=p)) for p in (0.0, 30.0))
+    plain, less = (content_of(at.chat.whole(CHAT, **asked, presence_penalty=p)) for p in (0.0, 30.0))
     hold(plain.count("tick") > less.count("tick"), f"{less!r} repeats itself as {plain!r} does")
 
 
@@ -248,5 +250,5 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """With a draft model a chat is answered, whole and streamed, and again from its cache."""
     for _ in range(2):
-        equal(said(at.chat.whole(CHAT, messages=HELLO)), GREETING, "the text")
+        equal(content_of(at.chat.whole(CHAT, messages=HELLO)), GREETING, "the text")
     at.chat.stream(CHAT, messages=HELLO)

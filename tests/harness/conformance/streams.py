@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.harness.conformance.asking import choices
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import CHAT, ENDLESS, GREETING, HELLO, PROMPT, TEXT
+from tests.harness.conformance.http_client import choices
+from tests.harness.conformance.requests import CHAT, ENDLESS, GREETING, HELLO, PROMPT, TEXT
 
 cases = Cases("Streams")
 LLAMA, VLLM = "llama.cpp test_chat_completion", "vLLM test_chat"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.harness.conformance.asking import choices
 from tests.harness.conformance.case import Cases, Servers, equal, hold, refused
-from tests.harness.conformance.said import (
+from tests.harness.conformance.http_client import choices
+from tests.harness.conformance.requests import (
     CHAT,
     GREETING,
     HELLO,
@@ -17,8 +17,8 @@ from tests.harness.conformance.said import (
     TOOL,
     WEATHER,
     called,
+    content_of,
     result,
-    said,
 )
 
 cases = Cases("Tools")
@@ -63,7 +63,7 @@ def _(at: Servers) -> None:
 def _(at: Servers) -> None:
     """With the tool's result the conversation goes on."""
     talk = [*HELLO, called(), result()]
-    equal(said(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
 
 
 @cases.add("mlx-lm test_server")
@@ -71,7 +71,7 @@ def _(at: Servers) -> None:
     """A result may be parts of text, or nothing."""
     for content in ([{"type": "text", "text": "22 C"}], "", None):
         talk = [*HELLO, called(), result(content)]
-        equal(said(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
+        equal(content_of(at.chat.whole(CHAT, messages=talk, tools=[TOOL])), SUNNY, "the text")
 
 
 @cases.add(VLLM)
@@ -93,7 +93,7 @@ def _(at: Servers) -> None:
 @cases.add(f"{LLAMA}; {VLLM}")
 def _(at: Servers) -> None:
     """tool_choice none: no call."""
-    equal(said(at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], tool_choice="none")), GREETING, "the text")
+    equal(content_of(at.chat.whole(CHAT, messages=HELLO, tools=[TOOL], tool_choice="none")), GREETING, "the text")
 
 
 @cases.add(f"{LLAMA}; {VLLM}")
@@ -122,7 +122,7 @@ def _(at: Servers) -> None:
     equal(calls(at, tool_choice=None), [("get_weather", PARIS)], "the calls")
     left_out: tuple[Any, ...] = (None, [])
     for tools in left_out:
-        equal(said(at.chat.whole(CHAT, messages=HELLO, tools=tools)), GREETING, "the text")
+        equal(content_of(at.chat.whole(CHAT, messages=HELLO, tools=tools)), GREETING, "the text")
 
 
 @cases.add(VLLM)

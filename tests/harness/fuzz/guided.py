@@ -36,14 +36,14 @@ def one(data: bytes) -> None:
     frames = list(frames_of(data))
     request_of(frames)
     try:
-        said = decode_all(frames)
+        received = decode_all(frames)
     except ProtocolError as error:
         if not str(error) or "\n" in str(error):
             raise ValueError(f"{error!r} is not a one-line message") from error
         return
-    again = [bytes(frame) for frame in encode_all(said)]
+    again = [bytes(frame) for frame in encode_all(received)]
     if [bytes(frame) for frame in encode_all(decode_all(again))] != again:
-        raise ValueError(f"{said} has two encodings")
+        raise ValueError(f"{received} has two encodings")
 
 
 def seeds(folder: Path) -> None:

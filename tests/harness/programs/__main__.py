@@ -18,15 +18,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from outrider.orchestrator.cli import run_as_program
-from tests.harness.conformance.asking import Server
-from tests.harness.conformance.houses import serving
+from tests.harness.conformance.http_client import Server
+from tests.harness.conformance.servers import serving
 from tests.harness.conformance.table import CLIENTS
 from tests.harness.programs.agents import AGENTS
-from tests.harness.programs.kits import KITS
+from tests.harness.programs.libraries import LIBRARIES
 from tests.harness.programs.program import Program, Run, wrong
 from tests.harness.programs.script import write_model
 
-PROGRAMS = (*KITS, *AGENTS)
+PROGRAMS = (*LIBRARIES, *AGENTS)
 HEAD = """Clients that are really run against a server, newest versions, each held to the same task with a scripted
 model: a *stream*; a tool that is called (*city*) and whose result is read (*answer*), by the client's own loop where it
 has one; a *form* by a schema, whole and in *parts*; a *file* that an agent writes. Written by

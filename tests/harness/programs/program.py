@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.conformance.said import GREETING, SUNNY
+from tests.harness.conformance.requests import GREETING, SUNNY
 
 SECONDS = 100
 Told = Mapping[str, Mapping[str, object]]

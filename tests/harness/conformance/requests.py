@@ -32,7 +32,7 @@ def in_form(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema, **more}}
 
 
-def said(answer: Any) -> str:
+def content_of(answer: Any) -> str:
     """Returns the text of a complete chat answer with one choice."""
     return str(answer["choices"][0]["message"]["content"])
 

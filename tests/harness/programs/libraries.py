@@ -26,7 +26,7 @@ def _driven(driver: str) -> Callable[[Run], Told]:
     return task
 
 
-KITS = (
+LIBRARIES = (
     Program("OpenAI", ("openai",), _driven("openai_task.py")),
     Program("OpenAI npm", ("openai",), _driven("openai_task.mjs"), is_npm=True),
     Program("Anthropic", ("anthropic",), _driven("anthropic_task.py")),

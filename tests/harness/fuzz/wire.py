@@ -1,6 +1,6 @@
 """Fuzzes the clients' endpoint on TCP below ZeroMQ: broken greetings, commands and frames.
 
-The server is that of `clients_hall`, with an honest client.
+The server is that of `clients_socket`, with an honest client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outrider.protocol.codec import encode
 from outrider.protocol.endpoints import Tcp, parse
 from outrider.protocol.messages import Generate
 from outrider.protocol.sampling import SamplingParams
-from tests.harness.fuzz.clients_hall import ClientsHall
+from tests.harness.fuzz.clients_socket import ClientsSocketFuzz
 
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
@@ -23,7 +23,7 @@ SECONDS = 5.0
 MOST_FRAMES = 24
 
 
-class WireHall(ClientsHall):
+class WireFuzz(ClientsSocketFuzz):
     """Each `fire` sends a frame on a connection that carries several."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -34,7 +34,7 @@ class WireHall(ClientsHall):
         self._left = self._connections = 0
         self._words = bytes(encode(Generate("q", "x", None, SamplingParams(max_tokens=2)))[0])
 
-    def fire(self) -> None:
+    def send_broken(self) -> None:
         if self._line is None or self._left < 1:
             self._hang_up()
             self._connect()
@@ -45,8 +45,8 @@ class WireHall(ClientsHall):
         except OSError:  # the server may close the connection
             self._left = 0
 
-    def told(self) -> str:
-        return f"{self._connections} connections; {super().told()}"
+    def summary(self) -> str:
+        return f"{self._connections} connections; {super().summary()}"
 
     def close(self) -> None:
         self._hang_up()

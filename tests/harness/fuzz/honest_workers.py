@@ -27,7 +27,7 @@ from outrider.protocol.messages import (
     Welcome,
 )
 from outrider.protocol.worker_link import heartbeat_of, routing_id
-from tests.harness.fuzz.hall import Frames
+from tests.harness.fuzz.fuzz_target import Frames
 
 VOCABULARY = 5000
 
@@ -45,16 +45,16 @@ class Peer:
         self.hot, self.beat = (_dealer(context, endpoint, i) for i in _identities(incarnation))
 
     def hello(self, name: str = "") -> None:
-        self.say(Hello(self.role, name, self.incarnation, 1, "stand-in", "m", VOCABULARY, 1 << 20, 1, 1))
+        self.send(Hello(self.role, name, self.incarnation, 1, "stand-in", "m", VOCABULARY, 1 << 20, 1, 1))
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         self.hot.send_multipart(encode_all(messages))
 
-    def throw(self, frames: Frames, beat: bool) -> None:
+    def send_frames(self, frames: Frames, beat: bool) -> None:
         """Sends any frames."""
         (self.beat if beat else self.hot).send_multipart(frames or [b""])
 
-    def heard(self) -> list[Message]:
+    def received(self) -> list[Message]:
         """Returns all messages that have arrived."""
         found: list[Message] = []
         while self.hot.poll(0):

@@ -40,7 +40,7 @@ from outrider.protocol.codec import MESSAGES
 from outrider.protocol.messages import Cancel, Generate, Stats, StatsQuery, Timings, WorkerStats
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
-from tests.harness.fuzz.hall import ENDLESS, Broken
+from tests.harness.fuzz.fuzz_target import ENDLESS, FuzzFailure
 from tests.harness.fuzz.mutation import Mutator
 
 VOCABULARY, LONGEST, SENDERS = 4096, 40, 4
@@ -69,20 +69,20 @@ class ReadyCore:
             for event in self._inbox.take():
                 match event:
                     case Admit():
-                        self._say(event)
+                        self._complete(event)
                     case Stop(request=request, reason=reason):
                         self._outbox.put(RequestEnded(request, reason, Timings()))
                     case Quit():
                         return
 
-    def _say(self, admit: Admit) -> None:
+    def _complete(self, admit: Admit) -> None:
         count = min(admit.sampling.max_tokens, LONGEST)
         self._outbox.put(RequestBegan(admit.request, "ssd"))
         self._outbox.put(Committed(admit.request, text(admit.sampling.seed or 0, count)))
         self._outbox.put(RequestEnded(admit.request, "length", Timings(predicted_n=count)))
 
 
-class ClientsHall:
+class ClientsSocketFuzz:
     """See the module. `endpoint` None: a path of its own."""
 
     def __init__(self, rng: random.Random, endpoint: str | None = None) -> None:
@@ -113,7 +113,7 @@ class ClientsHall:
         self._mutator.show(Cancel("q1"))
         self._mutator.show(StatsQuery("q2", "q1"))
 
-    def fire(self) -> None:
+    def send_broken(self) -> None:
         at = self._rng.randrange(SENDERS)
         if self._rng.random() < 0.01:
             self._senders[at].close(linger=100)
@@ -121,26 +121,26 @@ class ClientsHall:
         try:
             self._senders[at].send_multipart(self._mutator.frames() or [b""], zmq.NOBLOCK)
         except zmq.Again:
-            self._hear()
+            self._receive()
             self._senders[at].send_multipart([b""])
 
-    def rest(self) -> None:
+    def settle(self) -> None:
         if self._asked is not None:
             self._asked.result(PATIENCE_S)
         self._asked = self._asker.submit(self.ask)
-        self._hear()
+        self._receive()
         if not all(thread.is_alive() for thread in self._threads):
-            raise Broken("a thread of the orchestrator has ended")
+            raise FuzzFailure("a thread of the orchestrator has ended")
 
     def ask(self) -> None:
         """Sends an honest client's request, and checks its answer."""
         seed = self.texts
         result = Client(self.clients.endpoint, PATIENCE_S).generate([1, 2, 3], SamplingParams(max_tokens=20, seed=seed))
         if result.token_ids != text(seed, 20):
-            raise Broken(f"seed {seed} received {result.token_ids}")
+            raise FuzzFailure(f"seed {seed} received {result.token_ids}")
         self.texts += 1
 
-    def told(self) -> str:
+    def summary(self) -> str:
         stats = self._front.stats("")
         return (
             f"{self.texts} honest texts, all correct; {stats.finished} requests ended and {stats.failed} were refused"
@@ -167,7 +167,7 @@ class ClientsHall:
         socket.connect(self.clients.endpoint)
         return socket
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Discards answers."""
         for sender in self._senders:
             while sender.poll(0):

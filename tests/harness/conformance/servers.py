@@ -12,8 +12,8 @@ from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import EMBEDDED_DRAFT, EMBEDDED_TARGET, find_model
-from tests.harness.conformance.asking import Server
 from tests.harness.conformance.case import Servers
+from tests.harness.conformance.http_client import Server
 from tests.harness.scripted_model import write_scripted
 
 

@@ -24,8 +24,8 @@ from outrider.protocol.messages import Failed, Shutdown
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
 from outrider.protocol.worker_link import INCARNATION_BITS
-from tests.harness.fuzz.company import Peer, drafter, target, token
-from tests.harness.fuzz.hall import ENDLESS, Broken
+from tests.harness.fuzz.fuzz_target import ENDLESS, FuzzFailure
+from tests.harness.fuzz.honest_workers import Peer, drafter, target, token
 from tests.harness.fuzz.mutation import Mutator
 from tests.harness.settings import round_settings
 
@@ -56,7 +56,7 @@ class Process:
         return 0
 
 
-class WorkersHall:
+class WorkersSocketFuzz:
     """See the module."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -74,30 +74,30 @@ class WorkersHall:
 
         with patch(SPAWNER, spawn):
             self._pool.start()
-        self._rounds = Scheduler(self._pool, round_settings(4, 8), self._hear, Trace(None))
+        self._rounds = Scheduler(self._pool, round_settings(4, 8), self._receive, Trace(None))
         self._honest = [self._peer(name.partition("-")[0], number) for name, number in incarnations.items()]
         for peer, name in zip(self._honest, incarnations, strict=True):
             peer.hello(name)
-        self._liars = 0
-        self._liar, self._stranger = self._new_liar(), self._some_drafter()
+        self._malicious_count = 0
+        self._malicious, self._stranger = self._new_malicious(), self._some_drafter()
         self._begun = self._ended = self._tokens = self._idle = 0
-        self._said: dict[str, int] = {}
+        self._committed: dict[str, int] = {}
         for _ in range(200):
             self._exchange(WAIT_MS)
         if not self._pool.ready:
-            raise Broken("the stand-in workers were not accepted")
+            raise FuzzFailure("the stand-in workers were not accepted")
 
-    def fire(self) -> None:
+    def send_broken(self) -> None:
         frames = self._mutator.frames()
         if self._rng.random() < 0.25:
             if self._rng.random() < 0.02:
                 self._stranger.close()
                 self._stranger = self._some_drafter()
-            self._stranger.throw(frames, False)
+            self._stranger.send_frames(frames, False)
         else:
-            self._liar.throw(frames, self._rng.random() < 0.1)
+            self._malicious.send_frames(frames, self._rng.random() < 0.1)
 
-    def rest(self) -> None:
+    def settle(self) -> None:
         before = self._tokens
         for _ in range(EXCHANGES):
             self._exchange(WAIT_MS)
@@ -107,20 +107,20 @@ class WorkersHall:
             self._begun += 1
             name = f"r{self._begun}"
             sampling = SamplingParams(max_tokens=MAX_TOKENS, temp=0.8, seed=1)
-            self._said[name] = 3
+            self._committed[name] = 3
             self._rounds.begin(Admit(name, (1, 2, 3), sampling, MODES[self._begun % 4], frozenset()), now())
         self._idle = self._idle + 1 if self._tokens == before else 0
         if self._idle > PATIENCE:
-            raise Broken(f"no request has progressed for {PATIENCE} rests")
+            raise FuzzFailure(f"no request has progressed for {PATIENCE} batches")
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return (
-            f"{self._ended} requests with {self._tokens} tokens, all correct; {self._liars} malicious drafters,"
-            f" {self._pool.rejected} frames and messages refused, {self._rounds.stale} stale messages dropped"
+            f"{self._ended} requests with {self._tokens} tokens, all correct; {self._malicious_count} malicious"
+            f" drafters, {self._pool.rejected} frames and messages refused, {self._rounds.stale} stale messages dropped"
         )
 
     def close(self) -> None:
-        for peer in [*self._honest, self._liar, self._stranger]:
+        for peer in [*self._honest, self._malicious, self._stranger]:
             peer.close()
         self._pool.close()
         self._context.destroy(linger=0)
@@ -140,53 +140,53 @@ class WorkersHall:
                 self._rounds.on_drafter_found(worker.name)
         for loss in self._pool.losses(now()):
             if loss.worker.role == "target":
-                raise Broken(f"the target was lost: {loss.why}")
+                raise FuzzFailure(f"the target was lost: {loss.why}")
             self._rounds.on_drafter_lost(loss.worker.name, loss.why, now())
         self._rounds.on_time(now())
         self._pool.flush()
         for peer in self._honest:
             answer = target if peer.role == "target" else drafter
-            for message in peer.heard():
+            for message in peer.received():
                 if isinstance(message, Shutdown):
-                    raise Broken(f"an honest {peer.role} was dismissed: {message.reason}")
+                    raise FuzzFailure(f"an honest {peer.role} was dismissed: {message.reason}")
                 if answers := answer(message):
-                    peer.say(*answers)
-        self._liar_hears()
+                    peer.send(*answers)
+        self._receive_as_malicious()
 
-    def _liar_hears(self) -> None:
+    def _receive_as_malicious(self) -> None:
         """Lets the malicious drafter see its messages, and the honest answers to them."""
-        for message in self._liar.heard():
+        for message in self._malicious.received():
             if isinstance(message, Shutdown):
-                self._liar.close()
-                self._liar = self._new_liar()
+                self._malicious.close()
+                self._malicious = self._new_malicious()
                 return
             self._mutator.show(message)
             for answer in drafter(message):
                 self._mutator.show(answer)
 
-    def _hear(self, event: ToFront) -> None:
+    def _receive(self, event: ToFront) -> None:
         match event:
             case Committed(request=request, tokens=tokens):
                 for one in tokens:
-                    if one != token(request, self._said[request]):
-                        raise Broken(f"{request} has {one} at {self._said[request]}")
-                    self._said[request] += 1
+                    if one != token(request, self._committed[request]):
+                        raise FuzzFailure(f"{request} has {one} at {self._committed[request]}")
+                    self._committed[request] += 1
                 self._tokens += len(tokens)
             case RequestEnded(request=request):
-                if self._said.pop(request) != 3 + MAX_TOKENS:
-                    raise Broken(f"{request} ended too soon")
+                if self._committed.pop(request) != 3 + MAX_TOKENS:
+                    raise FuzzFailure(f"{request} ended too soon")
                 self._ended += 1
             case Failed():
-                raise Broken(f"a request failed: {event}")
+                raise FuzzFailure(f"a request failed: {event}")
 
     def _peer(self, role: str, incarnation: int) -> Peer:
         return Peer(self._context, self._pool.endpoint, role, incarnation)
 
-    def _new_liar(self) -> Peer:
-        self._liars += 1
-        liar = self._some_drafter()
-        liar.hello()
-        return liar
+    def _new_malicious(self) -> Peer:
+        self._malicious_count += 1
+        peer = self._some_drafter()
+        peer.hello()
+        return peer
 
     def _some_drafter(self) -> Peer:
         return self._peer("draft", self._rng.getrandbits(INCARNATION_BITS))

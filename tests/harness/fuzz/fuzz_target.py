@@ -1,4 +1,4 @@
-"""The interface of every fuzzed socket: send a frame, come to rest, report."""
+"""The interface of every fuzzed socket: send a frame, settle, report."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ ENDLESS = Rate(1e12, 1e12)
 """Replaces the rate limit of a peer, so that everything is read."""
 
 
-class Broken(Exception):
+class FuzzFailure(Exception):
     """Frames have caused a failure."""
 
 
-class Hall(Protocol):
+class FuzzTarget(Protocol):
     """A socket with its process, and honest peers with requests in progress."""
 
-    def fire(self) -> None:
+    def send_broken(self) -> None:
         """Sends a broken frame, or a few that belong together."""
         ...
 
-    def rest(self) -> None:
-        """Handles all that arrived, and checks that honest requests progress. Raises Broken if they do not."""
+    def settle(self) -> None:
+        """Handles all that arrived, and checks that honest requests progress. Raises FuzzFailure if they do not."""
         ...
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Returns a line about the run so far."""
         ...
 
     def close(self) -> None: ...
 
 
-__all__ = ["ENDLESS", "Broken", "Frames", "Hall"]
+__all__ = ["ENDLESS", "Frames", "FuzzFailure", "FuzzTarget"]

@@ -22,7 +22,7 @@ from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import Branches, Close, Commit, Halt, KvMemory, Message, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
-from tests.harness.fuzz.hall import Broken
+from tests.harness.fuzz.fuzz_target import FuzzFailure
 from tests.harness.fuzz.mutation import Mutator
 
 VOCABULARY, CONTEXT, KV_LIMIT = 64, 96, 1 << 20
@@ -41,10 +41,10 @@ class Link:
 
     def __init__(self) -> None:
         self.inbox: deque[Message] = deque()
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
 
     def send(self, *messages: Message) -> None:
-        self.said += messages
+        self.sent += messages
 
     def receive(self, wait: bool) -> Message | None:
         if self.inbox:
@@ -77,7 +77,7 @@ def tiny() -> LoadedModel:
     )  # fmt: skip
 
 
-class WorkerHall:
+class WorkerFuzz:
     """See the module; `target`: of which kind."""
 
     def __init__(self, rng: random.Random, target: bool) -> None:
@@ -96,27 +96,27 @@ class WorkerHall:
         for message in _examples():
             self._mutator.show(message)
 
-    def fire(self) -> None:
+    def send_broken(self) -> None:
         try:
             self._link.inbox += decode_all(self._mutator.frames())
         except ProtocolError:
             self._refused += 1
         self._turns()
-        self._answered += len(self._link.said)
-        self._link.said.clear()
+        self._answered += len(self._link.sent)
+        self._link.sent.clear()
 
-    def rest(self) -> None:
+    def settle(self) -> None:
         self._turn()
         held: dict[str, object] = getattr(self._worker, "_running", {})
         self._turn(*map(Close, held), KvMemory(KV_LIMIT))
         if held:
-            raise Broken(f"{list(held)} are held although they were closed")
-        said = self._honest()
-        if said != self._expected:
-            raise Broken(f"an honest request received {said}, not {self._expected}")
+            raise FuzzFailure(f"{list(held)} are held although they were closed")
+        received = self._honest()
+        if received != self._expected:
+            raise FuzzFailure(f"an honest request received {received}, not {self._expected}")
 
-    def told(self) -> str:
-        return f"{self._answered} answers, {self._refused} frames refused, told to end {self._ended} times"
+    def summary(self) -> str:
+        return f"{self._answered} answers, {self._refused} frames refused, ended {self._ended} times"
 
     def close(self) -> None: ...
 
@@ -125,14 +125,14 @@ class WorkerHall:
         self._serial += 1
         name = f"honest {self._serial}"
         self._turn(Open(name, 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(), (), 3, 2, ()))
-        said = [message for message in self._link.said if getattr(message, "request", "") == name]
+        answers = [message for message in self._link.sent if getattr(message, "request", "") == name]
         self._turn(Close(name))
-        self._link.said.clear()
+        self._link.sent.clear()
         if self._target:
-            return [message.bonus for message in said if isinstance(message, Outcome)]
-        deepest = [message for message in said if isinstance(message, Branches) and message.final]
+            return [message.bonus for message in answers if isinstance(message, Outcome)]
+        deepest = [message for message in answers if isinstance(message, Branches) and message.final]
         if not deepest:
-            raise Broken(f"an honest request received {said}")
+            raise FuzzFailure(f"an honest request received {answers}")
         return list(deepest[-1].entries)
 
     def _turn(self, *messages: Message) -> None:
@@ -141,7 +141,7 @@ class WorkerHall:
         for _ in range(1000):
             if not self._turns():
                 return
-        raise Broken("the worker does not come to rest")
+        raise FuzzFailure("the worker does not become idle")
 
     def _turns(self) -> bool:
         """Runs a few turns. Returns whether there is more to do."""
@@ -149,7 +149,7 @@ class WorkerHall:
             try:
                 if not self._worker.turn():
                     self._ended += 1
-                    setattr(self._worker, "_ending", False)  # noqa: B010 # told to end, which a liar may tell
+                    setattr(self._worker, "_ending", False)  # noqa: B010 # a peer may ask it to end
             except Idle:
                 return False
         return True

@@ -16,8 +16,8 @@ from outrider.protocol.codec import MESSAGES
 from outrider.protocol.messages import Cancel, Generate, Shutdown, StatsQuery
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.worker_link import INCARNATION_BITS
-from tests.harness.fuzz.company import Peer, drafter
-from tests.harness.fuzz.hall import Broken
+from tests.harness.fuzz.fuzz_target import FuzzFailure
+from tests.harness.fuzz.honest_workers import Peer, drafter
 from tests.harness.fuzz.mutation import Mutator
 
 PROMPT = "def fibonacci(n):"
@@ -26,7 +26,7 @@ RESTS_A_QUESTION = 10
 PATIENCE_S = 60.0
 
 
-class ProcessesHall:
+class ProcessesFuzz:
     """See the module."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -39,51 +39,51 @@ class ProcessesHall:
         for message in (Generate("q", "def ", None, SamplingParams(max_tokens=4)), Cancel("q"), StatsQuery("q")):
             self._asked.show(message)
         self._worked = Mutator(rng, list(MESSAGES))
-        self._rests = self._texts = self._liars = self._unsent = 0
+        self._batches = self._texts = self._malicious_count = self._unsent = 0
         self._lied = self._sender()
-        self._liar = self._new_liar()
+        self._malicious = self._new_malicious()
 
     @property
     def pid(self) -> int:
         """The pid of the process that may not grow."""
         return self._cluster.pid
 
-    def fire(self) -> None:
+    def send_broken(self) -> None:
         try:
             if self._rng.random() < 0.5:
                 self._lied.send_multipart(self._asked.frames() or [b""], zmq.NOBLOCK)
             else:
-                self._liar.throw(self._worked.frames(), self._rng.random() < 0.1)
+                self._malicious.send_frames(self._worked.frames(), self._rng.random() < 0.1)
         except zmq.Again:  # the server does not read this fast
             self._unsent += 1
 
-    def rest(self) -> None:
-        self._rests += 1
+    def settle(self) -> None:
+        self._batches += 1
         while self._lied.poll(0):
             self._lied.recv_multipart()
-        for message in self._liar.heard():
+        for message in self._malicious.received():
             if isinstance(message, Shutdown):
-                self._liar.close()
-                self._liar = self._new_liar()
+                self._malicious.close()
+                self._malicious = self._new_malicious()
                 break
             self._worked.show(message, *drafter(message))
-        if self._rests % RESTS_A_QUESTION == 0:
+        if self._batches % RESTS_A_QUESTION == 0:
             self._lied.close(linger=0)
             self._lied = self._sender()
             if self._ask() != self._expected:
-                raise Broken("an honest client received another text")
+                raise FuzzFailure("an honest client received another text")
             self._texts += 1
 
-    def told(self) -> str:
+    def summary(self) -> str:
         stats = self._client.stats()
         return (
-            f"{self._texts} honest texts, all correct; {self._liars} malicious drafters, {stats.rejected_frames} frames"
-            f" refused, {self._unsent} not sent because a queue was full"
+            f"{self._texts} honest texts, all correct; {self._malicious_count} malicious drafters,"
+            f" {stats.rejected_frames} frames refused, {self._unsent} not sent because a queue was full"
         )
 
     def close(self) -> None:
         self._lied.close(linger=0)
-        self._liar.close()
+        self._malicious.close()
         self._context.destroy(linger=0)
         self._cluster.close()
 
@@ -95,11 +95,11 @@ class ProcessesHall:
         socket.connect(self._cluster.endpoint)
         return socket
 
-    def _new_liar(self) -> Peer:
-        self._liars += 1
+    def _new_malicious(self) -> Peer:
+        self._malicious_count += 1
         endpoint, number = self._cluster.workers_endpoint, self._rng.getrandbits(INCARNATION_BITS)
-        liar = Peer(self._context, endpoint, "draft", number)
-        liar.hot.setsockopt(zmq.SNDTIMEO, 0)
-        liar.beat.setsockopt(zmq.SNDTIMEO, 0)
-        liar.hello()
-        return liar
+        peer = Peer(self._context, endpoint, "draft", number)
+        peer.hot.setsockopt(zmq.SNDTIMEO, 0)
+        peer.beat.setsockopt(zmq.SNDTIMEO, 0)
+        peer.hello()
+        return peer
