@@ -15,7 +15,20 @@ from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.verify import VerifyInput, VerifyOutput
 from outrider.protocol import clock
 from outrider.protocol.errors import InvalidRequest, OutriderError, named_errors
-from outrider.protocol.messages import Open, Outcome, Prepare, Span, Verify
+from outrider.protocol.messages import (
+    Autonomous,
+    Coupled,
+    DraftInProcess,
+    InProcess,
+    InProcessDraft,
+    OneHot,
+    Open,
+    Outcome,
+    Prepare,
+    Span,
+    Sparse,
+    Verify,
+)
 from outrider.protocol.schema import MAX_CHAIN
 from outrider.protocol.trees import DraftTree, SparseQ, one_hot, spine, united
 from outrider.target_worker.feature_publisher import FeatureListener
@@ -41,14 +54,13 @@ class AwaitedPrefix:
 class TargetRequest:
     """A request on this target.
 
-    `asked`: the VERIFY to handle next; `next_proposal`: the prepared chain that it continues with, and its parents.
-    `autonomous`: it decodes by itself until HALT. `draft`: how many tokens the in-process `drafter` drafts in each
-    round, or in the requested one, with alternatives that are likelier than `min_prob`, as long as `max_tokens` leaves
-    room. `drafters` open each in-process drafter's session, which reads the text when it is first needed. `ready`: when
-    its next round could begin, in seconds. `ended`: it reached an end token or `max_tokens` while autonomous; `over`:
-    it was closed. `awaits`: another request that reads the beginning of its prompt; `cached`: the prompt's tokens that
-    were not read. `offered`: it waits for a prefill worker, which may read it. `listener` gets the features for heads
-    in other processes.
+    `asked`: the VERIFY to handle next; `next_proposal`: the prepared tokens that it continues with. `autonomous`: it
+    decodes by itself until HALT. `draft`: what an in-process drafter drafts in each round, or in the requested one,
+    as long as `max_tokens` leaves room; None: nothing. `drafters` open each in-process drafter's session, which reads
+    the text when it is first needed. `ready`: when its next round could begin, in seconds. `ended`: it reached an end
+    token or `max_tokens` while autonomous; `over`: it was closed. `awaits`: another request that reads the beginning
+    of its prompt; `cached`: the prompt's tokens that were not read. `offered`: it waits for a prefill worker, which
+    may read it. `listener` gets the features for heads in other processes.
     """
 
     slot: CacheSlot
@@ -57,11 +69,9 @@ class TargetRequest:
     answers: deque[Outcome] = field(default_factory=lambda: deque(maxlen=ANSWERS_KEPT))
     asked: Verify | None = None
     prepared: Prepare | None = None
-    next_proposal: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    next_proposal: Coupled | None = None
     autonomous: bool = False
-    draft: int = 0
-    drafter: str = ""
-    min_prob: float = 1.0
+    draft: InProcess | None = None
     max_tokens: int = 0
     ready: float = 0.0
     opened_ns: int = 0
@@ -82,6 +92,11 @@ class TargetRequest:
     @property
     def epoch(self) -> int:
         return self.opened.epoch
+
+    @property
+    def drafter(self) -> str:
+        """The in-process drafter that drafts for it."""
+        return (self.draft.drafter if self.draft is not None else "") or next(iter(self.drafters), "")
 
     @property
     def round(self) -> int:
@@ -127,15 +142,15 @@ class TargetRequest:
             return VerifyInput(self.slot, proposed.chain, proposed.q, proposed.parents)
         if asked is not None:
             return VerifyInput(self.slot, asked.chain, _drawn_from(asked), asked.parents)
-        chain, parents = self.next_proposal or ((), ())
-        return VerifyInput(self.slot, chain, parents=parents)
+        own = self.next_proposal or Coupled()
+        return VerifyInput(self.slot, own.chain, parents=own.parents)
 
     def on_verify(self, message: Verify) -> None:
         """Sets its next round."""
         self.asked, self.next_proposal, self.ended, self.halting = message, None, False, False
-        self.autonomous, self.draft, self.max_tokens = message.autonomous, message.draft, message.max_tokens
-        self.drafter = message.drafter or next(iter(self.drafters), "")
-        self.min_prob = message.min_prob
+        proposal = message.proposal
+        self.autonomous, self.draft = message.autonomous, message.draft
+        self.max_tokens = proposal.max_tokens if isinstance(proposal, DraftInProcess | Autonomous) else 0
         self.slot.all_cores = message.all_cores
 
     def halt(self) -> None:
@@ -151,7 +166,10 @@ class TargetRequest:
         """Returns the outcome of its round, with the chain that it continues with."""
         number, base_len = self.round + 1, len(self.slot.tokens) - verdict.accepted - 1
         committed = tuple(self.slot.tokens[base_len:])
-        proposed = self._own_proposal() if self._proposed is not None else None
+        proposed = None
+        if self._proposed is not None:
+            draft, span = self._own_proposal()
+            proposed = InProcessDraft(draft.chain, span, draft.parents)
         self.asked = self._proposed = None
         if not self.answers:  # includes the prompt's reading
             work = Span(self.opened_ns, work.ended_ns)
@@ -161,7 +179,6 @@ class TargetRequest:
         if self.halting:
             self.autonomous = self.halting = False
         self.next_proposal = self._prepared_for(number, committed)
-        next_proposal, next_parents = ((), ()) if self.autonomous else self.next_proposal or (None, ())
         idle = work.started_ns - self.answers[-1].work.ended_ns if self.answers else 0
         outcome = Outcome(
             request=self.request,
@@ -172,14 +189,11 @@ class TargetRequest:
             bonus=verdict.bonus,
             work=work,
             idle_ns=max(idle, 0),
-            next_proposal=next_proposal,
-            next_parents=next_parents,
+            next_proposal=Coupled() if self.autonomous else self.next_proposal,
             path=verdict.path,
             rows=rows,
             peak_bytes=peak,
-            drafted=proposed[0].chain if proposed else None,
-            drafted_parents=proposed[0].parents if proposed else (),
-            drafting=proposed[1] if proposed else None,
+            drafted=proposed,
             logprobs=verdict.logprobs,
         )
         self.answers.append(outcome)
@@ -192,27 +206,28 @@ class TargetRequest:
         for session in self._drafting.values():
             session.close(spoilt)
 
-    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def _prepared_for(self, number: int, committed: tuple[int, ...]) -> Coupled | None:
         prepared = self.prepared
         if prepared is None or (prepared.epoch, prepared.round) != (self.epoch, number):
             return None
-        return prepared.chain(committed)
+        return prepared.proposal(committed)
 
     @property
     def drafts(self) -> bool:
         """True if its in-process drafter has to draft for its next round."""
-        wanted = self.draft > 0 and (self.autonomous or self.asked is not None)
+        wanted = self.draft is not None and (self.autonomous or self.asked is not None)
         return self.has_next and wanted and self._proposed is None
 
     def turn(self) -> DraftTurn:
         """Returns the turn of its in-process drafter, whose session reads the text the first time."""
-        if self.drafter not in self.drafters:
+        if self.draft is None or self.drafter not in self.drafters:
             known = ", ".join(self.drafters) or "a draft of 0"
             raise InvalidRequest(f"this target has no in-process drafter {self.drafter!r}; expected {known}")
         if self.drafter not in self._drafting:
             self._drafting[self.drafter] = self.drafters[self.drafter]()
-        least = self.min_prob if self.takes_trees else 1.0
-        return self._drafting[self.drafter].turn(self.slot.tokens, min(self.draft, self.max_tokens - 1), least)
+        least = self.draft.min_prob if self.takes_trees else 1.0
+        depth = min(self.draft.depth, self.max_tokens - 1)
+        return self._drafting[self.drafter].turn(self.slot.tokens, depth, least)
 
     def proposed(self, draft: Continuation | OutriderError, span: Span) -> None:
         """Sets the draft, or the error that `next_ask` raises.
@@ -266,15 +281,14 @@ def _draft_by_one(requests: Sequence[TargetRequest]) -> None:
 
 def opening(message: Open) -> Verify:
     """Returns the verify of an empty chain that OPEN stands for."""
-    return Verify(
-        request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens), chain=()
-    )
+    return Verify(request=message.request, epoch=message.epoch, round=message.round, base_len=len(message.tokens))
 
 
 def _drawn_from(message: Verify) -> SparseQ | None:
-    """Returns what the chain's tokens were drawn from, by the chain's kind."""
-    if message.kind == "one-hot":
-        return one_hot(message.chain)
-    if message.kind == "sparse" and message.q is None:
-        raise InvalidRequest("a chain of kind sparse has no q; expected the distributions that it was drawn from")
-    return message.q if message.kind == "sparse" else None
+    """Returns what the chain's tokens were drawn from; None: it is verified by equality."""
+    match message.proposal:
+        case OneHot(chain=chain):
+            return one_hot(chain)
+        case Sparse(q=q):
+            return q
+    return None

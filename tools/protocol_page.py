@@ -59,8 +59,8 @@ orchestrator with the messages that they cause. Clients send and receive one mes
 message is refused as a whole.
 
 - **The header** is msgpack: `[version, message]`. The message is a map of its name, under `type`, and its fields.
-  Fields that have their defaults may be left out. A record inside a message is a map of its fields. A tuple is an
-  array. There is no binary and no extension type.
+  Fields that have their defaults may be left out. A record inside a message is a map of its fields, with its name
+  under `type` where a field may hold one of several. A tuple is an array. There is no binary and no extension type.
 - **Arrays** take one frame each, in the order of the header. The array's field holds `[dtype, shape]` in the header;
   the frame holds its items, little-endian, last axis fastest. An array field that is nil has no frame.
 
@@ -160,20 +160,22 @@ def _records() -> dict[str, type]:
     waiting: list[type] = list(MESSAGES.values())
     while waiting:
         for field in _fields(waiting.pop(0)):
-            cls = _record_in(field.type)
-            if cls is not None and cls.__name__ not in found:
-                found[cls.__name__] = cls
-                waiting.append(cls)
+            for cls in _records_in(field.type):
+                if cls.__name__ not in found:
+                    found[cls.__name__] = cls
+                    waiting.append(cls)
     return found
 
 
-def _record_in(shape: Type) -> type | None:
+def _records_in(shape: Type) -> list[type]:
     match shape:
         case StructType(cls=cls) | DataclassType(cls=cls):
-            return cls
-        case VarTupleType(item_type=inner) | UnionType(types=(inner, NoneType())):
-            return _record_in(inner)
-    return None
+            return [cls]
+        case VarTupleType(item_type=inner):
+            return _records_in(inner)
+        case UnionType(types=variants):
+            return [cls for variant in variants for cls in _records_in(variant)]
+    return []
 
 
 def _fields(cls: type) -> tuple[Field, ...]:
@@ -217,8 +219,10 @@ def words(shape: Type) -> str:
             return f"({'; '.join(map(words, items))})"
         case UnionType(types=(inner, NoneType())):
             return f"nil, or {words(inner)}"
+        case UnionType(types=variants):
+            return ", ".join(map(words, variants[:-1])) + f" or {words(variants[-1])}"
         case StructType(cls=cls) | DataclassType(cls=cls):
-            return f"a {cls.__name__}"
+            return f"{'an' if cls.__name__[0] in 'AEIO' else 'a'} {cls.__name__}"
     raise TypeError(f"{shape} is no type of a field")
 
 
@@ -228,8 +232,8 @@ def _power(value: int) -> str:
 
 
 def _linked(words: str) -> str:
-    """Adds links to the names of records, the only words with a capital letter after "a"."""
-    return re.sub(r"\ba ([A-Z]\w+)", lambda match: f"[{match[1]}](#{match[1].lower()})", words)
+    """Adds links to the names of records, the only words with a capital letter after an article."""
+    return re.sub(r"\ban? ([A-Z]\w+)", lambda match: f"[{match[1]}](#{match[1].lower()})", words)
 
 
 def main() -> None:

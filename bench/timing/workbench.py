@@ -18,9 +18,11 @@ from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import (
+    Autonomous,
     Branches,
     Close,
     Commit,
+    Coupled,
     Drafted,
     Fault,
     Message,
@@ -114,7 +116,7 @@ class Workbench:
         """Returns the prompt with `length` tokens that the target generated, and the span of each plain step."""
         first = self.open(prompt, sampling, target=True, drafter=False)
         text, spans = [*prompt, first or 0], []
-        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), (), autonomous=True, max_tokens=length - 1))
+        self._pool.send_target(Verify(REQUEST, 0, 1, len(text), Autonomous(length - 1)))
         while len(text) < len(prompt) + length:
             outcome = self._wait(Outcome)
             text.append(outcome.bonus)
@@ -126,7 +128,7 @@ class Workbench:
 
     def verify(self, number: int, base_len: int, chain: Sequence[int]) -> Outcome:
         """Sends a VERIFY, and returns its outcome."""
-        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        self._pool.send_target(Verify(REQUEST, 0, number, base_len, Coupled(tuple(chain))))
         return self._wait(Outcome)
 
     def work_ahead(
@@ -143,7 +145,7 @@ class Workbench:
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
     ) -> ParallelRound:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
-        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
+        self._pool.send_target(Verify(REQUEST, 0, number, base_len, Coupled(tuple(chain))))
         ahead = self.work_ahead(number, base_len, new, chain, depth, branches)
         return ParallelRound(self._wait(Outcome).work, ahead)
 

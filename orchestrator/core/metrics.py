@@ -287,8 +287,8 @@ class RoundRecords:
     def on_ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int) -> RoundRecord:
         """Returns the record of round `number`, with `kept` tokens that count."""
         drafting, self._drafting = self._drafting, []
-        if outcome.drafting is not None:
-            work = self._relative(outcome.drafting)
+        if outcome.drafted is not None:
+            work = self._relative(outcome.drafted.span)
             drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, number, len(proposal.chain), 0, work))
         lookup, decided = self._decided.pop(number, (proposal.lookup, None))
         return RoundRecord(
@@ -438,8 +438,8 @@ class RoundMetrics:
                 self._verified_ns = outcome.work.ended_ns
                 self.verifies.add(outcome.work.ended_ns - outcome.work.started_ns)
         if self._trace.enabled:
-            if outcome.drafting is not None:
-                self._trace_in_process(ended, outcome.drafting)
+            if outcome.drafted is not None:
+                self._trace_in_process(ended, outcome.drafted.span)
             accepted = ended.proposal.origins(ended.nodes)[:-1][: len(ended.kept)]
             self._trace.add(
                 TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted,

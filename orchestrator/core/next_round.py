@@ -460,24 +460,14 @@ class NextRound:
 
     def _send_verify(self, request: Request) -> None:
         """Sends VERIFY with the request's proposal."""
-        proposal = request.proposal
+        room = remaining_length(request, self._workers.target_context)
         self._workers.send_target(
             Verify(
                 request=request.id,
                 epoch=request.epoch,
                 round=request.round,
                 base_len=request.base_len,
-                chain=proposal.chain,
-                kind=proposal.kind(request.admit.sampling),
-                q=proposal.q,
-                autonomous=proposal.autonomous,
-                draft=proposal.draft,
-                drafter=proposal.drafter if proposal.draft else "",
-                max_tokens=remaining_length(request, self._workers.target_context)
-                if proposal.autonomous or proposal.draft
-                else 0,
-                parents=proposal.parents,
-                min_prob=proposal.min_prob,
+                proposal=request.proposal.to_message(request.admit.sampling, room),
                 all_cores=self._planner.drafters_rest(request),
             )
         )

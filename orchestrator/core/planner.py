@@ -195,8 +195,8 @@ class Planner:
                 )
             if not proposal.draft:
                 estimates.observe_chain(len(proposal.drafter_nodes), along)
-            elif proposal.chain and outcome.drafting is not None:
-                drafting_ms = _milliseconds(outcome.drafting)
+            elif proposal.chain and outcome.drafted is not None:
+                drafting_ms = _milliseconds(outcome.drafted.span)
                 estimates.observe_in_process(proposal.drafter, len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)

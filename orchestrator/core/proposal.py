@@ -24,7 +24,16 @@ from itertools import islice, takewhile
 
 from outrider.orchestrator.core.policy.acceptance import Acceptance
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
-from outrider.protocol.messages import Alternatives, Outcome
+from outrider.protocol.messages import (
+    Alternatives,
+    Autonomous,
+    Coupled,
+    DraftInProcess,
+    InProcess,
+    OneHot,
+    Outcome,
+    Sparse,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin
 from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, is_chain, line, spine, united
@@ -125,7 +134,8 @@ class Proposal:
         """Returns the proposal as it was verified: united with the in-process drafter's tokens, if there are any."""
         if not self.draft:
             return self
-        drafted = DraftTree(outcome.drafted or (), outcome.drafted_parents)
+        own = outcome.drafted
+        drafted = DraftTree(own.chain, own.parents) if own is not None else DraftTree()
         first = set(spine(drafted.parents)) if drafted.parents else range(len(drafted.tokens))
         by = tuple(self.origin if node in first else Origin.GUESSED for node in range(len(drafted.tokens)))
         if not self.chain:
@@ -155,11 +165,18 @@ class Proposal:
             return replace(self, lookup=Lookup.LATE if self.lookup.found else Lookup.MISS)
         return replace(self, lookup=Lookup.GROWN) if self.lookup is Lookup.HIT else self
 
-    def kind(self, sampling: SamplingParams) -> str:
-        """Returns the rule by which the target verifies it (see `Verify`)."""
+    def to_message(
+        self, sampling: SamplingParams, max_tokens: int
+    ) -> Coupled | OneHot | Sparse | DraftInProcess | Autonomous:
+        """Returns it as VERIFY carries it. `max_tokens`: how much the request may still grow."""
+        own = InProcess(self.draft, self.drafter, self.min_prob) if self.draft else None
+        if self.autonomous:
+            return Autonomous(max_tokens, own)
+        if own is not None:
+            return DraftInProcess(own, max_tokens, self.chain, self.parents)
         if not sampling.is_residual:
-            return "coupled"
-        return "one-hot" if self.q is None else "sparse"
+            return Coupled(self.chain, self.parents)
+        return OneHot(self.chain) if self.q is None else Sparse(self.chain, self.q)
 
 
 LONGEST = 5

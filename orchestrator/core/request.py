@@ -27,7 +27,7 @@ from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.proposal import Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
-from outrider.protocol.messages import Alternatives, Branches, Drafted, Outcome
+from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
 from outrider.protocol.schema import Origin
 from outrider.protocol.trees import SparseQ
 
@@ -287,12 +287,12 @@ class Request:
         """Returns the proposal that the target verifies by itself after this outcome: its own, or a prepared one."""
         if self.proposal.autonomous:
             return self.proposal.again()
-        chain = outcome.next_proposal or ()
+        verified = outcome.next_proposal or Coupled()
         prepared = self.prepared.get(committed)
-        if prepared is not None and (prepared.chain, prepared.parents) == (chain, outcome.next_parents):
+        if prepared is not None and (prepared.chain, prepared.parents) == (verified.chain, verified.parents):
             return prepared
-        by = (Origin.PREPARED,) * len(outcome.next_parents)
-        return Proposal(chain, ProposalSource.CACHE, Lookup.HIT, parents=outcome.next_parents, by=by)
+        by = (Origin.PREPARED,) * len(verified.parents)
+        return Proposal(verified.chain, ProposalSource.CACHE, Lookup.HIT, parents=verified.parents, by=by)
 
     def can_join(self, drafter: str) -> bool:
         """Whether an available drafter may draft for it: not if the request seems to have caused its losses."""

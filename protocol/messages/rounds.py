@@ -16,6 +16,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import (
     MAX_BESIDE,
     MAX_BRANCHES,
+    MAX_CHAIN,
     Breadth,
     Bytes,
     Chain,
@@ -37,7 +38,6 @@ from outrider.protocol.schema import (
     Serial,
     Token,
     Tokens,
-    one_of,
 )
 from outrider.protocol.trees import SparseQ
 
@@ -84,22 +84,63 @@ class Open(Message, frozen=True):
         return len(self.tokens) - self.generated
 
 
+class Coupled(Record, frozen=True, tag=True):
+    """Draft tokens that are verified by equality: a chain, or a tree if they have parents."""
+
+    chain: Chain = ()
+    parents: Parents = ()
+
+
+class OneHot(Record, frozen=True, tag=True):
+    """A chain that is verified by rejection sampling against a certain proposal."""
+
+    chain: Chain
+
+
+class Sparse(Record, frozen=True, tag=True):
+    """A chain that is verified by rejection sampling against the `q` that its tokens were drawn from."""
+
+    chain: Chain
+    q: SparseQ
+
+
+class InProcess(Record, frozen=True):
+    """A draft of `depth` tokens by the in-process drafter of this name (`abilities.InProcessDrafter`; "": the first).
+
+    It also drafts alternatives with a probability above `min_prob`; 1: none.
+    """
+
+    depth: Annotated[int, Meta(ge=1, le=MAX_CHAIN)]
+    drafter: Name = ""
+    min_prob: Real = 1.0
+
+
+class DraftInProcess(Record, frozen=True, tag=True):
+    """The target drafts for this round, and verifies that with these tokens, a chain or a tree.
+
+    It verifies all of its drafter's tokens, then what they lack of the others (`trees.united`), 64 nodes at most.
+    `max_tokens`: the number of tokens that the request may still grow by.
+    """
+
+    draft: InProcess
+    max_tokens: Count
+    chain: Chain = ()
+    parents: Parents = ()
+
+
+class Autonomous(Record, frozen=True, tag=True):
+    """The target continues by itself from this round on, one Outcome a round, plainly or with a `draft` in each round.
+
+    The rounds end after `max_tokens` tokens, at a token of Open's `eos`, or with Halt or any other message about the
+    request.
+    """
+
+    max_tokens: Count
+    draft: InProcess | None = None
+
+
 class Verify(Message, frozen=True):
-    """Orchestrator -> target: run one forward over the last committed token plus `chain`.
-
-    `kind` says how the chain was proposed and so which rule verifies it: equality, or rejection sampling against a
-    certain proposal (one-hot) or against the `q` that the tokens were drawn from (sparse). With `parents` the tokens
-    are a tree, which is verified by equality by a target that has the ability.
-
-    `autonomous`: the target continues on its own from then on, one Outcome a round, until Halt or any other message
-    about the request. With `draft` = K it uses K tokens of an in-process drafter in each round, this one included,
-    whose `chain` is empty; with 0 it decodes plainly. `drafter` names that drafter (`abilities.InProcessDrafter`);
-    empty: the first. `max_tokens` is the number of tokens the request may still grow by: the rounds end there, or at a
-    token of Open's `eos`. `min_prob` is as in Commit, for that drafter.
-
-    With `draft` and without `autonomous`, the drafter drafts for this round alone, and `chain`, or a tree, is combined
-    with its tokens: the target verifies all of the drafter's tokens, then what they lack of the chain (`trees.united`),
-    64 nodes at most. `max_tokens` is set then, too.
+    """Orchestrator -> target: run one forward over the last committed token and the tokens of `proposal`.
 
     `all_cores`: no drafter works for the request until the next Verify, so the target may use the drafters' core.
     """
@@ -108,16 +149,28 @@ class Verify(Message, frozen=True):
     epoch: Serial
     round: Serial
     base_len: Count
-    chain: Chain
-    kind: Annotated[str, one_of("coupled", "one-hot", "sparse")] = "coupled"
-    q: SparseQ | None = None
-    autonomous: bool = False
-    draft: Depth = 0
-    max_tokens: Count = 0
-    parents: Parents = ()
-    drafter: Name = ""
-    min_prob: Real = 1.0
+    proposal: Coupled | OneHot | Sparse | DraftInProcess | Autonomous = Coupled()
     all_cores: bool = False
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """The draft tokens that it brings."""
+        return () if isinstance(self.proposal, Autonomous) else self.proposal.chain
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Their parents, if they are a tree."""
+        return self.proposal.parents if isinstance(self.proposal, Coupled | DraftInProcess) else ()
+
+    @property
+    def autonomous(self) -> bool:
+        """Whether the target continues by itself."""
+        return isinstance(self.proposal, Autonomous)
+
+    @property
+    def draft(self) -> InProcess | None:
+        """What the in-process drafter drafts; None: nothing."""
+        return self.proposal.draft if isinstance(self.proposal, DraftInProcess | Autonomous) else None
 
 
 class Halt(Message, frozen=True):
@@ -163,23 +216,31 @@ class Prepare(Message, frozen=True):
     chains: Annotated[tuple[Chain, ...], Meta(max_length=MAX_BRANCHES)]
     parents: Annotated[tuple[Parents, ...], Meta(max_length=MAX_BRANCHES)] = ()
 
-    def chain(self, committed: Final) -> tuple[Chain, Parents] | None:
-        """Returns the chain prepared for the outcome that commits these tokens, and its parents; None if none is."""
+    def proposal(self, committed: Final) -> Coupled | None:
+        """Returns what is prepared for the outcome that commits these tokens; None if nothing is."""
         prepared = zip_longest(self.committed, self.chains, self.parents, fillvalue=())
-        return next(((chain, parents) for known, chain, parents in prepared if known == committed), None)
+        return next((Coupled(chain, parents) for known, chain, parents in prepared if known == committed), None)
+
+
+class InProcessDraft(Record, frozen=True):
+    """What the in-process drafter proposed for a round, a chain or a tree, and when it worked."""
+
+    chain: Chain
+    span: Span
+    parents: Parents = ()
 
 
 class Outcome(Message, frozen=True):
-    """Target -> orchestrator: `accepted` chain tokens are accepted, then comes `bonus`. In a tree, the accepted nodes
+    """Target -> orchestrator: `accepted` draft tokens are accepted, then comes `bonus`. In a tree, the accepted nodes
     are those at `path`, or the first ones.
 
-    - `next_proposal`: the target continues with the next round by this prepared chain (`next_parents`, if it is a
-      tree), or with an empty one where Verify's `autonomous` allows it; None: it waits for Verify.
+    - `next_proposal`: the target continues with the next round by these prepared tokens, or with none if it is
+      autonomous; None: it waits for Verify.
     - `work` is the span of the verify alone; `idle_ns` runs from the end of the request's previous verify to its start.
     - `rows` counts the tokens of the forward, those of other requests included.
     - `peak_bytes` is the most memory that MLX has held since the last request that started while no other ran.
-    - `drafted` is the chain that the in-process drafter proposed for this round (`drafted_parents`, if it is a tree),
-      and `drafting` its span; None: it was not asked to. `accepted` counts tokens of that and of Verify's chain.
+    - `drafted`: the in-process drafter's proposal for this round, if it was asked for one. `accepted` counts tokens of
+      that and of Verify's proposal.
     - `logprobs` are those of the committed tokens, if the request asked for them.
     """
 
@@ -191,15 +252,17 @@ class Outcome(Message, frozen=True):
     bonus: Token
     work: Span
     idle_ns: Nanoseconds = 0
-    next_proposal: Chain | None = None
+    next_proposal: Coupled | None = None
     rows: Count = 1
     peak_bytes: Serial = 0
-    drafted: Chain | None = None
-    drafting: Span | None = None
+    drafted: InProcessDraft | None = None
     logprobs: Logprobs | None = None
     path: Path | None = None
-    next_parents: Parents = ()
-    drafted_parents: Parents = ()
+
+    @property
+    def drafted_chain(self) -> tuple[int, ...]:
+        """The in-process drafter's tokens; (): it did not draft."""
+        return self.drafted.chain if self.drafted is not None else ()
 
 
 class Features(Message, frozen=True):

@@ -18,7 +18,7 @@ from outrider.drafters.heads.load import load as load_head
 from outrider.engine.loading import LoadedModel, load
 from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, embedded_heads
 from outrider.protocol.heads import head_kind
-from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, beside_target
 from outrider.target_worker.worker import TargetWorker
@@ -44,9 +44,7 @@ def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome
     link = FakeLink("target-0", deque(opens))
     worker = TargetWorker(link, target, own=InProcessDrafters({"own": beside_target(own)}))  # type: ignore[arg-type]
     answered(worker, link, ())
-    go = [
-        Verify(o.request, 0, 1, len(o.tokens) + 1, (), autonomous=True, draft=DEPTH, max_tokens=LENGTH) for o in opens
-    ]
+    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, InProcess(DEPTH))) for o in opens]
     found = answered(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     return found
@@ -61,7 +59,7 @@ def test_enough_is_accepted(target: LoadedModel, name: str) -> None:
     assert own.note == ""
     for temp, floor in FLOORS[name].items():
         found = outcomes(target, own, temp)
-        drafted = sum(len(one.drafted or ()) for one in found)
+        drafted = sum(len(one.drafted_chain) for one in found)
         share = sum(one.accepted for one in found) / drafted
         assert share > floor, (temp, share)
 

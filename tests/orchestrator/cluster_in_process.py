@@ -19,7 +19,9 @@ from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
 from outrider.protocol.messages import (
     Abilities,
+    Autonomous,
     Close,
+    Coupled,
     Halt,
     Message,
     Open,
@@ -76,12 +78,12 @@ class OracleTarget:
         plain = self.plain
         if plain is None:
             return None
-        more = plain.max_tokens > 1 and not self._halted
-        following = structs.replace(
-            plain, round=plain.round + 1, base_len=plain.base_len + 1, max_tokens=plain.max_tokens - 1
-        )
+        assert isinstance(plain.proposal, Autonomous)
+        more = plain.proposal.max_tokens > 1 and not self._halted
+        rest = Autonomous(plain.proposal.max_tokens - 1)
+        following = structs.replace(plain, round=plain.round + 1, base_len=plain.base_len + 1, proposal=rest)
         self.plain, self._halted = following if more else None, False
-        return structs.replace(self._outcome(plain), next_proposal=() if more else None)
+        return structs.replace(self._outcome(plain), next_proposal=Coupled() if more else None)
 
     def _next_proposal(self, message: Verify) -> list[Message]:
         """The outcome, and, like the target worker's, the verify of the branch that was prepared for it."""
@@ -89,11 +91,11 @@ class OracleTarget:
         if self._prepared is None or self._prepared.round != message.round:
             return [outcome]
         committed = (*(message.chain[node] for node in held(self.text, message)), outcome.bonus)
-        chain, parents = self._prepared.chain(committed) or (None, ())
-        if chain is not None:
+        prepared = self._prepared.proposal(committed)
+        if prepared is not None:
             at = outcome.base_len + outcome.accepted + 1
-            self.autonomous = Verify(message.request, message.epoch, message.round + 1, at, chain, parents=parents)
-        return [structs.replace(outcome, next_proposal=chain, next_parents=parents)]
+            self.autonomous = Verify(message.request, message.epoch, message.round + 1, at, prepared)
+        return [structs.replace(outcome, next_proposal=prepared)]
 
     def _outcome(self, message: Verify) -> Outcome:
         at, nodes = message.base_len, held(self.text, message)

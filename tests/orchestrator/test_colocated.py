@@ -9,7 +9,18 @@ import pytest
 from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded
-from outrider.protocol.messages import Abilities, Close, Halt, InProcessDrafter, Outcome, Span, Verify
+from outrider.protocol.messages import (
+    Abilities,
+    Autonomous,
+    Close,
+    Coupled,
+    Halt,
+    InProcessDraft,
+    InProcessDrafter,
+    Outcome,
+    Span,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.settings import round_settings
@@ -65,14 +76,18 @@ class Target(HonestWorkers):
         raise TimeoutError("the request hangs")
 
     def _rounds_of(self, verify: Verify) -> None:
-        base_len, number, room = verify.base_len, verify.round, verify.max_tokens or len(verify.chain) + 1
+        base_len, number, room = (
+            verify.base_len,
+            verify.round,
+            getattr(verify.proposal, "max_tokens", len(verify.chain) + 1),
+        )
         more = True
         while more:
             halted = isinstance(self.told[-1], Halt)
-            depth = min(verify.draft, room - 1) if verify.draft else len(verify.chain)
+            depth = min(verify.draft.depth, room - 1) if verify.draft else len(verify.chain)
             accepted = min(self.accepted, depth) if verify.draft else 0
             more = verify.autonomous and not halted and room > accepted + 1
-            self._answer(number, base_len, depth, accepted, bool(verify.draft), () if more else None)
+            self._answer(number, base_len, depth, accepted, bool(verify.draft), Coupled() if more else None)
             base_len, number, room = base_len + accepted + 1, number + 1, room - accepted - 1
             if isinstance(self.told[-1], Close):
                 return
@@ -82,11 +97,11 @@ class Target(HonestWorkers):
     ) -> None:
         drafted = self._now + (2 * MS * depth if own else 0)
         ended = drafted + (10 + depth) * MS
-        chain = tuple(self._next + i for i in range(depth)) if own else None
+        chain = tuple(self._next + i for i in range(depth))
         self._next += accepted + 1
         outcome = Outcome(
             "r", 0, number, base_len, accepted, self._next - 1, Span(drafted, ended), drafted - self._now,
-            next_proposal, drafted=chain, drafting=Span(self._now, drafted) if own else None,
+            next_proposal, drafted=InProcessDraft(chain, Span(self._now, drafted)) if own else None,
         )  # fmt: skip
         self._now = ended
         self.rounds.handle("target-0", outcome, self._now)
@@ -109,7 +124,7 @@ def test_one_verify_asks_for_the_whole_request_and_says_how_much_room_there_is()
     target = Target(accepted=2)
     target.run(60)
     (verify,) = [message for message in target.told if isinstance(message, Verify)]
-    assert (verify.chain, verify.draft, verify.autonomous, verify.max_tokens) == ((), 4, True, 59)
+    assert verify.proposal == Autonomous(59, verify.draft) and verify.draft is not None and verify.draft.depth == 4
 
 
 @pytest.mark.parametrize(("max_tokens", "rounds"), [(61, 20), (62, 21), (63, 21)])
@@ -163,8 +178,8 @@ def test_auto_chooses_between_plain_decoding_and_own_chains() -> None:
         for _ in range(12):
             target.run(100, "auto")
     drafts = [message.draft for message in good.told if isinstance(message, Verify)]
-    assert sum(draft > 0 for draft in drafts) > 0.8 * len(drafts)
-    assert sum(message.draft > 0 for message in bad.told if isinstance(message, Verify)) <= 1
+    assert sum(draft is not None for draft in drafts) > 0.8 * len(drafts)
+    assert sum(message.draft is not None for message in bad.told if isinstance(message, Verify)) <= 1
 
 
 def test_each_chain_is_in_the_trace_with_its_drafting() -> None:

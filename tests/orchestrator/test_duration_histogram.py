@@ -6,7 +6,7 @@ from outrider.orchestrator.core.metrics import BOUNDS_MS, DurationHistogram, Tra
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Outcome, Span
+from outrider.protocol.messages import Coupled, Outcome, Span
 from outrider.protocol.sampling import SamplingParams
 from tests.harness.settings import round_settings
 from tests.orchestrator.test_hoping import Wires
@@ -29,7 +29,7 @@ def test_two_requests_have_a_round_each_and_share_a_forward_and_reading_a_prompt
         scheduler.begin(Admit(name, (1, 2, 3), SamplingParams(max_tokens=50), "ar", frozenset()), 0)
     for number, (begun, ended) in enumerate(((0, 4), (5, 7), (8, 11))):
         work = Span(begun * ms, ended * ms)
-        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=()) for name in ("a", "b")]
+        told = [Outcome(name, 0, number, 3 + number, 0, 5, work, next_proposal=Coupled()) for name in ("a", "b")]
         scheduler.handle_all([("target-0", one) for one in told], ended * ms)
     lasted, verified = scheduler.metrics.rounds.snapshot(), scheduler.metrics.verifies.snapshot()
     assert (sum(lasted.counts), round(1000 * lasted.seconds)) == (4, 2 * (3 + 4))

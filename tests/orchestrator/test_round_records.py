@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.orchestrator.core.metrics import RoundRecords
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
-from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, Outcome, Span
+from outrider.protocol.messages import Branch, Branches, Drafted, DraftWork, InProcessDraft, Outcome, Span
 
 BEGAN = 1_000
 
@@ -61,7 +61,7 @@ def test_work_on_another_machines_clock_is_left_out() -> None:
 
 def test_a_chain_that_the_target_drafted_itself_is_work_of_a_drafter() -> None:
     records = RoundRecords(BEGAN)
-    own = outcome(2, 1, Span(1_030, 1_060), drafted=(4, 5), drafting=Span(1_010, 1_030))
+    own = outcome(2, 1, Span(1_030, 1_060), drafted=InProcessDraft((4, 5), Span(1_010, 1_030)))
     found = records.on_ended(2, Proposal((4, 5), ProposalSource.DRAFTER, draft=2), own, 2)
     assert found.drafting == (DraftWork("target's drafter", 2, 2, 0, Span(10, 30)),) and found.decided is None
 

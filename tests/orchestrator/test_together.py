@@ -15,7 +15,18 @@ from outrider.orchestrator.events import (
     ToFront,
     together,
 )
-from outrider.protocol.messages import Abilities, Close, Message, Outcome, Progress, RoundRecord, Span, Timings, Verify
+from outrider.protocol.messages import (
+    Abilities,
+    Close,
+    Coupled,
+    Message,
+    Outcome,
+    Progress,
+    RoundRecord,
+    Span,
+    Timings,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs, Origin
 from tests.harness.settings import round_settings
@@ -116,7 +127,7 @@ def test_log_probabilities_origins_and_rounds_stay_with_their_tokens() -> None:
 
 def test_plain_rounds_whose_outcomes_come_together_say_nothing_of_their_time() -> None:
     scheduler, wires = under_way(9)
-    following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=()) for n in (1, 2)]
+    following = [replace(outcome("a"), round=n, base_len=3 + n, next_proposal=Coupled()) for n in (1, 2)]
     scheduler.handle_all([("target-0", said) for said in (outcome("a"), *following)], 1)
     assert [said.tokens for said in wires.said if isinstance(said, Committed)] == [(5,), (5,), (5,)]
     scheduler.begin(Admit("d", (1, 2, 3), SamplingParams(), "auto", frozenset()), 1)

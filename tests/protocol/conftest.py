@@ -59,6 +59,8 @@ def of_shape(shape: Type) -> st.SearchStrategy[Any]:
             return st.tuples(*map(of_shape, items))
         case UnionType(types=(inner, NoneType())):
             return st.none() | of_shape(inner)
+        case UnionType(types=variants):
+            return st.one_of(*map(of_shape, variants))
         case StructType(cls=cls) | DataclassType(cls=cls):
             narrow = {SamplingParams: sampling, Grammar: grammars}.get(cls)
             return of_class(cls) if narrow is None else narrow()

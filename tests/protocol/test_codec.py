@@ -14,15 +14,20 @@ from msgspec.structs import replace
 from outrider.protocol.codec import MESSAGES, decode, decode_all, encode, encode_all, request_of
 from outrider.protocol.errors import ProtocolError
 from outrider.protocol.messages import (
+    Autonomous,
     Branch,
     Branches,
     Close,
     Commit,
+    Coupled,
     Drafted,
     Features,
     Generate,
+    Hello,
+    InProcess,
     Outcome,
     Span,
+    Sparse,
     Verify,
 )
 from outrider.protocol.sampling import SamplingParams
@@ -30,7 +35,7 @@ from outrider.protocol.trees import SparseQ
 
 EACH = int(os.environ.get("OUTRIDER_FUZZ", "20"))
 SPAN = Span(1, 2)
-VERIFY = Verify("r", 1, 2, 30, (4, 5, 6))
+VERIFY = Verify("r", 1, 2, 30, Coupled((4, 5, 6)))
 OUTCOME = Outcome("r", 1, 2, 30, 0, 4, SPAN)
 
 
@@ -60,10 +65,10 @@ def test_arrays_travel_as_raw_little_endian_frames_and_come_back_read_only():
 
 def test_two_arrays_keep_their_places_and_an_absent_one_takes_no_frame():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
-    both = decode(encode(replace(VERIFY, kind="sparse", q=SparseQ(ids, probs))))
+    both = decode(encode(replace(VERIFY, proposal=Sparse((4,), SparseQ(ids, probs))))).proposal
     assert (both.q.ids == ids).all() and (both.q.probs == probs).all()
-    only = decode(encode(replace(VERIFY, chain=(7,))))
-    assert only.q is None and only.chain == (7,)
+    frames = encode(OUTCOME)
+    assert len(frames) == 1 and decode(frames).logprobs is None
 
 
 def test_rows_travel_in_half_precision():
@@ -91,11 +96,18 @@ UNSAYABLE = {
     "negative": (replace(VERIFY, round=-1), "Verify.round is invalid: expected `int` >= 0"),
     "too large": (replace(VERIFY, base_len=2**31), "Verify.base_len"),
     "bool for int": (replace(VERIFY, epoch=True), "Verify.epoch is invalid: expected `int`, got `bool`"),
-    "numpy int": (replace(VERIFY, chain=(np.int64(3),)), r"np.int64\(3\)"),
-    "too long": (replace(VERIFY, chain=(1,) * 65), "Verify.chain is invalid: expected `array` of length <= 64"),
+    "numpy int": (replace(VERIFY, proposal=Coupled((np.int64(3),))), r"np.int64\(3\)"),
+    "too long": (
+        replace(VERIFY, proposal=Coupled((1,) * 65)),
+        "Verify.proposal.chain is invalid: expected `array` of length <= 64",
+    ),
     "no word": (
-        replace(VERIFY, kind="guess"),
-        r"Verify.kind is invalid: expected `str` matching .*coupled\|one-hot\|sparse",
+        Hello("guess", "", 1, 1, "", "", 1, 1, 1, 1),
+        r"Hello.role is invalid: expected `str` matching .*target\|draft\|prefill",
+    ),
+    "no draft": (
+        replace(VERIFY, proposal=Autonomous(9, InProcess(0))),
+        "Verify.proposal.draft.depth is invalid: expected `int` >= 1",
     ),
     "name too long": (Close("r" * 65), "Close.request is invalid: expected `str` of length <= 64"),
     "missing array": (Features("r", 1, 7, None), "Features.rows is invalid: expected"),
@@ -139,11 +151,11 @@ def test_every_committed_token_of_a_full_round_fits_a_commit():
 
 def test_what_leaves_together_arrives_as_it_was_said_in_its_order():
     ids, probs = np.array([[1, 2]], np.int32), np.array([[0.5, 0.25]], np.float32)
-    drawn = replace(VERIFY, kind="sparse", q=SparseQ(ids, probs))
+    drawn = replace(VERIFY, proposal=Sparse((4,), SparseQ(ids, probs)))
     together = encode_all((OUTCOME, drawn, Close("r"), VERIFY))
     assert len(together) == 6
     first, second, *rest = decode_all(together)
-    assert first == OUTCOME and (second.q.ids == ids).all() and (second.q.probs == probs).all()
+    assert first == OUTCOME and (second.proposal.q.ids == ids).all() and (second.proposal.q.probs == probs).all()
     assert rest == [Close("r"), VERIFY]
 
 

@@ -27,7 +27,7 @@ from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
-from outrider.protocol.messages import Abilities, Failed, KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import Abilities, Coupled, Failed, KvMemory, Message, Outcome, Span, Timings, Verify
 from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
@@ -104,7 +104,7 @@ class Round:
     base_len: int
     chain: tuple[int, ...]
     source: str
-    kind: str = "coupled"
+    kind: str = "Coupled"
     parents: tuple[int, ...] = ()
 
 
@@ -301,7 +301,7 @@ class Cluster(HonestWorkers):
             raise RuntimeError(f"the request broke: {last}")
         sources = self._recorder.sources  # what prolongs plain rounds proposes nothing
         rounds = [
-            Round(v.base_len, v.chain, sources[v.round], v.kind, v.parents)
+            Round(v.base_len, v.chain, sources[v.round], type(v.proposal).__name__, v.parents)
             for v in self._verifies
             if v.round in sources
         ]
@@ -346,14 +346,13 @@ class Cluster(HonestWorkers):
                         message.epoch,
                         message.round,
                         message.base_len,
-                        message.drafted,
-                        parents=message.drafted_parents,
+                        Coupled(message.drafted.chain, message.drafted.parents),
                     )
                 )
             if isinstance(message, Outcome) and message.next_proposal is not None and not self._going_on:
                 base_len = message.base_len + message.accepted + 1
                 place = message.request, message.epoch, message.round + 1, base_len
-                self._verifies.append(Verify(*place, message.next_proposal, parents=message.next_parents))
+                self._verifies.append(Verify(*place, message.next_proposal))
         return True
 
     def _draft(self, turns: int) -> Iterator[Message]:

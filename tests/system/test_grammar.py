@@ -16,7 +16,7 @@ from llguidance import LLParserLimits
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.grammar import compiler
-from outrider.protocol.messages import Open, Verify
+from outrider.protocol.messages import Autonomous, Open, Verify
 from outrider.protocol.sampling import Grammar, SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.cluster import AMPLE, MIXED, Cluster, Run
@@ -178,7 +178,7 @@ def test_a_text_that_goes_on_elsewhere_goes_on_by_the_grammar(
     worker = TargetWorker(link, small_pair("self", **BYTES)[0])  # type: ignore[arg-type]
     (first,) = answered(worker, link, [Open("r", 1, 5, tokens, sampling, (0,), generated=taken)])
     room = len(expected) - taken - 1
-    autonomous = Verify("r", 1, 6, len(tokens) + 1, (), autonomous=True, max_tokens=room)
+    autonomous = Verify("r", 1, 6, len(tokens) + 1, Autonomous(room))
     found = [answer.bonus for answer in (first, *answered(worker, link, [autonomous]))]
     assert found == expected[taken:]
 
@@ -192,9 +192,7 @@ def test_requests_that_share_forwards_have_each_their_own_grammar(
     wanted = {**{name: asked(name, "0.8") for name in GRAMMARS}, "free": SAMPLINGS["0.8"]}
     opens = [Open(name, 0, 0, np.array(PROMPT, np.int32), sampling, (0,)) for name, sampling in wanted.items()]
     told = answered(worker, link, opens)
-    told += answered(
-        worker, link, [Verify(name, 0, 1, len(PROMPT) + 1, (), autonomous=True, max_tokens=60) for name in wanted]
-    )
+    told += answered(worker, link, [Verify(name, 0, 1, len(PROMPT) + 1, Autonomous(60)) for name in wanted])
     found = {name: [answer.bonus for answer in told if answer.request == name] for name in wanted}
     assert max(answer.rows for answer in told[len(opens) :]) == len(wanted)
     for name in GRAMMARS:

@@ -13,7 +13,7 @@ from outrider.drafters.fan_out import Calibration
 from outrider.drafters.heads.drafter import HeadDrafter
 from outrider.drafters.heads.head import Head
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import HeadDraftSession, InProcessDrafters, InProcessHead
 from outrider.target_worker.worker import TargetWorker
@@ -75,8 +75,8 @@ def said(target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: 
     own = InProcessDrafters({"own": InProcessHead(drafter(made(target), target))}) if made else None
     worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
     answered(worker, link, ())
-    draft = 3 if own else 0
-    go = [Verify(o.request, 0, 1, 3, (), autonomous=True, draft=draft, min_prob=0.02, max_tokens=24) for o in opens]
+    draft = InProcess(3, min_prob=0.02) if own else None
+    go = [Verify(o.request, 0, 1, 3, Autonomous(24, draft)) for o in opens]
     return answered(worker, link, go)
 
 
@@ -88,7 +88,7 @@ def test_the_text_is_the_targets_own(target: LoadedModel, made: Callable[[Loaded
         found = said(target, kind, temp, 3)
         assert all(isinstance(one, Outcome) for one in found), found
         outcomes += found
-    assert any(one.drafted_parents for one in trees)
+    assert any(one.drafted and one.drafted.parents for one in trees)
     for request in map(str, range(3)):
         assert text(trees, request) == text(plain, request)
 
@@ -98,5 +98,5 @@ def text(outcomes: list[Outcome], request: str) -> list[int]:
     for one in outcomes:
         if one.request == request:
             held = range(one.accepted) if one.path is None else one.path
-            found += [*((one.drafted or ())[node] for node in held), one.bonus]
+            found += [*(one.drafted_chain[node] for node in held), one.bonus]
     return found

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from outrider.drafters.mlx import MlxDrafter
-from outrider.protocol.messages import Close, Fault, Halt, Open, Outcome, Resync, Verify
+from outrider.protocol.messages import Autonomous, Close, Coupled, Fault, Halt, InProcess, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel, ModelDraftSession
 from outrider.target_worker.worker import TargetWorker
@@ -62,16 +62,16 @@ class Stand:
 
 
 def drafting(number: int, base_len: int, depth: int = 3, room: int = LENGTH) -> Verify:
-    return Verify("r", 0, number, base_len, (), autonomous=True, draft=depth, max_tokens=room)
+    return Verify("r", 0, number, base_len, Autonomous(room, InProcess(depth)))
 
 
 def plain_rounds(number: int, base_len: int, room: int) -> Verify:
-    return Verify("r", 0, number, base_len, (), autonomous=True, max_tokens=room)
+    return Verify("r", 0, number, base_len, Autonomous(room))
 
 
 def text(answers: list[Any]) -> list[int]:
     """The tokens that a run of outcomes commits."""
-    return [token for a in answers for token in [*(a.drafted or ())[: a.accepted], a.bonus]]
+    return [token for a in answers for token in [*a.drafted_chain[: a.accepted], a.bonus]]
 
 
 def plain() -> list[int]:
@@ -87,7 +87,7 @@ def test_rounds_follow_each_other_without_a_word_and_say_what_was_drafted() -> N
     stand = Stand()
     answers = stand.say(drafting(1, START), turns=10)
     assert [a.round for a in answers] == list(range(1, 11))
-    assert {len(a.drafted) for a in answers} == {3}
+    assert {len(a.drafted_chain) for a in answers} == {3}
     assert all(b.base_len == a.base_len + a.accepted + 1 for a, b in pairwise(answers))
     assert 0 < sum(a.accepted for a in answers) < 30
     assert [*TRUTH[:START], *text(answers)] == TRUTH[: START + len(text(answers))] == stand.tokens
@@ -95,14 +95,14 @@ def test_rounds_follow_each_other_without_a_word_and_say_what_was_drafted() -> N
 
 def test_the_time_of_drafting_is_told_apart_from_the_verifys() -> None:
     for a in Stand().say(drafting(1, START), turns=6):
-        assert a.drafting.started_ns < a.drafting.ended_ns <= a.work.started_ns < a.work.ended_ns
-        assert a.idle_ns >= a.drafting.ended_ns - a.drafting.started_ns
+        assert a.drafted.span.started_ns < a.drafted.span.ended_ns <= a.work.started_ns < a.work.ended_ns
+        assert a.idle_ns >= a.drafted.span.ended_ns - a.drafted.span.started_ns
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 4, 5, 17])
 def test_chains_leave_room_for_the_bonus_and_rounds_end_with_the_room(room: int) -> None:
     answers = Stand().say(drafting(1, START, depth=4, room=room))
-    assert all(a.base_len + len(a.drafted) < START + room for a in answers)
+    assert all(a.base_len + len(a.drafted_chain) < START + room for a in answers)
     assert text(answers) == TRUTH[START : START + room]
 
 
@@ -131,7 +131,7 @@ def test_plain_decoding_chains_of_others_and_own_ones_take_turns() -> None:
         message = [
             drafting(number, base_len),
             plain_rounds(number, base_len, 3),
-            Verify("r", 0, number, base_len, (TRUTH[base_len], wrong)),
+            Verify("r", 0, number, base_len, Coupled((TRUTH[base_len], wrong))),
         ][turns % 3]
         found = stand.say(message, turns=2) + stand.say(Halt("r", 0))
         assert all(isinstance(a, Outcome) for a in found)
@@ -161,7 +161,7 @@ def test_a_verify_in_the_middle_stops_the_rounds_and_goes_on_from_there() -> Non
     stand = Stand()
     last = stand.say(drafting(1, START), turns=3)[-1]
     at = last.base_len + last.accepted + 1
-    answers = stand.say(Verify("r", 0, last.round + 1, at, (TRUTH[at],)))
+    answers = stand.say(Verify("r", 0, last.round + 1, at, Coupled((TRUTH[at],))))
     assert [(a.accepted, a.bonus, a.drafted) for a in answers] == [(1, TRUTH[at + 1], None)]
 
 
@@ -220,7 +220,7 @@ def test_a_request_asked_to_draft_while_anothers_draft_reads_drafts_in_the_next_
 
 def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where one's drafting fails, only that one ends."""
-    alone = [(a.drafted, a.accepted, a.bonus) for a in Stand().say(drafting(1, START))]
+    alone = [(a.drafted_chain, a.accepted, a.bonus) for a in Stand().say(drafting(1, START))]
 
     class Fails(Exception):
         pass
@@ -237,7 +237,7 @@ def test_several_draft_in_company_what_each_drafts_alone(monkeypatch: pytest.Mon
     stand.say(*others)
     goes = [replace(drafting(1, len(text) + 1), request=name) for name, text in (("s", "30"), ("t", "55"))]
     answers = stand.say(drafting(1, START), *goes)
-    of_r = [(a.drafted, a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
+    of_r = [(a.drafted_chain, a.accepted, a.bonus) for a in answers if isinstance(a, Outcome) and a.request == "r"]
     assert of_r == alone
     assert [a.request for a in answers if isinstance(a, Fault)] == ["t"]
     assert sum(isinstance(a, Outcome) and a.request == "s" for a in answers) > 10

@@ -152,7 +152,7 @@ def test_the_text_is_the_targets_own(
     """By its layers alone, and by an adapter that says anything."""
     outcomes = run(target, drafters(scale), temp, requests)
     assert texts(outcomes) == alone(temp, requests)
-    assert any(a.drafted for one in outcomes for a in one)
+    assert any(a.drafted_chain for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -184,7 +184,7 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
     )
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
-    assert "are not finite" in caplog.text and not any(a.drafted for one in outcomes for a in one)
+    assert "are not finite" in caplog.text and not any(a.drafted_chain for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.engine import load_checks as module
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.messages import Abilities, Fault, Open, Outcome, Verify
+from outrider.protocol.messages import Abilities, Autonomous, Coupled, Fault, OneHot, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
@@ -68,13 +68,13 @@ def test_one_request_fails_and_the_other_goes_on(
     first = answered(worker, link, [asked("sound", [1, 2], sampling), asked("doomed", [1, 2], sampling)])
     assert not faults(first) and len(first) == 2
 
-    chain = Verify("doomed", 0, 1, 3, (POISON, 1), kind="one-hot" if sampling is RESIDUAL else "coupled")
+    chain = Verify("doomed", 0, 1, 3, (OneHot if sampling is RESIDUAL else Coupled)((POISON, 1)))
     found = answered(worker, link, [chain])
     assert list(faults(found)) == ["doomed"]
     assert ("doomed", 1) in {(vars(record).get("request"), vars(record).get("round")) for record in caplog.records}
     assert "NaN or infinite" in found[-1].message if fault is None else type(fault).__name__ in found[-1].message
 
-    next_proposal = [Verify("sound", 0, 1, 3, (), autonomous=True, max_tokens=3)]
+    next_proposal = [Verify("sound", 0, 1, 3, Autonomous(3))]
     assert [type(answer) for answer in answered(worker, link, next_proposal)] == [Outcome] * 3
     assert not faults(answered(worker, link, [asked("next", [1, 3], sampling)]))
 
@@ -111,7 +111,7 @@ def test_plain_rounds_that_fail_are_one_requests_failure() -> None:
     link = FakeLink("target-0", deque())
     worker = TargetWorker(link, model)  # type: ignore[arg-type]
     answered(worker, link, [asked("doomed", [0, 1]), asked("sound", [0])])
-    found = answered(worker, link, [Verify("doomed", 0, 1, 3, (), autonomous=True, max_tokens=10)])
+    found = answered(worker, link, [Verify("doomed", 0, 1, 3, Autonomous(10))])
     assert [answer.bonus for answer in found if isinstance(answer, Outcome)] == [3, 4, 5]
     assert list(faults(found)) == ["doomed"]
-    assert len(answered(worker, link, [Verify("sound", 0, 1, 2, (), autonomous=True, max_tokens=2)])) == 2
+    assert len(answered(worker, link, [Verify("sound", 0, 1, 2, Autonomous(2))])) == 2

@@ -18,7 +18,7 @@ from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
-from outrider.protocol.messages import Close, KvMemory, Open, Outcome, Prefilled, Verify
+from outrider.protocol.messages import Autonomous, Close, InProcess, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, _begins_at
 from outrider.target_worker.target_request import TargetRequest
@@ -59,9 +59,8 @@ class Talk:
         """The text that it writes behind its prompt."""
         running = self.worker._running[name]
         start = len(running.slot.tokens)
-        word = Verify(
-            name, 0, running.round + 1, start, (), autonomous=True, draft=draft if self.own else 0, max_tokens=LENGTH
-        )  # fmt: skip
+        go = Autonomous(LENGTH, InProcess(draft) if self.own and draft else None)
+        word = Verify(name, 0, running.round + 1, start, go)
         found = answered(self.worker, self.link, [word])
         assert all(isinstance(one, Outcome) for one in found), found
         return running.slot.tokens[start:]

@@ -23,7 +23,7 @@ from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.loading import LoadedModel
 from outrider.engine.verify import VerifyOutput
 from outrider.protocol.heads import names_of
-from outrider.protocol.messages import Halt, Open, Outcome, Verify
+from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
@@ -64,10 +64,8 @@ def run(
         words, names = [], {request: next(each) for request, each in by.items()}
         for request, name in names.items():
             running = worker._running[request]
-            at, depth = len(running.slot.tokens), DEPTH if name else 0
-            words += [
-                Verify(request, 0, running.round + 1, at, (), autonomous=True, draft=depth, max_tokens=9, drafter=name)
-            ]
+            at, draft = len(running.slot.tokens), InProcess(DEPTH, name) if name else None
+            words += [Verify(request, 0, running.round + 1, at, Autonomous(9, draft))]
             words += [Halt(request, 0)]
         for one in answered(worker, link, words):
             assert isinstance(one, Outcome), one
@@ -76,7 +74,7 @@ def run(
 
 
 def texts(rounds: list[tuple[str, Outcome]]) -> list[int]:
-    return [token for _, a in rounds for token in [*(a.drafted or ())[: a.accepted], a.bonus]]
+    return [token for _, a in rounds for token in [*a.drafted_chain[: a.accepted], a.bonus]]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
@@ -86,7 +84,7 @@ def test_whoever_drafts_a_round_the_text_is_the_targets_own(target: LoadedModel,
     found = run(target, four(target), ["token", "draft", "", "feature", "mtp"], temp, requests)
     for request, rounds in found.items():
         assert texts(rounds)[:LENGTH] == texts(alone[request])[:LENGTH]
-    drafted = {name for rounds in found.values() for name, a in rounds if a.drafted}
+    drafted = {name for rounds in found.values() for name, a in rounds if a.drafted_chain}
     assert drafted == {"token", "draft", "feature", "mtp"}
 
 
@@ -96,8 +94,8 @@ def test_each_drafts_beside_others_what_it_drafts_alone(target: LoadedModel) -> 
     for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
         own = InProcessDrafters({name: InProcessHead(drafter(made(target), target))})  # type: ignore[operator]
         alone = run(target, own, [name], 0.0)["0"]
-        said = {a.base_len: a.drafted for _, a in alone if a.drafted}
-        shared = [(said[a.base_len], a.drafted) for who, a in together if who == name and a.base_len in said]
+        said = {a.base_len: a.drafted_chain for _, a in alone if a.drafted_chain}
+        shared = [(said[a.base_len], a.drafted_chain) for who, a in together if who == name and a.base_len in said]
         assert shared and all(before == now for before, now in shared)
 
 

@@ -26,7 +26,7 @@ from outrider.engine.sampling import Sampler
 from outrider.engine.verify import PrefillChunk, VerifyInput, begin
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
-from outrider.protocol.messages import Open, Outcome, Verify
+from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, beside_target
 from outrider.target_worker.worker import TargetWorker
@@ -82,10 +82,8 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
     together = InProcessDrafters({"own": beside_target(own)} if own else {})
     worker = TargetWorker(link, target, own=together)  # type: ignore[arg-type]
     found = answered(worker, link, ())
-    draft = DEPTH if own else 0
-    go = [
-        Verify(o.request, 0, 1, len(o.tokens) + 1, (), autonomous=True, draft=draft, max_tokens=LENGTH) for o in opens
-    ]
+    draft = InProcess(DEPTH) if own else None
+    go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, draft)) for o in opens]
     found += answered(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
     assert not own or len(own.kv_cache._sequences) <= requests
@@ -99,7 +97,7 @@ def test_other_families_say_their_own_text_too(tiny_model: Callable[..., Path], 
     own = drafter(random_head(other), other)
     outcomes = run(other, own, 0.8, 3)
     assert texts(outcomes) == texts(run(other, None, 0.8, 3))
-    assert any(a.drafted for one in outcomes for a in one)
+    assert any(a.drafted_chain for one in outcomes for a in one)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mimo", "deepseek_v3"])
@@ -114,7 +112,7 @@ def test_with_its_own_head_a_model_says_its_own_text(
     own = load_head("mtp", str(folder), other, lambda stage: None)
     outcomes = run(other, own, 0.8, 3)
     assert texts(outcomes) == texts(run(other, None, 0.8, 3))
-    assert any(a.drafted for one in outcomes for a in one)
+    assert any(a.drafted_chain for one in outcomes for a in one)
     assert own.weight_bytes > 0 and "trained for this target" in own.note
 
 
@@ -131,8 +129,8 @@ def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel
         at = len(running.slot.tokens)
         rest = truth[at - start :]
         chain = (rest[0], (rest[1] + 1) % 258)
-        autonomous = Verify("r", 0, running.round + 1, at, (), autonomous=True, draft=3 * (turn % 3 == 0), max_tokens=5)
-        word = Verify("r", 0, running.round + 1, at, chain) if turn % 3 == 1 else autonomous
+        autonomous = Verify("r", 0, running.round + 1, at, Autonomous(5, None if turn % 3 else InProcess(3)))
+        word = Verify("r", 0, running.round + 1, at, Coupled(chain)) if turn % 3 == 1 else autonomous
         answered(worker, link, [word])
     assert running.slot.tokens[start:] == truth[: len(running.slot.tokens) - start]
     follower = running._drafting["own"].follower  # type: ignore[union-attr]
@@ -140,7 +138,7 @@ def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel
 
 
 def texts(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
-    return [[t for a in one for t in [*(a.drafted or ())[: a.accepted], a.bonus]] for one in outcomes]
+    return [[t for a in one for t in [*a.drafted_chain[: a.accepted], a.bonus]] for one in outcomes]
 
 
 def accepted(outcomes: Sequence[Sequence[Outcome]]) -> float:
@@ -160,7 +158,7 @@ def test_the_text_is_the_targets_own(
     truth = alone(temp, requests)
     outcomes = run(target, drafter(head(target), target), temp, requests)
     assert texts(outcomes) == truth
-    assert any(a.drafted for one in outcomes for a in one)
+    assert any(a.drafted_chain for one in outcomes for a in one)
 
 
 class Liar(HeadDrafter):
@@ -184,8 +182,8 @@ def test_a_head_with_the_targets_logits_is_right_wherever_it_knows_the_token(tar
     """At a temperature too: its noise is the target's, by the target's names of tokens."""
     head = token_head(target)
     known = set(head.vocabulary.ids.tolist())  # type: ignore[union-attr]
-    rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if a.drafted]
-    missed = [a for a in rounds if a.accepted < len(a.drafted or ())]
+    rounds = [a for one in run(target, drafter(head, target), temp, 4) for a in one if a.drafted_chain]
+    missed = [a for a in rounds if a.accepted < len(a.drafted_chain)]
     assert len(rounds) > 20 and sum(a.accepted for a in rounds) > len(rounds)
     assert sum(a.bonus in known for a in missed) <= 1  # its attention is to itself all but exactly
 
@@ -311,7 +309,7 @@ def test_rows_beyond_the_heads_numbers_end_its_drafting_and_nothing_else(
     monkeypatch.setattr(head, "fuse", lambda rows: mx.full((rows.shape[0], 64), mx.inf))
     outcomes = run(target, drafter(head, target), 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)
-    assert not any(a.drafted for one in outcomes for a in one)
+    assert not any(a.drafted_chain for one in outcomes for a in one)
     assert "are not finite" in caplog.text and "stops drafting for this request" in caplog.text
 
 

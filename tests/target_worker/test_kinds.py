@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.protocol.messages import Fault, Open, Outcome, Verify
+from outrider.protocol.messages import Coupled, Fault, OneHot, Open, Outcome, Sparse, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import SparseQ, one_hot
 from outrider.target_worker.worker import TargetWorker
@@ -29,37 +29,36 @@ def answer(sampling: SamplingParams, verify: Verify) -> Any:
     return answered(worker, link, [replace(verify, request="r", base_len=len(PROMPT) + 1)])[-1]
 
 
-def verify(chain: tuple[int, ...], kind: str, q: SparseQ | None = None) -> Verify:
-    return Verify("", 0, 1, 0, chain, kind=kind, q=q)
+def verify(proposal: Coupled | OneHot | Sparse) -> Verify:
+    return Verify("", 0, 1, 0, proposal)
 
 
 def test_a_certain_chain_is_one_whose_q_is_one_hot() -> None:
     for token in range(6):
-        certain = answer(RESIDUAL, verify((token,), "one-hot"))
-        told = answer(RESIDUAL, verify((token,), "sparse", one_hot([token])))
+        certain = answer(RESIDUAL, verify(OneHot((token,))))
+        told = answer(RESIDUAL, verify(Sparse((token,), one_hot([token]))))
         assert isinstance(certain, Outcome) and (certain.accepted, certain.bonus) == (told.accepted, told.bonus)
 
 
 def test_q_decides_about_a_sparse_chain_and_only_about_that() -> None:
     unlikely = SparseQ(np.arange(6, dtype=np.int32)[None], np.array([[0.999, *[0.0002] * 5]], np.float32))
-    sparse = [answer(RESIDUAL, verify((token,), "sparse", unlikely)).accepted for token in range(1, 6)]
-    certain = [answer(RESIDUAL, verify((token,), "one-hot", unlikely)).accepted for token in range(1, 6)]
+    sparse = [answer(RESIDUAL, verify(Sparse((token,), unlikely))).accepted for token in range(1, 6)]
+    certain = [answer(RESIDUAL, verify(OneHot((token,)))).accepted for token in range(1, 6)]
     assert sparse == [1] * 5 and sum(certain) < 5
 
 
 @pytest.mark.parametrize("sampling", [RESIDUAL, COUPLED])
 def test_an_empty_chain_is_a_plain_step_of_any_kind(sampling: SamplingParams) -> None:
-    bonuses = {answer(sampling, verify((), kind)).bonus for kind in ("coupled", "one-hot")}
+    bonuses = {answer(sampling, verify(kind(()))).bonus for kind in (Coupled, OneHot)}
     assert len(bonuses) == 1
 
 
 @pytest.mark.parametrize(
     ("sampling", "message", "sentence"),
     [
-        (RESIDUAL, verify((1,), "coupled"), "uses residual sampling"),
-        (COUPLED, verify((1,), "one-hot"), "uses coupled sampling"),
-        (RESIDUAL, verify((1,), "sparse"), "has no q"),
-        (RESIDUAL, verify((1,), "sparse", one_hot([2])), "does not fit the chain"),
+        (RESIDUAL, verify(Coupled((1,))), "uses residual sampling"),
+        (COUPLED, verify(OneHot((1,))), "uses coupled sampling"),
+        (RESIDUAL, verify(Sparse((1,), one_hot([2]))), "does not fit the chain"),
     ],
 )
 def test_a_kind_that_cannot_be_kept_is_a_fault_in_a_sentence(

@@ -16,7 +16,7 @@ import pytest
 from outrider.engine.kv_cache import PREFILL
 from outrider.engine.verify import BatchForward, PrefillChunk, VerifyInput, VerifyOutput, begin
 from outrider.protocol.errors import OutriderError
-from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Verify
+from outrider.protocol.messages import Autonomous, Close, Halt, Message, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker import model_runner
 from outrider.target_worker.model_runner import SMALLEST_PIECE
@@ -62,7 +62,7 @@ class Machine:
         self.worker = TargetWorker(self.link, markov(TABLE))  # type: ignore[arg-type]
         for name in map(str, range(DECODING)):
             self.say(opened(name, 3), turns=5)
-            self.say(Verify(name, 0, 1, 4, (), autonomous=True, max_tokens=10_000), turns=5)
+            self.say(Verify(name, 0, 1, 4, Autonomous(10_000)), turns=5)
         self.say(turns=20)
 
     def _pass(self, milliseconds: float) -> None:

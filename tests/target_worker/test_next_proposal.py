@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.protocol.messages import Branch, Close, Message, Open, Outcome, Prepare, Verify
+from outrider.protocol.messages import Autonomous, Branch, Close, Coupled, Message, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, Idle
@@ -22,7 +22,7 @@ LENGTH = 12
 def said(count: int = LENGTH) -> list[int]:
     """What the target says by itself."""
     worker, link = opened()
-    link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, (), autonomous=True, max_tokens=count - 1))
+    link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, Autonomous(count - 1)))
     return [answer.bonus for answer in answers(worker, link)]
 
 
@@ -54,11 +54,11 @@ def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> Non
     worker, link = opened()
     wrong = (TEXT[2] + 1) % 6
     link.inbox += [
-        Verify("r", 0, 1, len(PROMPT) + 1, (TEXT[1], wrong)),
+        Verify("r", 0, 1, len(PROMPT) + 1, Coupled((TEXT[1], wrong))),
         prepare(1, Branch((TEXT[1],), ()), Branch((TEXT[1], TEXT[2]), (TEXT[3], TEXT[4]))),
     ]
     _, first, second = answers(worker, link)
-    assert (first.accepted, first.bonus, first.next_proposal) == (1, TEXT[2], (TEXT[3], TEXT[4]))
+    assert (first.accepted, first.bonus, first.next_proposal) == (1, TEXT[2], Coupled((TEXT[3], TEXT[4])))
     assert (second.round, second.base_len, second.accepted, second.bonus) == (2, len(PROMPT) + 3, 2, TEXT[5])
     assert second.next_proposal is None
 
@@ -75,24 +75,24 @@ def test_a_prepared_branch_is_verified_as_the_next_round_without_a_word() -> Non
 )
 def test_what_was_prepared_for_another_outcome_round_epoch_or_request_is_not_gone_on_with(stale: Prepare) -> None:
     worker, link = opened()
-    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1, ()), stale]
+    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), stale]
     found = answers(worker, link)
     assert len(found) == 2 and found[-1].next_proposal is None
 
 
 def test_a_repeated_verify_is_answered_with_all_that_came_of_it() -> None:
     worker, link = opened()
-    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1, ()), prepare(1, Branch((TEXT[1],), (TEXT[2],)))]
+    link.inbox += [Verify("r", 0, 1, len(PROMPT) + 1), prepare(1, Branch((TEXT[1],), (TEXT[2],)))]
     before = answers(worker, link)
     link.sent.clear()
-    link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1, ()))
+    link.inbox.append(Verify("r", 0, 1, len(PROMPT) + 1))
     assert answers(worker, link) == before[1:]
 
 
 def test_a_request_closed_during_the_verify_is_over() -> None:
     worker, link = opened()
     link.inbox += [
-        Verify("r", 0, 1, len(PROMPT) + 1, ()),
+        Verify("r", 0, 1, len(PROMPT) + 1),
         Close("r"),
         prepare(1, Branch((TEXT[1],), (TEXT[2],))),
     ]

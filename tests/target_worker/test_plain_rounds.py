@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from outrider.protocol.messages import Close, Halt, Open, Outcome, Resync, Verify
+from outrider.protocol.messages import Autonomous, Close, Coupled, Halt, Open, Outcome, Resync, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
@@ -37,7 +37,7 @@ class Stand:
 
 def plain(number: int, room: int = 50, request: str = "r") -> Verify:
     """Plain rounds from this one on, all rounds before having been plain."""
-    return Verify(request, 0, number, START + number - 1, (), autonomous=True, max_tokens=room)
+    return Verify(request, 0, number, START + number - 1, Autonomous(room))
 
 
 TEXT = [answer.bonus for answer in Stand().say(plain(1, 20))]
@@ -51,16 +51,20 @@ def is_plain_text(answers: list[Any]) -> bool:
 def test_they_end_with_the_room() -> None:
     found = Stand().say(plain(1, 5))
     assert len(found) == 5 and is_plain_text(found)
-    assert [a.next_proposal for a in found] == [(), (), (), (), None]
+    assert [a.next_proposal for a in found] == [Coupled()] * 4 + [None]
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 7])
 def test_a_halt_is_answered_with_one_last_outcome_that_waits(turns: int) -> None:
     stand = Stand()
     found = stand.say(plain(1), turns=turns) + stand.say(HALT)
-    assert is_plain_text(found) and {a.next_proposal for a in found[:-1]} <= {()} and found[-1].next_proposal is None
+    assert (
+        is_plain_text(found)
+        and {a.next_proposal for a in found[:-1]} <= {Coupled()}
+        and found[-1].next_proposal is None
+    )
     assert len(found) <= turns + 1
-    found += stand.say(Verify("r", 0, len(found) + 1, START + len(found), ()))
+    found += stand.say(Verify("r", 0, len(found) + 1, START + len(found)))
     assert is_plain_text(found) and stand.say(plain(len(found) + 1, 3), turns=1000)
 
 
@@ -72,7 +76,7 @@ def test_they_end_with_a_token_that_ends_the_request() -> None:
     assert found == TEXT[: TEXT.index(end) + 1]
 
 
-@pytest.mark.parametrize("other", [Verify("r", 0, 9, START + 8, ()), Verify("r", 1, 1, START, ())])
+@pytest.mark.parametrize("other", [Verify("r", 0, 9, START + 8), Verify("r", 1, 1, START)])
 def test_what_begins_elsewhere_is_answered_with_resync(other: Verify) -> None:
     stand = Stand()
     found = stand.say(plain(1), turns=3) + stand.say(other, HALT)
@@ -106,7 +110,7 @@ def test_prepared_branches_of_one_request_do_not_starve_the_plain_rounds_of_anot
     stand.say(plain(1, 20), turns=1)
     before = len(stand.link.sent)
     for round_number in range(1, 6):
-        stand.say(Verify("s", 0, round_number, START + round_number - 1, ()), turns=3)
+        stand.say(Verify("s", 0, round_number, START + round_number - 1), turns=3)
     told = [a.request for a in list(stand.link.sent)[before:]]
     assert told.count("r") >= 4 and told.count("s") == 5
 

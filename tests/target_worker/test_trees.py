@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from outrider.drafters.growth import Continuation
 from outrider.engine.loading import LoadedModel
-from outrider.protocol.messages import Open, Outcome, Prepare, Verify
+from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import fault
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead
@@ -38,7 +38,7 @@ def alone(target: LoadedModel) -> Alone:
 
 def said(outcomes: Sequence[Sequence[Outcome]]) -> list[list[int]]:
     """The tokens of outcomes whose trees the target itself has told."""
-    return [[token for a in one for token in (*held(a, a.drafted or ()), a.bonus)] for one in outcomes]
+    return [[token for a in one for token in (*held(a, a.drafted_chain), a.bonus)] for one in outcomes]
 
 
 def held(outcome: Outcome, tokens: Sequence[int]) -> list[int]:
@@ -91,7 +91,7 @@ def test_trees_given_and_prepared_leave_the_text_alone(
             nexts, behind = forked(rest[right + 1 : right + 3], draws)
             committed = tuple(rest[: right + 1])
             place = str(number), 0, running.round + 1, at
-            words += [Verify(*place, tokens, parents=parents)]
+            words += [Verify(*place, Coupled(tokens, parents))]
             words += [Prepare(*place, ((9, 9), committed), ((), nexts), ((), behind))]
             trees[str(number), running.round + 1], trees[str(number), running.round + 2] = tokens, nexts
         found = answered(worker, link, words)
@@ -101,10 +101,8 @@ def test_trees_given_and_prepared_leave_the_text_alone(
             own = running.slot.tokens[outcome.base_len : outcome.base_len + outcome.accepted]
             assert held(outcome, tokens) == own
             paths += outcome.path is not None
-            assert (
-                outcome.next_proposal == trees.get((outcome.request, outcome.round + 1))
-                or outcome.next_proposal is None
-            )
+            following = outcome.next_proposal
+            assert following is None or following.chain == trees.get((outcome.request, outcome.round + 1))
     assert paths
     for number, truth in enumerate(truths):
         made = worker._running[str(number)].slot.tokens[len(PROMPTS[number]) :]
@@ -141,8 +139,8 @@ def test_what_is_no_tree_ends_that_request_alone(target: LoadedModel, alone: Alo
     answered(worker, link, ())
     chain = tuple(alone(0.0, 2)[1][1:3])
     words = [
-        Verify("0", 0, 1, len(PROMPTS[0]) + 1, (4, 4), parents=(-1, -1)),
-        Verify("1", 0, 1, len(PROMPTS[1]) + 1, chain),
+        Verify("0", 0, 1, len(PROMPTS[0]) + 1, Coupled((4, 4), (-1, -1))),
+        Verify("1", 0, 1, len(PROMPTS[1]) + 1, Coupled(chain)),
     ]
     fault_, outcome = answered(worker, link, words)
     assert "follows node -1 of a tree twice" in fault_.message
@@ -166,7 +164,8 @@ def test_of_a_drafters_tree_a_target_of_chains_takes_the_first_branch(
     worker = TargetWorker(link, target, own=InProcessDrafters({"own": InProcessHead(own)}))  # type: ignore[arg-type]
     worker._kv_cache.trees = False  # type: ignore[misc]
     found = answered(worker, link, ())
-    go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, (), autonomous=True, draft=3, max_tokens=LENGTH)
+    go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, Autonomous(LENGTH, InProcess(3)))
     outcomes = [*found, *answered(worker, link, [go])]
-    blank = {"work": plain[0][0].work, "idle_ns": 0, "drafting": None, "peak_bytes": 0}
-    assert [replace(one, **blank) for one in outcomes] == [replace(one, **blank) for one in plain[0]]
+    blank = {"work": plain[0][0].work, "idle_ns": 0, "drafted": None, "peak_bytes": 0}
+    seen, expected = ([(replace(one, **blank), one.drafted_chain) for one in found] for found in (outcomes, plain[0]))
+    assert seen == expected

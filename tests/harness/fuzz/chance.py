@@ -90,6 +90,8 @@ def _value(rng: random.Random, shape: Type) -> Any:
             return tuple(_value(rng, item) for item in items)
         case UnionType(types=(inner, NoneType())):
             return _value(rng, inner) if rng.random() < 0.5 else None
+        case UnionType(types=variants):
+            return _value(rng, rng.choice(variants))
         case StructType(cls=cls) | DataclassType(cls=cls):
             return _record(rng, cls)
     raise TypeError(f"{shape} has no values")

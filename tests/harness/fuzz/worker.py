@@ -19,8 +19,25 @@ from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.codec import MESSAGES, decode_all
 from outrider.protocol.errors import ProtocolError
-from outrider.protocol.messages import Branches, Close, Commit, Halt, KvMemory, Message, Open, Outcome, Prepare, Verify
+from outrider.protocol.messages import (
+    Autonomous,
+    Branches,
+    Close,
+    Commit,
+    Coupled,
+    DraftInProcess,
+    Halt,
+    InProcess,
+    KvMemory,
+    Message,
+    Open,
+    Outcome,
+    Prepare,
+    Sparse,
+    Verify,
+)
 from outrider.protocol.sampling import SamplingParams
+from outrider.protocol.trees import SparseQ
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.fuzz.fuzz_target import FuzzFailure
 from tests.harness.fuzz.mutation import Mutator
@@ -160,8 +177,10 @@ def _examples() -> list[Message]:
     return [
         Open("r", 0, 0, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=30), (0,), 3, 4, ()),
         Open("s", 0, 0, np.array([4, 5], np.int32), SamplingParams(temp=0.8, seed=1, logprobs=2), (), 2, 4, None),
-        Verify("r", 0, 1, 4, (7, 8)),
-        Verify("s", 0, 1, 3, (), autonomous=True, max_tokens=20),
+        Verify("r", 0, 1, 4, Coupled((7, 8))),
+        Verify("r", 0, 1, 4, Sparse((7,), SparseQ(np.array([[7]], np.int32), np.ones((1, 1), np.float32)))),
+        Verify("s", 0, 1, 3, Autonomous(20, InProcess(3))),
+        Verify("s", 0, 1, 3, DraftInProcess(InProcess(3), 20, (5, 6), (-1, -1))),
         Prepare("r", 0, 1, 4, ((7, 9),), ((1, 2),)),
         Commit("r", 0, 1, 4, (6,), (7, 8), 3, 4),
         Commit("s", 0, 1, 3, (6,), None, 3, 4),

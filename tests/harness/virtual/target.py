@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.kv_cache import PREFILL
-from outrider.protocol.messages import Close, Halt, Message, Open, Outcome, Prefilled, Prepare, Span, Verify
+from outrider.protocol.messages import (
+    Close,
+    Coupled,
+    Halt,
+    Message,
+    Open,
+    Outcome,
+    Prefilled,
+    Prepare,
+    Span,
+    Verify,
+)
 from outrider.protocol.profile import Profile
 from outrider.target_worker.model_runner import READING_SHARE, READING_SHARE_WITH_CHAINS, SMALLEST_PIECE
 from tests.harness.virtual.known_text import held, path_of
@@ -165,14 +176,8 @@ class PacedTarget:
             playing.length = outcome.base_len + outcome.accepted + 1
             self._say(playing, outcome)
             if outcome.next_proposal is not None:
-                playing.next = Verify(
-                    verify.request,
-                    verify.epoch,
-                    verify.round + 1,
-                    playing.length,
-                    outcome.next_proposal,
-                    parents=outcome.next_parents,
-                )
+                place = (verify.request, verify.epoch, verify.round + 1, playing.length)
+                playing.next = Verify(*place, outcome.next_proposal)
         for playing, count in flight.read:
             if not playing.over:
                 self._read(playing, count, work)
@@ -191,9 +196,7 @@ class PacedTarget:
         nodes = held(text, verify)
         bonus = text[at + len(nodes)] if at + len(nodes) < len(text) else 0
         committed = (*(verify.chain[node] for node in nodes), bonus)
-        next_proposal, parents = (
-            ((), ()) if playing.autonomous else self._next_proposal(playing, verify, committed) or (None, ())
-        )
+        next_proposal = Coupled() if playing.autonomous else self._next_proposal(playing, verify, committed)
         return Outcome(
             verify.request,
             verify.epoch,
@@ -206,14 +209,11 @@ class PacedTarget:
             next_proposal,
             rows,
             path=path_of(nodes),
-            next_parents=parents,
         )
 
-    def _next_proposal(
-        self, playing: Playing, verify: Verify, committed: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def _next_proposal(self, playing: Playing, verify: Verify, committed: tuple[int, ...]) -> Coupled | None:
         prepared = playing.prepared
-        return prepared.chain(committed) if prepared is not None and prepared.round == verify.round else None
+        return prepared.proposal(committed) if prepared is not None and prepared.round == verify.round else None
 
     def _say(self, playing: Playing, message: Outcome | Prefilled) -> None:
         playing.answered_ns = self._world.now_ns()
