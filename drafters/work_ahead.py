@@ -16,14 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
-from outrider.drafters.drafter import (
-    Drafter,
-    DrafterFault,
-    FeatureTree,
-    TokenTree,
-)
+from outrider.drafters.drafter import Drafter, DrafterFault, FeatureTree, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, shares
 from outrider.drafters.growth import (
+    WIDTH,
     BranchGrowth,
     BranchTask,
     ChainAlternatives,
@@ -138,7 +134,7 @@ class WorkAhead:
         chain = tuple(self.tree.best(nodes))
         if self._task.min_prob >= 1.0 or self.tree.draws:
             return Continuation(chain, self.tree.drawn_from(nodes))
-        self.proposed = ChainAlternatives(chain, self._paths.places(chain, nodes, len(self._eos)))
+        self.proposed = ChainAlternatives.of(chain, self.tree.candidates(nodes, WIDTH + len(self._eos)))
         return Continuation.of(self.proposed.tree(self._calibration, self._task.min_prob))
 
     def wish(self) -> BranchRequest | None:

@@ -24,11 +24,10 @@ import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import stranger
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter, HeadProposer, proposer_of, wrong_proposers_of
 from outrider.drafters.heads.early_exit import trial_text
 from outrider.drafters.heads.head import Head, PairHead
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
-from outrider.drafters.heads.proposers import ChainState, CheckableProposer, proposer_of, wrong_proposers_of
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
 from outrider.engine.load_checks import open_slots
@@ -173,7 +172,7 @@ def _away(by: int) -> str:
 
 def _share(
     head: Head,
-    proposer: CheckableProposer,
+    proposer: HeadProposer,
     model: LoadedModel,
     text: list[int],
     points: HiddenStatePoints | None = None,

@@ -2,7 +2,16 @@
 
 Texts share forwards as the target's do, in rows of flat buffers (`engine.flat`). The chains of a head in the target's
 process and its token trees in a draft worker are fed in the same way. ONNX Runtime or MLX computes; the former is not
-lazy. Knows pairs, blocks and hidden vectors; nothing of sampling.
+lazy.
+
+`FeatureFollower` collects the features of one text in the target's process. The target's slot reports the features of
+committed tokens as they are computed; they are read when a draft is first requested, so plain decoding only costs their
+storage. Only the newest of many are kept. If some are missing, reading begins after the gap: positions count from
+there, and the head sees less of the text. For a prompt in the target's prompt cache, the head uses its own prompt
+cache, or begins after it. An early exit needs no features, and its text is the target's (`ExitFollower`).
+
+`SavedPairs` holds the pairs that a head read of a text, for later texts with the same beginning. Pair j consists of
+tokens j and j + 1, so a common prefix of n tokens has n - 1 usable pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +26,8 @@ import numpy as np
 from outrider.drafters.heads.head import BlockHead, MaskedHead, PairHead
 from outrider.engine.flat import FlatRows, FlatSequence, Ints, Segment
 from outrider.engine.ort.forward import OrtForward
+from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
+from outrider.engine.sampling import Sampler
 
 _LONG = 32  # a feed with more pairs attends separately, as a prompt does: the others would be padded to its length
 
@@ -172,3 +183,163 @@ def places_in(lengths: Ints) -> Ints:
     starts = np.cumsum(lengths) - lengths
     places: Ints = (np.arange(lengths.sum()) - starts.repeat(lengths)).astype(np.int32)
     return places
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPairs(SavedPrefix):
+    """`length` counts tokens. `layers` hold the pairs from `begin` on; earlier features never arrived."""
+
+    begin: int = 0
+
+    def serves(self, length: int) -> int:
+        shared = min(length, self.length)
+        return shared if shared - 1 - self.begin >= LEAST else 0
+
+    def up_to(self, position: int) -> CachedPrefix:
+        """Returns the pairs before this position in the form that the head's texts begin with."""
+        count = position - self.begin
+        return CachedPrefix(SavedPrefix(count, tuple(self.columns(count))), count)
+
+
+MOST_WAITING = 2048
+PIECE = 512
+READ_AGAIN = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
+
+
+class FeatureFollower:
+    """The features of one text. `sampler` chooses its tokens; `reach`: the number of newest features that matter."""
+
+    def __init__(
+        self, texts: HeadKVCache, sampler: Sampler, reach: int | None = None, cache: PromptCache | None = None
+    ) -> None:
+        """`cache` is the head's prompt cache."""
+        self.sampler = sampler
+        self._kv_cache, self._cache = texts, cache
+        self._most, self._kept = reach or MOST_WAITING, reach or MOST_WAITING // 2
+        self._text: FlatSequence | None = None
+        self._waiting: list[mx.array] = []
+        self.waiting = 0  # the number of features to read
+        self._begin, self._next = 0, 0  # the positions of its first feature and of the next one
+        self._start: CachedPrefix | None = None  # the cached prefix that it begins with
+        self._closed = False
+
+    def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
+        """Returns the position from which the target should report features; it has the first `length` tokens cached.
+
+        `exact`: the target can drop some of them and read them again.
+        """
+        cached = self._cache.find(tokens) if self._cache is not None else None
+        if cached is None or not isinstance(cached.saved, SavedPairs):
+            return length
+        count = min(cached.length - 1, length)
+        if count <= cached.saved.begin or count < length - (READ_AGAIN if exact else 0):
+            return length
+        self._begin, self._next, self._start = cached.saved.begin, count, cached.saved.up_to(count)
+        return count
+
+    def add_features(self, position: int, features: mx.array) -> None:
+        """Adds the features [R, W] of committed tokens from `position` on."""
+        if self._closed:
+            return
+        if position != self._next:
+            self._restart(position)
+        self._waiting.append(features)
+        self._next = position + features.shape[0]
+        self.waiting += features.shape[0]
+        if self.waiting > self._most:
+            newest = mx.contiguous(mx.concatenate(self._waiting)[-self._kept :])
+            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # otherwise it keeps the older ones alive
+            self._restart(self._next - newest.shape[0])
+            self._wait_for(newest)
+
+    @property
+    def text(self) -> FlatSequence:
+        """The text in the head's KV cache."""
+        if self._text is None:
+            self._text = self._kv_cache.open()
+            if self._start is not None:
+                self._kv_cache.adopt(self._text, self._start)
+                self._start = None
+        return self._text
+
+    @property
+    def length(self) -> int:
+        """The number of pairs read."""
+        return self._text.length if self._text is not None else 0
+
+    def is_up_to(self, tokens: Sequence[int]) -> bool:
+        """Whether it has the features of all but the last of these tokens, and some of them are unread."""
+        return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
+
+    def catch_up(self, tokens: Sequence[int]) -> PairFeed:
+        """Reads the unread pairs of committed `tokens` except the last piece, which it returns.
+
+        Call `has_read` when that was fed.
+        """
+        waiting = mx.concatenate(self._waiting)
+        while waiting.shape[0] > PIECE:
+            self._kv_cache.read(self._feed(tokens, waiting[:PIECE]))
+            mx.eval(self._kv_cache.state())
+            waiting = waiting[PIECE:]
+            self._wait_for(waiting)
+        return self._feed(tokens, waiting)
+
+    def has_read(self) -> None:
+        """Records that the piece that `catch_up` returned was fed."""
+        self._waiting, self.waiting = [], 0
+
+    def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
+        begin = self._next - self.waiting + 1
+        behind = mx.array(list(tokens[begin : begin + features.shape[0]]), mx.int32)
+        return PairFeed(self.text, behind, features)
+
+    def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Returns the first of these committed tokens, whose pairs have all been read; none if it began after a gap."""
+        return tokens[: self.length + 1] if self.length and not self._begin else ()
+
+    def save(self, length: int) -> SavedPairs:
+        """Returns a copy of the pairs of the first `length` tokens."""
+        pairs = self._kv_cache.save(self.text, length - 1 - self._begin)
+        return SavedPairs(length, pairs.layers, begin=self._begin)
+
+    def read_all(self, tokens: Sequence[int]) -> int:
+        """Reads the unread pairs of committed `tokens`. Returns the number of tokens read; 0: none to keep."""
+        if self._text is None or self._next >= len(tokens):
+            return 0
+        if self._waiting:
+            self._kv_cache.read(self.catch_up(tokens))
+            self.has_read()
+        return self._next + 1
+
+    def close(self) -> None:
+        """Ignores further features, and frees the text in the KV cache."""
+        self._closed = True
+        self._restart(0)
+
+    def _restart(self, position: int) -> None:
+        if self._text is not None:
+            self._kv_cache.close(self._text)
+        self._text, self._waiting, self.waiting = None, [], 0
+        self._begin, self._start = position, None
+
+    def _wait_for(self, features: mx.array) -> None:
+        self._waiting, self.waiting = [features], int(features.shape[0])
+
+
+class ExitFollower(FeatureFollower):
+    """A text of the target, fed except for its last token, for a drafter that needs no features."""
+
+    def __init__(self, texts: HeadKVCache, sampler: Sampler, sequence: FlatSequence) -> None:
+        super().__init__(texts, sampler)
+        self._text = sequence
+
+    def is_up_to(self, tokens: Sequence[int]) -> bool:
+        return not self._closed and self.length == len(tokens) - 1
+
+    def catch_up(self, tokens: Sequence[int]) -> PairFeed:
+        """Returns the last token, whose keys and values the verify computes again."""
+        return PairFeed(self.text, mx.array(list(tokens[-1:]), mx.int32), mx.zeros((1, 0)), stays=False)
+
+    def close(self) -> None:
+        """Ends drafting; the text remains the target's."""
+        self._closed = True

@@ -69,7 +69,7 @@ IN_ORDER = {
     ),
     "drafters/heads": (
         "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
-        "redrafter", "proposers", "drafter", "early_exit", "load", "ahead",
+        "redrafter", "drafter", "early_exit", "load", "ahead",
     ),
 }  # fmt: skip
 """The modules of a room in which each may import only those before it."""

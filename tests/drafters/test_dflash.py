@@ -12,9 +12,8 @@ import pytest
 
 from outrider.drafters.heads.checkpoint import read_config, read_weights
 from outrider.drafters.heads.dflash import DFlash, build
-from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.pair_kv_cache import PairFeed
-from outrider.drafters.heads.proposers import ChainState, FeatureKVCache
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairFeed
 from outrider.engine.sampling import gumbel_numpy
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams

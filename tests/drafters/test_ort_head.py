@@ -11,12 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import forward_of
 from outrider.drafters.heads.load import load as load_head
 from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
-from outrider.drafters.heads.proposers import ChainState, proposer_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort import graph
 from outrider.engine.ort.forward import OrtForward

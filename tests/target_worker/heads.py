@@ -18,11 +18,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, llama
 
 from outrider.drafters.heads import redrafter
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import HeadDrafter, proposer_of
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.mtp import Mtp, MtpForm
-from outrider.drafters.heads.proposers import proposer_of
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
