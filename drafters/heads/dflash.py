@@ -32,7 +32,7 @@ from outrider.drafters.heads.checkpoint import (
     refuse_quantised,
     sizes_of,
 )
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import (
     Attention,
     BlockLink,
@@ -134,8 +134,8 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         return out
 
 
-class DFlash(HeadModule):
-    """A `BlockHead`. `embed` and `output` are the target's layers."""
+class DFlash(BlockHead):
+    """`embed` and `output` are the target's layers."""
 
     def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
         super().__init__()

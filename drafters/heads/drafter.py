@@ -24,7 +24,7 @@ import numpy as np
 
 from outrider.drafters.fan_out import Calibration
 from outrider.drafters.growth import ChainAlternatives, Continuation
-from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead, StepHead
+from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead, PairHead
 from outrider.drafters.heads.layers import FEW, BlockLink
 from outrider.drafters.heads.pair_kv_cache import FeatureFollower, FeatureKVCache, HeadKVCache, PairFeed, PairKVCache
 from outrider.engine.ort.forward import OrtForward
@@ -32,7 +32,7 @@ from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
 from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft, ModelFault, OutriderError, named_errors
+from outrider.protocol.errors import ModelFault, OutriderError, named_errors
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.protocol.trees import Candidate, one_hot
@@ -152,7 +152,7 @@ class StepProposer:
 
     depth: int = sys.maxsize
 
-    def __init__(self, head: StepHead, kv_cache: PairKVCache) -> None:
+    def __init__(self, head: PairHead, kv_cache: PairKVCache) -> None:
         self._head, self.kv_cache = head, kv_cache
 
     def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
@@ -281,14 +281,11 @@ HeadProposer = StepProposer | BlockProposer
 
 
 def proposer_of(head: Head, cpu: OrtForward | None = None) -> HeadProposer:
-    """Returns the proposer of a head's kind; `cpu` computes its forwards. Raises CannotDraft: unknown kind."""
+    """Returns the proposer of a head's kind; `cpu` computes its forwards."""
     if isinstance(head, BlockHead):
         return BlockProposer(head, FeatureKVCache(head))
-    if isinstance(head, MaskedHead):
-        return BlockProposer(head, PairKVCache(head, cpu))
-    if isinstance(head, StepHead):
-        return StepProposer(head, PairKVCache(head, cpu))
-    raise CannotDraft(f"a {type(head).__name__} is not a head of a supported kind")
+    texts = PairKVCache(head, cpu)
+    return BlockProposer(head, texts) if isinstance(head, MaskedHead) else StepProposer(head, texts)
 
 
 def wrong_proposers_of(head: Head) -> Iterator[tuple[str, HeadProposer]]:

@@ -29,7 +29,7 @@ from outrider.drafters.heads.checkpoint import (
     refuse_quantised,
     sizes_of,
 )
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import MaskedHead, PairHead
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
@@ -84,8 +84,8 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Eagle3(HeadModule):
-    """A `StepHead`. `embed`: the target's embedding, for a head without one."""
+class Eagle3(PairHead):
+    """`embed`: the target's embedding, for a head without one."""
 
     def __init__(
         self, config: Eagle3Config, embed: Callable[[mx.array], mx.array], vocabulary: DraftVocabulary
@@ -153,8 +153,8 @@ class Eagle3(HeadModule):
         return dtype
 
 
-class PEagle(Eagle3):
-    """P-EAGLE (arXiv 2602.01469), a `MaskedHead`: a learned vector replaces a feature that is not known.
+class PEagle(Eagle3, MaskedHead):
+    """P-EAGLE (arXiv 2602.01469): a learned vector replaces a feature that is not known.
 
     `depth`: the number of tokens that it was trained to draft at once.
     """

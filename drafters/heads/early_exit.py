@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from outrider.drafters.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, settings_of, stranger
 from outrider.drafters.heads.drafter import HeadDrafter, StepProposer
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.pair_kv_cache import ExitFollower, PairFeed
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
@@ -74,11 +74,10 @@ class ExitAdapter(nn.Module):  # type: ignore[misc]
         return out
 
 
-class EarlyExit(HeadModule):
-    """A `Head` whose vectors are the target's rows after its first `layers` layers; it needs no features."""
+class EarlyExit(PairHead):
+    """A head whose vectors are the target's rows after its first `layers` layers; it needs no features."""
 
     reach = 1
-    bytes_per_pair = 0
     points = HiddenStatePoints()
 
     def __init__(

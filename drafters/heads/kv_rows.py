@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.head import NO_NUMBERS, GuessingHead, MaskedHead
+from outrider.drafters.heads.head import NO_NUMBERS, MaskedHead
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache, places_in
 from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import NewRows
@@ -89,14 +89,13 @@ class PairKVRows:
 
     whole = False
 
-    def __init__(self, head: GuessingHead, kv_cache: PairKVCache) -> None:
-        """`kv_cache`: the texts of `head`."""
-        self._head, self.kv_cache = head, kv_cache
+    def __init__(self, kv_cache: PairKVCache) -> None:
+        self._head, self.kv_cache = kv_cache.head, kv_cache
         self.lazy = kv_cache.cpu is None
         self.sequence = kv_cache.open()
         finalize(self, kv_cache.drop, self.sequence)
-        self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
-        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
+        self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
+        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(self._head.parameters()))
         self.features = FeatureBuffer()
         self.begin_at(0)
 
@@ -261,7 +260,7 @@ class BlockKVRows:
 
     def __init__(self, kv_cache: FeatureKVCache) -> None:
         self.kv_cache, self._depth = kv_cache, kv_cache.head.depth
-        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))  # type: ignore[attr-defined]
+        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))
         self.sequence = kv_cache.open()
         finalize(self, kv_cache.drop, self.sequence)
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
 from outrider.drafters.heads.checkpoint import stranger
 from outrider.drafters.heads.drafter import ChainState, HeadDrafter, HeadProposer, proposer_of, wrong_proposers_of
 from outrider.drafters.heads.early_exit import trial_text
-from outrider.drafters.heads.head import Head, PairHead
+from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.engine.flat import Segment
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
@@ -206,7 +206,7 @@ def forward_of(head: Head, target: LoadedModel) -> OrtForward | None:
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 
             def own(tokens: Ints) -> mx.array:
-                kv_cache = PairKVCache(cast(PairHead, head))
+                kv_cache = PairKVCache(cast(Any, head))
                 segment = Segment(kv_cache.open().row, 0, len(tokens))
                 return kv_cache.feed(tokens, features[tokens % _FEATURES], [segment])[1]
 

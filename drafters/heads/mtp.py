@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
 from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import PairHead
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
@@ -44,8 +44,8 @@ class MtpForm:
     together: bool = True
 
 
-class Mtp(HeadModule):
-    """A `StepHead`. `block` is a layer of the target's kind; `embed` and `output` are the target's own."""
+class Mtp(PairHead):
+    """`block` is a layer of the target's kind; `embed` and `output` are the target's own."""
 
     def __init__(
         self,

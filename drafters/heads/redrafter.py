@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.drafters.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised, settings_of
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import PairHead
 from outrider.engine.flat import FlatCache
 from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding
 from outrider.engine.loading import LoadedModel
@@ -47,10 +47,10 @@ class ResBlock(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Redrafter(HeadModule):
-    """A `StepHead`. `embed`: the target's embedding; `vocab_size`: the size of its logits, which may be padded."""
+class Redrafter(PairHead):
+    """`embed`: the target's embedding; `vocab_size`: the size of its logits, which may be padded."""
 
-    points, reach, bytes_per_pair = HiddenStatePoints(after_norm=True), 1, 0
+    points, reach = HiddenStatePoints(after_norm=True), 1
     layers: tuple[nn.Module, ...] = ()  # there are no keys and values
 
     def __init__(
