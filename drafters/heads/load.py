@@ -23,13 +23,13 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
-from outrider.drafters.heads.checkpoint import stranger
+from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights, stranger
 from outrider.drafters.heads.drafter import ChainState, HeadDrafter, HeadProposer, proposer_of, wrong_proposers_of
 from outrider.drafters.heads.early_exit import trial_text
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
 from outrider.engine.flat import Segment
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.ort.forward import OrtForward, check, enabled
@@ -44,17 +44,7 @@ from outrider.protocol.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 
-def _eagle3(folder: Path, target: LoadedModel) -> Head:
-    table = embedding(backbone_of(target.model)[0])
-    return eagle3.read(folder, target.config, target.vocab_size, lambda tokens: table(tokens))
-
-
-_READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
-    "dflash": dflash.read,
-    "eagle3": _eagle3,
-    "mtp": mtp.read,
-    "redrafter": redrafter.read,
-}
+_BUILD = {"dflash": dflash.build, "eagle3": eagle3.build, "redrafter": redrafter.build}
 
 
 def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
@@ -66,7 +56,9 @@ def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     with _named(f"loading the head {path}"):
         folder = find(path, progress)
         progress(f"loading {path}")
-        return _READ[kind](folder, model)
+        if kind == "mtp":
+            return mtp.read(folder, model)
+        return _BUILD[kind](read_config(folder), read_weights(folder), HeadTarget.of(model), str(folder))
 
 
 def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:
