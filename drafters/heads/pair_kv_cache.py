@@ -16,6 +16,7 @@ tokens j and j + 1, so a common prefix of n tokens has n - 1 usable pairs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads.head import BlockHead, MaskedHead, PairHead
-from outrider.engine.flat import FlatRows, FlatSequence, Ints, Segment
+from outrider.engine.flat import FlatRows, FlatSequence, Floats, Ints, Segment
 from outrider.engine.ort.forward import OrtForward
 from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
 from outrider.engine.sampling import Sampler
@@ -205,6 +206,57 @@ MOST_WAITING = 2048
 PIECE = 512
 READ_AGAIN = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
 
+Features = mx.array | Floats
+Row = tuple[Features, int]
+"""An array [N, W] and the index of one of its rows."""
+
+
+class FeatureBuffer:
+    """The features of the positions `begin`..`end`-1, of which only the newest `most` are kept."""
+
+    def __init__(self, most: int = MOST_WAITING) -> None:
+        self.begin = self.end = 0
+        self._most = most
+        self._parts = deque[tuple[int, Features]]()
+
+    def add(self, position: int, rows: Features) -> None:
+        """Adds rows from `position` on. Known ones are skipped; after a gap only the new ones are kept."""
+        end = position + rows.shape[0]
+        if end <= self.end:
+            return
+        if not self.begin <= position <= self.end:
+            self.begin, self._parts = position, deque()
+        elif position < self.end:
+            position, rows = self.end, rows[self.end - position :]
+        self._parts.append((position, rows))
+        self.end = end
+        self.forget(end - self._most)
+
+    def forget(self, position: int) -> None:
+        """Drops the rows before this position."""
+        if position > self.begin:
+            self.begin = min(position, self.end)
+            while self._parts and self._parts[0][0] + self._parts[0][1].shape[0] <= position:
+                self._parts.popleft()
+
+    def __contains__(self, position: int) -> bool:
+        return self.begin <= position < self.end
+
+    def row(self, position: int) -> Row:
+        """Returns the row of a position that the buffer has."""
+        first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
+        return rows, position - first
+
+    def between(self, begin: int, end: int) -> Any:
+        """Returns the rows [end - begin, W] of these positions, all of which the buffer has."""
+        parts: list[Any] = [
+            rows[max(begin - first, 0) : max(end - first, 0)]
+            for first, rows in self._parts
+            if first < end and begin < first + rows.shape[0]
+        ]
+        xp: Any = mx if isinstance(parts[0], mx.array) else np
+        return parts[0] if len(parts) == 1 else xp.concatenate(parts)
+
 
 class FeatureFollower:
     """The features of one text. `sampler` chooses its tokens; `reach`: the number of newest features that matter."""
@@ -215,13 +267,16 @@ class FeatureFollower:
         """`cache` is the head's prompt cache."""
         self.sampler = sampler
         self._kv_cache, self._cache = texts, cache
-        self._most, self._kept = reach or MOST_WAITING, reach or MOST_WAITING // 2
         self._text: FlatSequence | None = None
-        self._waiting: list[mx.array] = []
-        self.waiting = 0  # the number of features to read
-        self._begin, self._next = 0, 0  # the positions of its first feature and of the next one
+        self._features = FeatureBuffer(reach or MOST_WAITING)  # those that are not read
+        self._begin = 0  # the position of the first pair
         self._start: CachedPrefix | None = None  # the cached prefix that it begins with
         self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """The number of features to read."""
+        return self._features.end - self._features.begin
 
     def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
         """Returns the position from which the target should report features; it has the first `length` tokens cached.
@@ -234,23 +289,17 @@ class FeatureFollower:
         count = min(cached.length - 1, length)
         if count <= cached.saved.begin or count < length - (READ_AGAIN if exact else 0):
             return length
-        self._begin, self._next, self._start = cached.saved.begin, count, cached.saved.up_to(count)
+        self._features.begin = self._features.end = count
+        self._begin, self._start = cached.saved.begin, cached.saved.up_to(count)
         return count
 
     def add_features(self, position: int, features: mx.array) -> None:
-        """Adds the features [R, W] of committed tokens from `position` on."""
-        if self._closed:
-            return
-        if position != self._next:
-            self._restart(position)
-        self._waiting.append(features)
-        self._next = position + features.shape[0]
-        self.waiting += features.shape[0]
-        if self.waiting > self._most:
-            newest = mx.contiguous(mx.concatenate(self._waiting)[-self._kept :])
-            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # otherwise it keeps the older ones alive
-            self._restart(self._next - newest.shape[0])
-            self._wait_for(newest)
+        """Adds the features [R, W] of committed tokens from `position` on. After a gap, reading begins anew."""
+        begin = self._features.begin
+        if not self._closed:
+            self._features.add(position, features)
+        if self._features.begin != begin:
+            self._restart()
 
     @property
     def text(self) -> FlatSequence:
@@ -269,29 +318,27 @@ class FeatureFollower:
 
     def is_up_to(self, tokens: Sequence[int]) -> bool:
         """Whether it has the features of all but the last of these tokens, and some of them are unread."""
-        return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
+        return not self._closed and self._features.end == len(tokens) - 1 and self.waiting > 0
 
     def catch_up(self, tokens: Sequence[int]) -> PairFeed:
         """Reads the unread pairs of committed `tokens` except the last piece, which it returns.
 
         Call `has_read` when that was fed.
         """
-        waiting = mx.concatenate(self._waiting)
-        while waiting.shape[0] > PIECE:
-            self._kv_cache.read(self._feed(tokens, waiting[:PIECE]))
+        while self.waiting > PIECE:
+            self._kv_cache.read(self._feed(tokens, PIECE))
             mx.eval(self._kv_cache.state())
-            waiting = waiting[PIECE:]
-            self._wait_for(waiting)
-        return self._feed(tokens, waiting)
+            self._features.forget(self._features.begin + PIECE)
+        return self._feed(tokens, self.waiting)
 
     def has_read(self) -> None:
         """Records that the piece that `catch_up` returned was fed."""
-        self._waiting, self.waiting = [], 0
+        self._features.forget(self._features.end)
 
-    def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
-        begin = self._next - self.waiting + 1
-        behind = mx.array(list(tokens[begin : begin + features.shape[0]]), mx.int32)
-        return PairFeed(self.text, behind, features)
+    def _feed(self, tokens: Sequence[int], count: int) -> PairFeed:
+        begin = self._features.begin
+        behind = mx.array(list(tokens[begin + 1 : begin + 1 + count]), mx.int32)
+        return PairFeed(self.text, behind, mx.array(self._features.between(begin, begin + count)))
 
     def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
         """Returns the first of these committed tokens, whose pairs have all been read; none if it began after a gap."""
@@ -304,26 +351,23 @@ class FeatureFollower:
 
     def read_all(self, tokens: Sequence[int]) -> int:
         """Reads the unread pairs of committed `tokens`. Returns the number of tokens read; 0: none to keep."""
-        if self._text is None or self._next >= len(tokens):
+        if self._text is None or self._features.end >= len(tokens):
             return 0
-        if self._waiting:
+        if self.waiting:
             self._kv_cache.read(self.catch_up(tokens))
             self.has_read()
-        return self._next + 1
+        return self._features.end + 1
 
     def close(self) -> None:
         """Ignores further features, and frees the text in the KV cache."""
         self._closed = True
-        self._restart(0)
+        self.has_read()
+        self._restart()
 
-    def _restart(self, position: int) -> None:
+    def _restart(self) -> None:
         if self._text is not None:
             self._kv_cache.close(self._text)
-        self._text, self._waiting, self.waiting = None, [], 0
-        self._begin, self._start = position, None
-
-    def _wait_for(self, features: mx.array) -> None:
-        self._waiting, self.waiting = [features], int(features.shape[0])
+        self._text, self._start, self._begin = None, None, self._features.begin
 
 
 class ExitFollower(FeatureFollower):
