@@ -228,7 +228,11 @@ class AheadHead:
         model = outline(target, progress=progress)
         head = read(kind, path, model, progress)
         features = features_of(head, Path(path), Path(target))
-        return cls(head, kind, model.vocab_size, features, forward_of(head, model))
+        cpu = forward_of(head, model)
+        drafter = cls(head, kind, model.vocab_size, features, cpu)
+        if cpu is not None:
+            head.release()
+        return drafter
 
     def open(
         self,

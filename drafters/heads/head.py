@@ -52,6 +52,14 @@ class HeadModule(nn.Module):  # type: ignore[misc]
         """
         raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
 
+    def release(self) -> None:
+        """Frees the weights that ONNX Runtime has copied; those that `fuse` and `onward` read stay."""
+        for name in ("layers", "embed_tokens", "lm_head"):
+            self.pop(name, None)
+        for name in ("_embed", "_output"):  # the target's own
+            self.__dict__.pop(name, None)
+        mx.clear_cache()
+
     def fuse(self, rows: mx.array) -> mx.array:
         """Returns the features [R, W] of tapped rows [R, points * D], cheaply enough for the target's forward."""
         raise NotImplementedError

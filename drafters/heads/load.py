@@ -85,7 +85,10 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
-    return HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, cpu), agrees)
+    drafter = HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, cpu), agrees)
+    if cpu is not None:
+        head.release()
+    return drafter
 
 
 def features_of(head: Head, folder: Path, target: Path) -> str:
