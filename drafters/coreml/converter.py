@@ -167,9 +167,8 @@ def write_mlx_copy(weights: Weights, source: Path, destination: Path) -> None:
             continue
         if form.data.shape[1] % GROUP:
             raise ModelError(f"{name} has {form.data.shape[1]} columns; MLX needs a multiple of {GROUP} to quantize it")
-        triple = to_mlx(form)
-        for part, array in (("weight", triple.weight), ("scales", triple.scales), ("biases", triple.biases)):
-            arrays[f"{module}.{part}"] = array
+        names = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
+        arrays |= zip(names, to_mlx(form), strict=True)
     mx.save_safetensors(str(destination / "model.safetensors"), arrays, metadata={"format": "mlx"})
     config = {key: value for key, value in load_config(source).items() if not key.startswith("quantization")}
     config["torch_dtype"] = "float32" if weights.kind == "fp32" else "float16"

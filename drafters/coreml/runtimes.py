@@ -33,8 +33,8 @@ Inputs = Mapping[str, NDArray[Any]]
 Outputs = dict[str, NDArray[np.float32]]
 
 
-class RuntimeState(Protocol):
-    """One request's cache inside a runtime; opaque to the host."""
+RuntimeState = Any
+"""One request's cache inside a runtime; opaque to the host."""
 
 
 class Runtime(Protocol):
