@@ -188,7 +188,7 @@ UNTRAINED = (
 
 
 class AheadHead:
-    """A `FeatureDrafter` with `head`. `features`: the required source of the features."""
+    """A `Drafter` with `head`, whose trees read features. `features`: the required source of the features."""
 
     def __init__(
         self,
