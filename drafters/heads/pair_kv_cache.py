@@ -50,24 +50,11 @@ class PairFeed:
         return int(self.features.shape[0])
 
 
-class HeadKVCache(FlatRows):
-    """The texts of one head. A text's `length` is the number of pairs or features read."""
+class PairKVCache(FlatRows):
+    """The texts of a head that is fed pairs; a text's `length` is the number of pairs read.
 
-    def read(self, feed: PairFeed) -> None:
-        """Reads pairs without drafting after them. Lazy, unless ONNX Runtime computes."""
-        raise NotImplementedError
-
-    def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Reads all feeds, in the order of their rows, and masks for more than one token after a feed.
-
-        Returns the vectors [sum, H] and the logits [sum, V] of `depths` tokens after each. Lazy, unless ONNX Runtime
-        computes.
-        """
-        raise NotImplementedError
-
-
-class PairKVCache(HeadKVCache):
-    """The texts of a head that is fed pairs. `cpu` computes its forwards; None: MLX does."""
+    `cpu` computes its forwards; None: MLX does.
+    """
 
     def __init__(self, head: PairHead, cpu: OrtForward | None = None) -> None:
         # ONNX Runtime's bindings belong to the buffers, so new ones for each text would make rounds slower.
@@ -100,9 +87,15 @@ class PairKVCache(HeadKVCache):
         return mx.concatenate([self._by_mlx(tokens[own], features[own], [segment]) for own, segment in alone])
 
     def read(self, feed: PairFeed) -> None:
+        """Reads pairs without drafting after them. Lazy, unless ONNX Runtime computes."""
         self.outputs([feed], [1])
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Reads all feeds, in the order of their rows, and masks for more than one token after a feed.
+
+        Returns the vectors [sum, H] and the logits [sum, V] of `depths` tokens after each. Lazy, unless ONNX Runtime
+        computes.
+        """
         pairs = zip(feeds, depths, strict=True)
         return self.outputs([self._with_masks(feed, depth - 1) for feed, depth in pairs], depths)
 
@@ -130,7 +123,7 @@ class PairKVCache(HeadKVCache):
         return found
 
 
-class FeatureKVCache(HeadKVCache):
+class FeatureKVCache(FlatRows):
     """The features of a block head's texts. Blocks' own keys and values are written after them, and overwritten by the
     next blocks."""
 
@@ -141,6 +134,7 @@ class FeatureKVCache(HeadKVCache):
         self.masks_more = 0 if (head.from_anchor if from_anchor is None else from_anchor) else 1
 
     def read(self, feed: PairFeed) -> None:
+        """The same as `PairKVCache.read`."""
         self._read([feed])
 
     def read_features(self, features: mx.array, segments: Sequence[Segment]) -> None:
@@ -162,6 +156,7 @@ class FeatureKVCache(HeadKVCache):
         )
 
     def slots(self, feeds: Sequence[PairFeed], depths: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """The same as `PairKVCache.slots`."""
         self._read(feeds)
         counts = [depth + self.masks_more for depth in depths]
         texts = [feed.text for feed in feeds]
@@ -177,6 +172,9 @@ class FeatureKVCache(HeadKVCache):
         self.read_features(mx.concatenate([feed.features for feed in feeds]), segments)
         for feed in feeds:
             feed.text.length += feed.count
+
+
+HeadKVCache = PairKVCache | FeatureKVCache
 
 
 def places_in(lengths: Ints) -> Ints:
