@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes
-from outrider.drafters.coreml.host import LinearCache, PackageHost, PackageReader
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT,
     TRIAL_ROWS,
@@ -44,7 +43,15 @@ from outrider.drafters.coreml.layout import (
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, folder, open_package
-from outrider.drafters.coreml.runtimes import UNITS, DeviceAbsent, open_runtime, os_build
+from outrider.drafters.coreml.runtimes import (
+    UNITS,
+    DeviceAbsent,
+    LinearCache,
+    PackageHost,
+    PackageReader,
+    open_runtime,
+    os_build,
+)
 from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load

@@ -64,7 +64,7 @@ WITHIN = {
 FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
-        "layout", "package", "weights", "graph", "converter", "runtimes", "host", "trial", "selection", "drafter",
+        "layout", "package", "weights", "converter", "runtimes", "trial", "selection", "drafter",
         "prompts", "doctor", "convert",
     ),
     "drafters/heads": (
