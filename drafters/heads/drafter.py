@@ -130,7 +130,7 @@ def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
         parts.append(step.chosen())
     if len(parts) == 1:
         return parts[0]
-    return _rows(mx.concatenate(parts), np.argsort(np.concatenate(groups)))
+    return _rows(mx.concatenate(parts), np.argsort(np.concatenate(groups)).tolist())
 
 
 def take(step: Step, places: Sequence[tuple[ChainState, Iterable[int]]]) -> None:
@@ -202,7 +202,7 @@ def _walk(
     at_once = not chains[0].follower.sampler.needs_history
     few: tuple[mx.array, mx.array] | None = None
     if at_once:
-        rows = np.concatenate([np.arange(b, b + line.depth) for b, line in zip(begins, chains, strict=True)])
+        rows = [row for b, line in zip(begins, chains, strict=True) for row in range(b, b + line.depth)]
         step = score([line.metadata(line.depth) for line in chains], _rows(logits, rows))
         starts = np.cumsum([0, *(line.depth for line in chains)])[:-1].tolist()
         if linked is None:
@@ -244,8 +244,8 @@ class _Linked:
             chain.picks.append(ChosenToken(row, self._before, (tokens, scores) if chain.width else None, odds))
 
 
-def _rows(array: mx.array, rows: Any) -> mx.array:
-    return mx.take(array, mx.array(np.asarray(rows, np.int32)), axis=0)
+def _rows(array: mx.array, rows: list[int]) -> mx.array:
+    return mx.take(array, mx.array(rows, mx.int32), axis=0)
 
 
 class BlockProposer:

@@ -336,7 +336,7 @@ class FeatureFollower:
     def _feed(self, tokens: Sequence[int], count: int) -> PairFeed:
         begin = self._features.begin
         behind = mx.array(list(tokens[begin + 1 : begin + 1 + count]), mx.int32)
-        return PairFeed(self.text, behind, mx.array(self._features.between(begin, begin + count)))
+        return PairFeed(self.text, behind, self._features.between(begin, begin + count))
 
     def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
         """Returns the first of these committed tokens, whose pairs have all been read; none if it began after a gap."""
