@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from outrider.draft_worker.worker import DraftLink, DraftWorker
-from outrider.drafters.drafter import NAMES, FeatureDrafter, make
+from outrider.drafters.drafter import NAMES, make
 from outrider.drafters.fan_out import POLICIES
 from outrider.drafters.replay import PacedDrafter, ReplayDrafter, SlowLink
 from outrider.engine.models_only import models_only
@@ -58,7 +58,7 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, DraftWo
         note=drafter.note,
         kv=drafter.prompt_cache.cost,
         vocabulary=options.vocabulary,
-        features=drafter.features if isinstance(drafter, FeatureDrafter) else "",
+        features=getattr(drafter, "features", ""),
     )
     memory = PeakMemory() if options.backend == "mlx" else None
     folder = Path(options.target or options.model)

@@ -175,33 +175,15 @@ class DraftRequest:
         self.newest, self.committed_ns = message, now_ns
         self.owed = message.verifying is None and message.depth > 0
 
-    def drafted(self, draft: Continuation, work: Span, peak_bytes: int) -> Drafted:
-        newest = self.newest
-        return Drafted(
-            request=newest.request,
-            epoch=newest.epoch,
-            round=newest.round,
-            base_len=self.work.committed_len,
-            chain=draft.line,
-            work=work,
-            q=draft.q,
-            peak_bytes=peak_bytes,
-            alternatives=draft.alternatives,
-        )
-
-    def branches(self, ready: ReadyBranches, work: Span, peak_bytes: int) -> Branches:
-        newest = self.newest
+    def answer(self, result: Continuation | ReadyBranches, work: Span, peak_bytes: int) -> Drafted | Branches:
+        newest, base_len = self.newest, self.work.committed_len
+        begin = newest.request, newest.epoch, newest.round, base_len
+        if isinstance(result, Continuation):
+            return Drafted(
+                *begin, result.line, work, q=result.q, peak_bytes=peak_bytes, alternatives=result.alternatives
+            )
         return Branches(
-            request=newest.request,
-            epoch=newest.epoch,
-            round=newest.round,
-            base_len=self.work.committed_len,
-            depth=ready.depth,
-            entries=ready.entries,
-            work=work,
-            final=ready.final,
-            q=ready.q,
-            peak_bytes=peak_bytes,
+            *begin, result.depth, result.entries, work, final=result.final, q=result.q, peak_bytes=peak_bytes
         )
 
 
@@ -421,26 +403,31 @@ class DraftWorker:
     def _draft(self, owed: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         drafts = self._batcher.continuations([d.work for d in owed], [d.newest.depth for d in owed])
-        span = Span(started_ns, clock.now())
-        self._took(Operation.CHAIN, started_ns)
-        for running, drafted in zip(owed, drafts, strict=True):
+        for running in owed:
             running.owed = False
-            if isinstance(drafted, OutriderError):
-                self._fault(running.newest.request, drafted)
-            else:
-                self._link.send(running.drafted(drafted, span, self._peak_bytes()))
+        self._answer(Operation.CHAIN, started_ns, owed, drafts)
 
     def _grow(self, growing: Sequence[DraftRequest]) -> None:
         started_ns = clock.now()
         active = sum(running.newest.verifying is not None for running in self._running.values())
         branches = self._batcher.advance([running.work for running in growing], active)
+        self._answer(Operation.GROW, started_ns, growing, branches)
+
+    def _answer(
+        self,
+        operation: Operation,
+        started_ns: int,
+        requests: Sequence[DraftRequest],
+        results: Sequence[Continuation | ReadyBranches | OutriderError | None],
+    ) -> None:
+        """Sends each request's result; one with an error ends."""
         span = Span(started_ns, clock.now())
-        self._took(Operation.GROW, started_ns)
-        for running, ready in zip(growing, branches, strict=True):
-            if isinstance(ready, OutriderError):
-                self._fault(running.newest.request, ready)
-            elif ready is not None:
-                self._link.send(running.branches(ready, span, self._peak_bytes()))
+        self._took(operation, started_ns)
+        for running, result in zip(requests, results, strict=True):
+            if isinstance(result, OutriderError):
+                self._fault(running.newest.request, result)
+            elif result is not None:
+                self._link.send(running.answer(result, span, self._peak_bytes()))
 
     def _peak_bytes(self) -> int:
         return self._memory.bytes() if self._memory is not None else 0

@@ -1,5 +1,5 @@
 """The interface of drafters, which propose tokens. A new drafter is one file that implements `Drafter` and `TokenTree`,
-a line in `BACKENDS` and a name in the settings.
+a case in `make` and a name in the settings.
 
 A drafter knows tokens and nodes; it knows nothing of sockets, rounds or the outcomes to prepare.
 """
@@ -117,7 +117,8 @@ class Drafter(Protocol):
     """Proposes tokens; opens one tree for each request.
 
     `prompt_cache` holds prefixes of texts that have ended; it is empty if the drafter reads every text in full. `note`
-    is a note for users about how it runs; mostly empty.
+    is a note for users about how it runs; mostly empty. A drafter whose trees read the target's features also has
+    `features`, which names their source; it must be the target's.
     """
 
     backend: str
@@ -158,13 +159,6 @@ class FeatureTree(TokenTree, Protocol):
         ...
 
 
-@runtime_checkable
-class FeatureDrafter(Drafter, Protocol):
-    """A drafter whose trees read the target's features. `features` names their source, which must be the target's."""
-
-    features: str
-
-
 class DrafterFault(OutriderError):
     """The drafter can't continue with this request; the target continues alone."""
 
@@ -172,33 +166,7 @@ class DrafterFault(OutriderError):
 Progress = Callable[[str], None]
 
 
-def _mlx(model: str, prefill: str, progress: Progress) -> Drafter:
-    from outrider.drafters.coreml.prompts import reader_for
-    from outrider.drafters.mlx import MlxDrafter
-
-    return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
-
-
-def _replay(model: str, prefill: str, progress: Progress) -> Drafter:
-    from outrider.drafters.replay import ReplayDrafter, Script
-
-    return ReplayDrafter(Script.read(Path(model)))
-
-
-def _coreml(model: str, prefill: str, progress: Progress) -> Drafter:
-    from outrider.drafters.coreml.drafter import load
-
-    return load(model, progress)
-
-
-BACKENDS: dict[str, Callable[[str, str, Progress], Drafter]] = {"coreml": _coreml, "mlx": _mlx, "replay": _replay}
-NAMES = (*sorted(BACKENDS), *AHEAD)
-
-
-def _head(kind: str, model: str, target: str, progress: Progress) -> Drafter:
-    from outrider.drafters.heads.ahead import AheadHead
-
-    return AheadHead.load(kind, model, target, progress)
+NAMES = ("coreml", "mlx", "replay", *AHEAD)
 
 
 def make(backend: str, model: str, progress: Progress, prefill: str = "auto", target: str = "") -> Drafter:
@@ -208,8 +176,22 @@ def make(backend: str, model: str, progress: Progress, prefill: str = "auto", ta
         prefill: the backend that reads prompts for `mlx`, see `drafters.coreml.prompts`.
         target: the folder of the model whose features a head reads.
     """
-    if backend in AHEAD:
-        return _head(backend, model, target, progress)
-    if backend not in BACKENDS:
+    match backend:
+        case "mlx":
+            from outrider.drafters.coreml.prompts import reader_for
+            from outrider.drafters.mlx import MlxDrafter
+
+            return MlxDrafter.load(model, progress, reader_for(model, prefill, progress))
+        case "coreml":
+            from outrider.drafters.coreml.drafter import load
+
+            return load(model, progress)
+        case "replay":
+            from outrider.drafters.replay import ReplayDrafter, Script
+
+            return ReplayDrafter(Script.read(Path(model)))
+    if backend not in AHEAD:
         raise InvalidRequest(f"unknown drafter {backend!r}; expected one of {', '.join(NAMES)}")
-    return BACKENDS[backend](model, prefill, progress)
+    from outrider.drafters.heads.ahead import AheadHead
+
+    return AheadHead.load(backend, model, target, progress)

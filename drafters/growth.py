@@ -87,34 +87,33 @@ def worthwhile(count: int, calibration: Calibration, least: float) -> int:
     return worth
 
 
-def with_alternatives(
-    chain: Sequence[int], places: Sequence[AlternativesAt], calibration: Calibration, least: float
-) -> DraftTree:
-    """Returns a tree of the chain, then the alternatives with a probability of more than `least`, by position."""
-    tokens, parents, odds = list(chain), list(line(len(chain))), [0.0] * len(chain)
-    mass = 1.0
-    for index, place in enumerate(places):
-        odds[index] = rate = calibration.acceptance(index, place.point.own_gap)
-        for rank, token in enumerate(place.others[: WIDTH - 1]):
-            share = (1.0 - rate) * calibration.bonus_share(False, rank, place.point)
-            if mass * share > least and len(tokens) - len(chain) < MAX_BESIDE:
-                tokens.append(token)
-                parents.append(index - 1)
-                odds.append(share)
-        mass *= rate
-    return DraftTree(tuple(tokens), tuple(parents) if len(tokens) > len(chain) else (), tuple(odds))
-
-
 @dataclass(frozen=True, slots=True)
 class ChainAlternatives:
-    """A chain and the alternatives at each of its positions."""
+    """A chain and the alternatives at its first positions."""
 
     chain: tuple[int, ...]
     places: Sequence[AlternativesAt]
 
+    @classmethod
+    def of(cls, chain: Sequence[int], candidates: Sequence[Sequence[Candidate]]) -> ChainAlternatives:
+        """Returns those of a chain with these `candidates` at its first positions, best first."""
+        places = [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=False)]
+        return cls(tuple(chain), places)
+
     def tree(self, calibration: Calibration, least: float) -> DraftTree:
-        """See `with_alternatives`."""
-        return with_alternatives(self.chain, self.places, calibration, least)
+        """Returns a tree of the chain, then the alternatives with a probability of more than `least`, by position."""
+        count, mass = len(self.chain), 1.0
+        tokens, parents, odds = list(self.chain), list(line(count)), [0.0] * count
+        for index, place in enumerate(self.places):
+            odds[index] = rate = calibration.acceptance(index, place.point.own_gap)
+            for rank, token in enumerate(place.others[: WIDTH - 1]):
+                share = (1.0 - rate) * calibration.bonus_share(False, rank, place.point)
+                if mass * share > least and len(tokens) - count < MAX_BESIDE:
+                    tokens.append(token)
+                    parents.append(index - 1)
+                    odds.append(share)
+            mass *= rate
+        return DraftTree(tuple(tokens), tuple(parents) if len(tokens) > count else (), tuple(odds))
 
     def teach(self, calibration: Calibration, tokens: Sequence[int]) -> None:
         """Updates the calibration by the tokens that became final."""
@@ -171,14 +170,6 @@ class Paths:
         """Returns the feed of `tokens` in a row, the first after `node`; `wanted` more will follow the last."""
         following = range(self.tree.next_node, self.tree.next_node + len(tokens) - 1)
         return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
-
-    def places(self, chain: Sequence[int], nodes: Sequence[int], ends: int) -> list[AlternativesAt]:
-        """Returns the alternatives at each position of a chain; token i follows `nodes[i]`.
-
-        `ends`: the number of end tokens, which are read in addition.
-        """
-        candidates = self.tree.candidates(nodes, WIDTH + ends)
-        return [AlternativesAt.of(token, ranked) for token, ranked in zip(chain, candidates, strict=True)]
 
 
 Result = TypeVar("Result")
@@ -367,5 +358,5 @@ class BranchGrowth:
         worth = worthwhile(len(chain), self._calibration, least)
         if not worth:
             return None
-        places = self._paths.places(chain[:worth], branch.nodes[:worth], len(self._eos))
-        return Continuation.of(with_alternatives(chain, places, self._calibration, least)).alternatives
+        candidates = self._tree.candidates(branch.nodes[:worth], WIDTH + len(self._eos))
+        return Continuation.of(ChainAlternatives.of(chain, candidates).tree(self._calibration, least)).alternatives

@@ -11,13 +11,14 @@ due are sent whenever the worker sends, receives or naps.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from outrider.drafters.drafter import Drafter, TokenTree
 from outrider.engine.pace import AWAKE_SECONDS, Pace
@@ -63,16 +64,8 @@ class Script:
     def read(cls, path: Path) -> Script:
         """Reads a JSON file with this class's fields."""
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                texts=tuple(tuple(int(token) for token in text) for text in fields["texts"]),
-                acceptance=tuple(float(share) for share in fields["acceptance"]),
-                bonus_ranks=tuple(float(share) for share in fields["bonus_ranks"]),
-                vocab_size=int(fields["vocab_size"]),
-                context_length=int(fields.get("context_length", 1 << 20)),
-                seed=int(fields.get("seed", 0)),
-            )
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
             raise InvalidRequest(
                 f"replay script {path} can't be used ({error});"
                 " expected JSON with texts, acceptance, bonus_ranks, vocab_size"

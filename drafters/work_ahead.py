@@ -14,16 +14,12 @@ length of a round; old measurements fade. Knows nothing of sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from outrider.drafters.drafter import (
-    Drafter,
-    DrafterFault,
-    FeatureTree,
-    TokenTree,
-)
+from outrider.drafters.drafter import Drafter, DrafterFault, FeatureTree, TokenTree
 from outrider.drafters.fan_out import BranchRequest, Calibration, FanOut, shares
 from outrider.drafters.growth import (
+    WIDTH,
     BranchGrowth,
     BranchTask,
     ChainAlternatives,
@@ -138,7 +134,7 @@ class WorkAhead:
         chain = tuple(self.tree.best(nodes))
         if self._task.min_prob >= 1.0 or self.tree.draws:
             return Continuation(chain, self.tree.drawn_from(nodes))
-        self.proposed = ChainAlternatives(chain, self._paths.places(chain, nodes, len(self._eos)))
+        self.proposed = ChainAlternatives.of(chain, self.tree.candidates(nodes, WIDTH + len(self._eos)))
         return Continuation.of(self.proposed.tree(self._calibration, self._task.min_prob))
 
     def wish(self) -> BranchRequest | None:
@@ -294,7 +290,7 @@ class DraftBatcher:
         rows = self._run(jobs)
         if rows:
             self.capacity.forward(rows, (clock.now() - started_ns) / clock.MILLISECOND_NS)
-        results = (job.result() for job in jobs)
+        results = (job.result for job in jobs)
         return [failed[id(work)] if id(work) in failed else next(results) for work in works]
 
     def _grant(self, requests: Sequence[tuple[WorkAhead, BranchRequest]], active: int) -> None:
@@ -310,13 +306,13 @@ class DraftBatcher:
         """Returns the `depths` tokens after each committed text, or the error of one that failed."""
         jobs = [_Job(work.tree, work.continuation(depth)) for work, depth in zip(works, depths, strict=True)]
         self._run(jobs)
-        return [job.result() for job in jobs]
+        return [job.result for job in jobs]
 
     def _run(self, jobs: Sequence[_Job[Result]]) -> int:
         """Runs all jobs to their end. Returns the number of tokens that were fed."""
         rows = 0
         for job in jobs:
-            job.begin()
+            job.go_on()
         while waiting := [job for job in jobs if job.feed is not None]:
             rows += sum(len(job.wanted().tokens) for job in waiting)
             for job, nodes in zip(waiting, self._feed(waiting), strict=True):
@@ -334,22 +330,28 @@ class DraftBatcher:
 
 
 class _Job(Generic[Result]):
-    """One request's work, which waits for `feed`; None: it has ended."""
+    """One request's work, which waits for `feed`; None: it has ended with `result`."""
+
+    feed: TreeFeed | None = None
+    result: Result | OutriderError
 
     def __init__(self, tree: TokenTree, steps: Steps[Result]) -> None:
         self.tree, self._steps = tree, steps
-        self.feed: TreeFeed | None = None
-        self._result: list[Result | OutriderError] = []
 
-    def begin(self) -> None:
-        self._step(lambda: next(self._steps))
+    def go_on(self, nodes: Any = None) -> None:
+        """Continues with the new nodes of `feed`, or the error that took their place; begins without."""
 
-    def go_on(self, nodes: list[int] | OutriderError) -> None:
-        if isinstance(nodes, OutriderError):
-            self.feed = None
-            self._result.append(nodes)
-        else:
-            self._step(lambda: self._steps.send(nodes))
+        def step() -> TreeFeed | None:
+            try:
+                return self._steps.send(nodes)
+            except StopIteration as ended:
+                self.result = ended.value
+                return None
+
+        found = nodes if isinstance(nodes, OutriderError) else _try(step)
+        self.feed = None if isinstance(found, OutriderError) else found
+        if isinstance(found, OutriderError):
+            self.result = found
 
     def wanted(self) -> TreeFeed:
         if self.feed is None:
@@ -359,24 +361,6 @@ class _Job(Generic[Result]):
     def feed_alone(self) -> list[int]:
         feed = self.wanted()
         return self.tree.feed(feed.parents, feed.tokens)
-
-    def result(self) -> Result | OutriderError:
-        return self._result[0]
-
-    def _step(self, step: Callable[[], TreeFeed]) -> None:
-        def run() -> TreeFeed | None:
-            try:
-                return step()
-            except StopIteration as ended:
-                self._result.append(ended.value)
-                return None
-
-        feed = _try(run)
-        if isinstance(feed, OutriderError):
-            self._result.append(feed)
-            self.feed = None
-        else:
-            self.feed = feed
 
 
 def _try(task: Callable[[], Value]) -> Value | OutriderError:

@@ -38,14 +38,14 @@ def _load(options: argparse.Namespace, link: WorkerLink) -> tuple[Hello, Prefill
         pid=os.getpid(),
         backend=options.backend,
         model=options.model,
-        vocab_size=reader.size.vocab_size,
-        context_length=reader.size.context_length,
-        parameters=reader.size.parameters,
-        weight_bytes=reader.size.weight_bytes,
+        vocab_size=reader.vocab_size,
+        context_length=reader.context_length,
+        parameters=reader.parameters,
+        weight_bytes=reader.weight_bytes,
         note=reader.note,
         kv=reader.prompt_cache.cost,
         files=digest(Path(options.model)),
-        number_format=reader.size.number_format,
+        number_format=reader.number_format,
     )
     return hello, PrefillWorker(link, reader)
 

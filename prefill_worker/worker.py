@@ -1,23 +1,23 @@
 """The prefill worker's loop: receives PREFILL, sends PROMPTKV, runs one forward at a time, first come first served.
 
-It handles messages between two forwards. `PrefillReader` is the interface of its readers: the target's own model by MLX
-or ONNX Runtime, or a Core ML package of its weights on a Mac's Neural Engine. A package computes in float16, so the
-text may differ from the one after the target's own reading if two tokens have nearly equal scores (docs/exactness.md).
-Knows nothing of rounds or text.
+It handles messages between two forwards. Its reader is the target's own model by MLX or ONNX Runtime, or a Core ML
+package of its weights on a Mac's Neural Engine. A package computes in float16, so the text may differ from the one
+after the target's own reading if two tokens have nearly equal scores (docs/exactness.md). Knows nothing of rounds or
+text.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from outrider.drafters.coreml.host import PackageReader
 from outrider.drafters.coreml.prompts import reader_for
+from outrider.drafters.coreml.runtimes import PackageReader
 from outrider.engine.flat import FlatSequence, Floats
 from outrider.engine.kv_cache import PREFILL, Feed, FlatKVCache
 from outrider.engine.kv_transfer import KVLayout, ReadingFault
@@ -38,17 +38,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderInfo:
-    """A reader's model, for Hello."""
-
-    vocab_size: int
-    context_length: int
-    parameters: int
-    weight_bytes: int
-    number_format: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class KVSegment:
     """Keys and values of `count` tokens from `start` on, packed by `engine.kv_transfer.KVLayout`."""
 
@@ -57,41 +46,12 @@ class KVSegment:
     data: Bytes
 
 
-class PrefillReader(Protocol):
-    """Reads prompts instead of the target; returns keys and values in the target's layout, piece by piece."""
-
-    @property
-    def size(self) -> ReaderInfo: ...
-
-    @property
-    def note(self) -> str:
-        """A note for the user on how it reads."""
-        ...
-
-    @property
-    def prompt_cache(self) -> PromptCache: ...
-
-    def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
-        """Reads all tokens but the last; yields after each forward its pieces from `start` on.
-
-        If it is closed early, what was read may stay in the prompt cache. Raises OutriderError if reading fails.
-        """
-        ...
-
-
-def parts(start: int, end: int, bytes_per_token: int) -> Iterator[tuple[int, int]]:
-    """Splits the tokens [start, end) into parts of at most `MAX_PIECE` bytes."""
-    step = max(MAX_PIECE // max(bytes_per_token, 1), 1)
-    for first in range(start, end, step):
-        yield first, min(first + step, end)
-
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """A prompt that is being read or waits for its turn; `pieces`: what `PrefillReader.read` yields."""
+    """A prompt that is being read or waits for its turn; `pieces`: what `MlxReader.read` yields."""
 
     asked: Prefill
     pieces: Generator[list[KVSegment]]
@@ -100,7 +60,7 @@ class PrefillJob:
 class PrefillWorker:
     """Reads prompts from `link` with `reader` until SHUTDOWN."""
 
-    def __init__(self, link: WorkerLink, reader: PrefillReader) -> None:
+    def __init__(self, link: WorkerLink, reader: MlxReader | CoreMLReader) -> None:
         self._link = link
         self._reader = reader
         self._jobs: dict[str, PrefillJob] = {}
@@ -160,7 +120,7 @@ class PrefillWorker:
 
 
 class MlxReader:
-    """A `PrefillReader` by MLX or ONNX Runtime, like the target.
+    """Reads prompts by MLX or ONNX Runtime, like the target. `note`: a note for the user on how it reads.
 
     Raises:
         CannotDraft: the model's state can't be sent.
@@ -175,8 +135,9 @@ class MlxReader:
                 f"a prefill worker can't read prompts of a {model.model_type} model: the model has more state than"
                 " keys and values, or can't batch requests; start the server without prefill workers"
             )
-        sizes = model.vocab_size, model.context_length, model.parameters, model.weight_bytes
-        self.size = ReaderInfo(*sizes, model.number_format)
+        self.vocab_size, self.context_length = model.vocab_size, model.context_length
+        self.parameters, self.weight_bytes = model.parameters, model.weight_bytes
+        self.number_format = model.number_format
         self._kv_cache = kv_cache
         self._layout = KVLayout.of(model.model)
         self.prompt_cache = PromptCache(sequence_cost(kv_cache))
@@ -187,6 +148,10 @@ class MlxReader:
         return cls(load(model, progress=report))
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
+        """Reads all tokens but the last; yields after each forward its pieces from `start` on, in the target's layout.
+
+        If it is closed early, what was read may stay in the prompt cache. Raises OutriderError if reading fails.
+        """
         sequence, sent, total = self._kv_cache.open(), start, len(tokens) - 1
         try:
             known = self.prompt_cache.find(tokens)
@@ -206,9 +171,13 @@ class MlxReader:
             self._close(sequence, tokens[: sequence.length])
 
     def _pieces(self, sequence: FlatSequence, start: int) -> list[KVSegment]:
-        ranges = parts(start, sequence.length, self._layout.bytes_per_token)
-        pieces = ((first, end, self._kv_cache.segment(sequence, first, end)) for first, end in ranges)
-        return [KVSegment(first, end - first, self._layout.pack(layers)) for first, end, layers in pieces]
+        """Returns the columns from `start` on, in pieces of at most `MAX_PIECE` bytes."""
+        pieces, step = [], max(MAX_PIECE // max(self._layout.bytes_per_token, 1), 1)
+        for first in range(start, sequence.length, step):
+            end = min(first + step, sequence.length)
+            layers = self._kv_cache.segment(sequence, first, end)
+            pieces.append(KVSegment(first, end - first, self._layout.pack(layers)))
+        return pieces
 
     def _close(self, sequence: FlatSequence, read: Sequence[int]) -> None:
         if self.prompt_cache.wants(read):
@@ -217,12 +186,14 @@ class MlxReader:
 
 
 class CoreMLReader:
-    """A `PrefillReader` over a Core ML `package`; keys and values are packed in `layout`."""
+    """Reads prompts by a Core ML `package`; keys and values are packed in `layout`."""
+
+    number_format = ""
 
     def __init__(self, package: PackageReader, layout: KVLayout) -> None:
         made = package.package
-        architecture, parameters = made.layout.architecture, made.manifest.parameters
-        self.size = ReaderInfo(architecture.vocab_size, made.layout.context, parameters, made.weight_bytes)
+        self.vocab_size, self.context_length = made.layout.architecture.vocab_size, made.layout.context
+        self.parameters, self.weight_bytes = made.manifest.parameters, made.weight_bytes
         self.note = package.note
         self.prompt_cache = PromptCache(KvCost())  # caches nothing
         self._package, self._layout = package, layout
@@ -241,6 +212,7 @@ class CoreMLReader:
         return cls(package, KVLayout.of(outline(model).model))
 
     def read(self, tokens: Sequence[int], start: int) -> Generator[list[KVSegment]]:
+        """The same as `MlxReader.read`."""
         total, done = len(tokens) - 1, 0
         taken = self._package.readable(total)
         for read in self._package.read(tokens[:taken]):

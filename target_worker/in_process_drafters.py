@@ -1,36 +1,36 @@
 """The drafters in the target's process. They draft in turn with the verify, so they need no messages, and none works
 ahead.
 
-A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`InProcessHead`), or an
-early exit of the target (`InProcessExit`). Each opens a session for each request. `InProcessDrafters` holds them by
-name; `load` loads them when the target starts. A drafter that can't be loaded is left out with a note.
+A drafter is a draft model (`InProcessModel`), a head that reads the target's hidden states (`HeadDrafter`), or an early
+exit of the target (`ExitDrafter`). `InProcessDrafters` holds them by name and opens a session in each for each request;
+`load` loads them when the target starts. A drafter that can't be loaded is left out with a note.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.drafters.fan_out import POLICIES, Calibration
-from outrider.drafters.growth import BranchTask, Continuation
+from outrider.drafters.growth import WIDTH, BranchTask, Continuation
 from outrider.drafters.heads import load as heads
-from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter, SavedPairs
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.early_exit import ExitDrafter
-from outrider.drafters.heads.proposers import AlternativesHistory, FollowedText
+from outrider.drafters.heads.pair_kv_cache import FeatureFollower, SavedPairs
 from outrider.drafters.mlx import MlxDrafter
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead, begin, check_known
 from outrider.engine.hidden_states import HiddenStateReader, HiddenStateReaders, HiddenStates
-from outrider.engine.kv_cache import CacheSlot, FlatKVCache, KVCache, Listener
+from outrider.engine.kv_cache import CacheSlot, KVCache, Listener
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import PromptCache
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import ModelError, OutriderError, named_errors
+from outrider.protocol.errors import OutriderError, named_errors
 from outrider.protocol.heads import DRAFT_MODEL
 from outrider.protocol.messages import workers
 from outrider.protocol.sampling import SamplingParams
@@ -41,36 +41,13 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 
-class DraftBatch(Protocol):
-    """Drafts for several requests in shared forwards."""
-
-    def continuations(self, works: Sequence[Any], depths: Sequence[int]) -> Sequence[Continuation | OutriderError]:
-        """Returns up to `depths` tokens after each committed text, or an error."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DraftTurn:
-    """A request that drafts up to `depth` tokens; `work`: None if it can't draft."""
+    """A request that drafts up to `depth` tokens in forwards that `batcher` shares; `work`: None if it can't draft."""
 
-    batcher: DraftBatch
+    batcher: DraftBatcher | HeadDrafter
     work: Any
     depth: int
-
-
-class DraftSession(Protocol):
-    """One request's state in an in-process drafter."""
-
-    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
-        """Prepares a draft of `depth` tokens after the committed `tokens`, which extend those of the call before.
-
-        With `least` below 1 also of alternatives: tokens that are accepted with a greater probability than `least`.
-        """
-        ...
-
-    def close(self, spoilt: bool) -> None:
-        """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""
-        ...
 
 
 def propose(turns: Sequence[DraftTurn]) -> list[Continuation | OutriderError]:
@@ -108,7 +85,11 @@ class ModelDraftSession:
             log.warning("%s", error)
 
     def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
-        """See `DraftSession.turn`. Nothing is drafted once the text is longer than the draft model's context."""
+        """Prepares a draft of `depth` tokens after the committed `tokens`, which extend those of the call before.
+
+        With `least` below 1 also of alternatives: tokens that are accepted with a greater probability than `least`.
+        Nothing is drafted once the text is longer than the draft model's context.
+        """
         return DraftTurn(self._batcher, self._follow(tokens, depth, least), depth)
 
     def _follow(self, tokens: Sequence[int], depth: int, least: float) -> WorkAhead | None:
@@ -129,7 +110,7 @@ class ModelDraftSession:
         return work
 
     def close(self, spoilt: bool) -> None:
-        """See `DraftSession.close`."""
+        """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""
         work, self._work = self._work, None
         if work is not None:
             work.tree.close(spoilt)
@@ -139,29 +120,35 @@ class ModelDraftSession:
         return self._work.tree.column_tokens() if self._work is not None else []
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class ExitDraftSession:
-    """A request of an early exit, which uses the target's keys and values."""
-
-    drafter: HeadDrafter
-    follower: FollowedText
-    turns: AlternativesHistory = field(default_factory=AlternativesHistory, kw_only=True)
-
-    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
-        """See `DraftSession.turn`."""
-        return DraftTurn(self.drafter, self.turns.line(self.follower, tokens, self.drafter.calibration, least), depth)
-
-    def close(self, spoilt: bool) -> None:
-        """See `DraftSession.close`."""
-        self.follower.close()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadDraftSession(ExitDraftSession):
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class HeadDraftSession:
     """A request of a head. A `prompt_cache.PrefixSource` for texts with the same beginning."""
 
+    drafter: HeadDrafter
     follower: FeatureFollower
     slot: CacheSlot
+    latest: ChainState | None = None
+    begin: int = 0  # where the latest chain began
+
+    @classmethod
+    def open(
+        cls, drafter: HeadDrafter, follower: FeatureFollower, slot: CacheSlot, max_tokens: int
+    ) -> HeadDraftSession:
+        """Opens a request's session; the `follower` of a head gets features from the first token on."""
+        session = cls(drafter, follower, slot)
+        drafter.prompt_cache.enter(session, min(len(slot.tokens) + max_tokens, drafter.head.context_length))
+        return session
+
+    def turn(self, tokens: Sequence[int], depth: int, least: float = 1.0) -> DraftTurn:
+        """See `ModelDraftSession.turn`."""
+        latest, new, calibration = self.latest, tokens[self.begin :], self.drafter.calibration
+        if latest is not None and latest.proposed is not None and latest.proposed.places and new:
+            latest.proposed.teach(calibration, new)
+        chain = self.latest = ChainState(self.follower, tokens)
+        if least < 1.0:
+            chain.width, chain.calibration, chain.min_prob = WIDTH, calibration, least
+        self.begin = len(tokens)
+        return DraftTurn(self.drafter, chain, depth)
 
     def lendable(self) -> Sequence[int]:
         return self.follower.lendable(self.slot.tokens)
@@ -170,66 +157,29 @@ class HeadDraftSession(ExitDraftSession):
         return self.follower.save(length)
 
     def close(self, spoilt: bool) -> None:
-        """See `DraftSession.close`."""
+        """See `ModelDraftSession.close`."""
         self.drafter.prompt_cache.leave(self)
         if not spoilt:
             self.drafter.keep(self.follower, self.slot.tokens)
         self.follower.close()
 
 
+DraftSession = ModelDraftSession | HeadDraftSession
+
+
 class InProcessModel:
     """A draft model in the target's process."""
 
+    agreement: float | None = None
+
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+        self.drafter, self.weight_bytes, self.note = drafter, drafter.weight_bytes, drafter.note
+        self.prompt_cache = drafter.prompt_cache
         self.batcher = DraftBatcher()
         self.calibration = Calibration()
 
-    def session_of(
-        self, slot: CacheSlot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
-    ) -> Callable[[], ModelDraftSession]:
-        """Returns a function that opens a request's session, which then reads the text."""
-        return partial(ModelDraftSession, self, slot.tokens, sampling, progress, constraint)
 
-
-class InProcessHead:
-    """A head in the target's process."""
-
-    def __init__(self, drafter: HeadDrafter) -> None:
-        self.drafter = drafter
-
-    def session_of(self, follower: FeatureFollower, slot: CacheSlot, sampling: SamplingParams) -> HeadDraftSession:
-        """Opens a request's session; `follower` gets features from the first token on."""
-        session = HeadDraftSession(self.drafter, follower, slot)
-        most = min(len(slot.tokens) + sampling.max_tokens, self.drafter.head.context_length)
-        self.drafter.prompt_cache.enter(session, most)
-        return session
-
-
-class InProcessExit:
-    """The target's early exit, which drafts in the target's KV cache."""
-
-    def __init__(self, drafter: ExitDrafter) -> None:
-        self.drafter = drafter
-
-    def read(self, kv_cache: KVCache) -> None:
-        """Sets the KV cache to draft in. Raises ModelError if its texts don't share forwards."""
-        if not isinstance(kv_cache, FlatKVCache):
-            raise ModelError("early exit needs a target that batches requests; leave out the head early-exit")
-        self.drafter.attach_kv_cache(kv_cache)
-
-    def session_of(
-        self, slot: CacheSlot, sampling: SamplingParams, progress: Progress, constraint: Constraint | None
-    ) -> Callable[[], ExitDraftSession]:
-        """Returns a function that opens a request's session, which needs no earlier features."""
-        return lambda: ExitDraftSession(self.drafter, self.drafter.follow_text(slot.sequence, sampling, constraint))
-
-
-def beside_target(drafter: HeadDrafter) -> InProcessHead | InProcessExit:
-    return InProcessExit(drafter) if isinstance(drafter, ExitDrafter) else InProcessHead(drafter)
-
-
-InProcessProposer = InProcessModel | InProcessHead | InProcessExit
+InProcessProposer = InProcessModel | HeadDrafter
 
 
 class InProcessDrafters:
@@ -237,12 +187,16 @@ class InProcessDrafters:
 
     def __init__(self, drafters: Mapping[str, InProcessProposer]) -> None:
         self._drafters = dict(drafters)
-        self._heads = {name: proposer for name, proposer in drafters.items() if isinstance(proposer, InProcessHead)}
+        self._heads = {
+            name: own
+            for name, own in drafters.items()
+            if isinstance(own, HeadDrafter) and not isinstance(own, ExitDrafter)
+        }
         self._readers = self._all_readers()
 
     @property
     def weight_bytes(self) -> int:
-        return sum(proposer.drafter.weight_bytes for proposer in self._drafters.values())
+        return sum(proposer.weight_bytes for proposer in self._drafters.values())
 
     @property
     def cost(self) -> KvCost:
@@ -257,8 +211,8 @@ class InProcessDrafters:
     def read(self, model: LoadedModel, kv_cache: KVCache, other: HiddenStateReader | None = None) -> None:
         """Connects the heads, and an `other` reader after them, to the hidden states of this KV cache."""
         for proposer in self._drafters.values():
-            if isinstance(proposer, InProcessExit):
-                proposer.read(kv_cache)
+            if isinstance(proposer, ExitDrafter):
+                proposer.attach_kv_cache(kv_cache)
         self._readers = self._all_readers(other)
         if self._heads or other is not None:
             kv_cache.tap_hidden_states(HiddenStates(model.model, self._readers.points, self._readers.fuse))
@@ -276,7 +230,7 @@ class InProcessDrafters:
         `constraint` creates a constraint for each drafter, since it has a position in the text. `other` listens for the
         other reader.
         """
-        followers = {name: head.drafter.follow(sampling, constraint()) for name, head in self._heads.items()}
+        followers = {name: head.follow(sampling, constraint()) for name, head in self._heads.items()}
         listeners = [follower.add_features for follower in followers.values()] + ([other] if other is not None else [])
         if listeners:
             slot.listener = self._listener(listeners)
@@ -284,10 +238,12 @@ class InProcessDrafters:
             slot.begins_at = partial(_begins_at, slot, list(followers.values()))
         sessions: dict[str, Callable[[], DraftSession]] = {}
         for name, proposer in self._drafters.items():
-            if isinstance(proposer, InProcessHead):
-                sessions[name] = partial(proposer.session_of, followers[name], slot, sampling)
-            else:
-                sessions[name] = proposer.session_of(slot, sampling, progress, constraint())
+            if isinstance(proposer, InProcessModel):
+                sessions[name] = partial(ModelDraftSession, proposer, slot.tokens, sampling, progress, constraint())
+                continue
+            if isinstance(proposer, ExitDrafter):
+                followers[name] = proposer.follow_text(slot.sequence, sampling, constraint())
+            sessions[name] = partial(HeadDraftSession.open, proposer, followers[name], slot, sampling.max_tokens)
         return sessions
 
     def allow(self, limit: int, context: int, whole: KvCost) -> int:
@@ -302,10 +258,10 @@ class InProcessDrafters:
 
     @property
     def _caches(self) -> list[PromptCache]:
-        return [proposer.drafter.prompt_cache for proposer in self._drafters.values()]
+        return [proposer.prompt_cache for proposer in self._drafters.values()]
 
     def _all_readers(self, other: HiddenStateReader | None = None) -> HiddenStateReaders:
-        sources = [proposer.drafter.head for proposer in self._heads.values()]
+        sources = [proposer.head for proposer in self._heads.values()]
         own = [HiddenStateReader(source.points, source.fuse) for source in sources]
         return HiddenStateReaders(own + ([other] if other is not None else []))
 
@@ -362,37 +318,29 @@ def load(
     infos, left_out, doubts = [], [], []
     for spec in wanted:
         try:
-            drafter = _loaded(spec, model, progress, alone)
+            if spec.kind == DRAFT_MODEL:
+                drafter: InProcessProposer = InProcessModel(MlxDrafter.load(spec.path, progress))
+            else:
+                drafter = heads.load(spec.kind, spec.path, model, progress, alone)
         except OutriderError as error:
             left_out.append(f"drafter {spec.name} is not used: {error}")
             continue
         drafters[spec.name] = drafter
-        doubts += [drafter.drafter.note] if drafter.drafter.note else []
-        infos.append(_info(spec, drafter, model, cost if alone else None))
+        doubts += [drafter.note] if drafter.note else []
+        agreement = -1.0 if drafter.agreement is None else drafter.agreement
+        weight = _weight(drafter, model, cost if alone else None)
+        is_head = isinstance(drafter, HeadDrafter)
+        infos.append(workers.InProcessDrafter(spec.name, spec.path, is_head, agreement, weight))
     return LoadedDrafters(drafters, tuple(infos), tuple(left_out), tuple(doubts))
 
 
-def _loaded(wanted: DrafterSpec, model: LoadedModel, progress: Callable[[str], None], alone: bool) -> InProcessProposer:
-    if wanted.kind == DRAFT_MODEL:
-        return InProcessModel(MlxDrafter.load(wanted.path, progress))
-    return beside_target(heads.load(wanted.kind, wanted.path, model, progress, alone))
-
-
-def _info(
-    wanted: DrafterSpec, drafter: InProcessProposer, model: LoadedModel, cost: Cost | None
-) -> workers.InProcessDrafter:
-    is_head = not isinstance(drafter, InProcessModel)
-    agreement = None if isinstance(drafter, InProcessModel) else drafter.drafter.agreement
-    agreement = -1.0 if agreement is None else agreement
-    return workers.InProcessDrafter(wanted.name, wanted.path, is_head, agreement, _weight(drafter, model, cost))
-
-
 def _weight(drafter: InProcessProposer, model: LoadedModel, cost: Cost | None) -> float:
+    """Returns the measured `cost` of a head, or the share of its weights."""
     measured = None
-    if cost is not None and isinstance(drafter, InProcessHead):
+    if cost is not None and isinstance(drafter, HeadDrafter) and not isinstance(drafter, ExitDrafter):
         try:
             with named_errors("measuring the head"):
-                measured = cost(drafter.drafter, model)
+                measured = cost(drafter, model)
         except OutriderError as error:
             log.warning("%s; its cost is estimated by its weights", error)
-    return drafter.drafter.weight_bytes / max(model.weight_bytes, 1) if measured is None else measured
+    return drafter.weight_bytes / max(model.weight_bytes, 1) if measured is None else measured

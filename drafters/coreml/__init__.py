@@ -5,8 +5,8 @@ A *package* is a directory: `model.mlpackage` (one function per row count, one s
 tokens, rotations, a mask and, by mode, the cache. So branches, ragged lengths and rollback are data. See
 docs/coreml.md.
 
-Modules, each importing only those before it: `layout`, `package` (what is on disk); `weights`, `graph`, `converter`
-(make it); `runtimes` (runs it); `host` (feeds it); `trial`, `selection` (which package works here, and on which unit);
-`drafter` (drafts with it), `prompts` (reads prompts, where that is faster); `convert`, `doctor` (the programs behind
-`outrider convert` and `outrider doctor`).
+Modules, each importing only those before it: `layout`, `package` (what is on disk); `weights`, `converter` (make it);
+`runtimes` (runs it); `trial`, `selection` (which package works here, and on which unit); `drafter` (drafts with it),
+`prompts` (reads prompts, where that is faster); `convert`, `doctor` (the programs behind `outrider convert` and
+`outrider doctor`).
 """

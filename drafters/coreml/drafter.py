@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import package, selection
-from outrider.drafters.coreml.host import CallOutput, HostRows, PackageHost, cache_bytes
 from outrider.drafters.coreml.layout import Mode, PackageFunction
 from outrider.drafters.coreml.package import Package, open_package
-from outrider.drafters.coreml.runtimes import Runtime, open_runtime
+from outrider.drafters.coreml.runtimes import CallOutput, HostRows, PackageHost, Runtime, cache_bytes, open_runtime
 from outrider.drafters.coreml.selection import OnePackage, Packages, PackageSource, Tell
 from outrider.drafters.drafter import Drafter, DrafterFault
 from outrider.engine.flat import Bools, Ints

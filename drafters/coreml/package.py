@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.layout import DecoderArchitecture, Mode, Options, PackageFunction, PackageLayout
+from outrider.drafters.coreml.layout import Options, PackageLayout
 from outrider.protocol.digest import CACHE, cache_folder
 from outrider.protocol.errors import ModelError
 
@@ -108,15 +109,8 @@ class Manifest:
         if version != FORMAT:
             raise ModelError(f"{path} has format {version!r}; this version reads {FORMAT}: convert the model again")
         try:
-            sizes = fields["layout"]
-            layout = PackageLayout(
-                DecoderArchitecture(**sizes.pop("architecture")),
-                Mode(sizes.pop("mode")),
-                functions=tuple(PackageFunction(**function) for function in sizes.pop("functions")),
-                **sizes,
-            )
-            return cls(**{**fields, "layout": layout, "notes": tuple(fields["notes"])})
-        except (KeyError, TypeError, ValueError) as error:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
             raise ModelError(f"{path} is not a manifest ({error}); convert the model again") from error
 
 

@@ -29,22 +29,29 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes
-from outrider.drafters.coreml.host import LinearCache, PackageHost, PackageReader
 from outrider.drafters.coreml.layout import (
     TRIAL_PROMPT,
     TRIAL_ROWS,
     TRIAL_STEPS,
-    Mode,
     Options,
     PackageFunction,
     trial_text,
 )
 from outrider.drafters.coreml.package import Package, folder, open_package
-from outrider.drafters.coreml.runtimes import UNITS, DeviceAbsent, open_runtime, os_build
+from outrider.drafters.coreml.runtimes import (
+    UNITS,
+    DeviceAbsent,
+    LinearCache,
+    PackageHost,
+    PackageReader,
+    open_runtime,
+    os_build,
+)
 from outrider.engine.kv_rows import DenseKVRows
 from outrider.engine.load_checks import open_kv_rows
 from outrider.engine.loading import LoadedModel, load
@@ -169,21 +176,15 @@ class Trials:
         """Keeps `row`, in the place of an earlier one of the same package and unit."""
         self.rows = [row if (old.key, old.units) == (row.key, row.units) else old for old in self.rows]
         self.rows += [] if row in self.rows else [row]
-        replace_file(self._file, json.dumps([dataclasses.asdict(kept) for kept in self.rows], indent=1))
+        replace_file(self._file, json.dumps(msgspec.to_builtins(self.rows), indent=1))
 
 
 def _read(file: Path) -> list[Tried]:
     """Returns the rows of `file`; none if it is missing or unreadable, so that trials run again."""
     try:
-        return [_tried(**fields) for fields in json.loads(file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError, InvalidRequest):
+        return msgspec.json.decode(file.read_bytes(), type=list[Tried])
+    except (OSError, msgspec.MsgspecError, InvalidRequest):
         return []
-
-
-def _tried(options: dict[str, Any], trial: dict[str, Any] | None, prompts: dict[str, Any] | None, **rest: Any) -> Tried:
-    form = Options(Mode(options["mode"]), options["weights"], options["context"])
-    found = None if trial is None else Trial(**trial)
-    return Tried(form, trial=found, prompts=None if prompts is None else PromptTimes(**prompts), **rest)
 
 
 class TrialFailed(OutriderError):

@@ -79,26 +79,8 @@ class Int4:
 Form = DenseMatrix | Int8 | Int4
 
 
-@dataclass(frozen=True, slots=True)
-class Int4Grid:
-    """The sixteen levels of each group of an earlier quantization: `low` + `step` * i, float32 [rows, groups]."""
-
-    step: NDArray[np.float32]
-    low: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class MlxTriple:
-    """The same matrix in the form of mlx.nn's quantized layers (affine, groups of GROUP)."""
-
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array
-    bits: int
-
-    def dequantized(self) -> NDArray[np.float16]:
-        wide = mx.dequantize(self.weight, self.scales, self.biases, group_size=GROUP, bits=self.bits)
-        return np.array(wide)
+Int4Grid = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""The sixteen levels of each group, [rows, groups]: their step, and the lowest."""
 
 
 def int8(dense: NDArray[np.floating]) -> Int8:
@@ -113,7 +95,7 @@ def int8(dense: NDArray[np.floating]) -> Int8:
 
 
 def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | None = None) -> Int4:
-    """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: its earlier levels, if any.
+    """Quantizes `dense` [rows, columns] in groups of 64 along the row; `grid`: the levels of an earlier form, if any.
 
     Raises:
         ModelError: the columns do not divide into groups.
@@ -125,10 +107,14 @@ def int4(dense: NDArray[np.floating], name: str = "a weight", grid: Int4Grid | N
     zero = np.empty(scale.shape, np.uint8)
     for rows in _blocks(dense):
         grouped = dense[rows].astype(np.float32).reshape(-1, columns // GROUP, GROUP)
-        levels = _levels(grouped) if grid is None else Int4Grid(grid.step[rows], grid.low[rows])
-        scale[rows] = _significant(levels.step, _INT4_SCALE_BITS, np.rint)
+        if grid is not None:
+            step, low = grid[0][rows], grid[1][rows]
+        else:  # levels that span the group's values and zero
+            low = np.minimum(grouped.min(axis=-1), 0)
+            step = (np.maximum(grouped.max(axis=-1), 0) - low) / 15
+        scale[rows] = _significant(step, _INT4_SCALE_BITS, np.rint)
         step = scale[rows].astype(np.float32)
-        zero[rows] = np.clip(np.rint(-levels.low / step), 0, 15)
+        zero[rows] = np.clip(np.rint(-low / step), 0, 15)
         steps = np.rint(grouped / step[..., None]) + zero[rows, :, None]
         data[rows] = np.clip(steps, 0, 15).reshape(-1, columns)
     return Int4(data, scale, zero)
@@ -140,20 +126,17 @@ def _blocks(matrix: NDArray[Any]) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, matrix.shape[0], rows)]
 
 
-def _levels(grouped: NDArray[np.float32]) -> Int4Grid:
-    """Returns sixteen levels of each group that span its values and zero."""
-    low, high = np.minimum(grouped.min(axis=-1), 0), np.maximum(grouped.max(axis=-1), 0)
-    return Int4Grid((high - low) / 15, low)
+def to_mlx(form: Int8 | Int4) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns weight, scales and biases of mlx.nn's quantized layers (affine, groups of GROUP) with the same numbers.
 
-
-def to_mlx(form: Int8 | Int4) -> MlxTriple:
-    """Returns the same numbers in the form of mlx.nn.QuantizedLinear; GROUP must divide the columns."""
+    GROUP must divide the columns.
+    """
     if isinstance(form, Int8):
         data = (form.data.astype(np.int16) + 128).astype(np.uint32)
         scale = np.repeat(form.scale, data.shape[1] // GROUP, axis=1)
-        return MlxTriple(_pack(data, 8), mx.array(scale), mx.array(scale * np.float16(-128)), 8)
+        return _pack(data, 8), mx.array(scale), mx.array(scale * np.float16(-128))
     bias = -(form.zero.astype(np.float16) * form.scale)
-    return MlxTriple(_pack(form.data.astype(np.uint32), 4), mx.array(form.scale), mx.array(bias), 4)
+    return _pack(form.data.astype(np.uint32), 4), mx.array(form.scale), mx.array(bias)
 
 
 def _pack(data: NDArray[np.uint32], bits: int) -> mx.array:
@@ -416,4 +399,4 @@ def _grid(module: nn.Module) -> Int4Grid | None:
         return None
     scales, biases = (np.array(x.astype(mx.float32)) for x in (module.scales, module.biases))
     # mlx may count downwards from the highest level
-    return Int4Grid(np.abs(scales), np.minimum(biases, biases + 15 * scales))
+    return np.abs(scales), np.minimum(biases, biases + 15 * scales)

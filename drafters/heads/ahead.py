@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from mlx.utils import tree_flatten
 
 from outrider.drafters.drafter import TokenTree
-from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, GuessingHead
+from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head
 from outrider.drafters.heads.kv_rows import BlockKVRows, NewBlocks, OpenedBlock, PairKVRows
 from outrider.drafters.heads.load import features_of, forward_of, read
 from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache
@@ -43,9 +43,8 @@ class HeadTree(Tree):
 
     kv_rows: PairKVRows
 
-    def __init__(self, head: GuessingHead, kv_cache: PairKVCache, sampler: Sampler, tokens: Sequence[int]) -> None:
-        """`kv_cache`: the texts of `head`."""
-        super().__init__(PairKVRows(head, kv_cache), sampler, head.context_length, tokens)
+    def __init__(self, kv_cache: PairKVCache, sampler: Sampler, tokens: Sequence[int]) -> None:
+        super().__init__(PairKVRows(kv_cache), sampler, kv_cache.head.context_length, tokens)
 
     def ready(self, ahead: int = 0) -> bool:
         """Whether it can grow, or could after reading `ahead` more tokens."""
@@ -189,11 +188,11 @@ UNTRAINED = (
 
 
 class AheadHead:
-    """A `FeatureDrafter` with `head`. `features`: the required source of the features."""
+    """A `Drafter` with `head`, whose trees read features. `features`: the required source of the features."""
 
     def __init__(
         self,
-        head: GuessingHead | BlockHead,
+        head: Head,
         backend: str,
         vocab_size: int,
         features: str = "",
@@ -205,10 +204,17 @@ class AheadHead:
             CannotDraft: it can't continue where the target's features have not arrived yet.
         """
         self._kv_cache = FeatureKVCache(head) if isinstance(head, BlockHead) else PairKVCache(head, cpu)
-        self.note = _note(head, backend)
+        self.note = ""
+        if isinstance(head, BlockHead):
+            if head.link is not None and head.link.recalls:
+                raise CannotDraft(
+                    f"this {backend} head's memory starts with each block, so it can't continue from an outcome inside"
+                    " one; use head_in target"
+                )
+            self.note = "" if head.sees_prefixes else UNTRAINED
         self.head, self.backend, self.features = head, backend, features
         self.vocab_size, self.context_length = vocab_size, head.context_length
-        self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
+        self.parameters = sum(value.size for _, value in tree_flatten(head.parameters()))
         self.weight_bytes = head.weight_bytes
         self.prompt_cache = PromptCache(KvCost(0, head.bytes_per_pair))
 
@@ -221,10 +227,12 @@ class AheadHead:
         """
         model = outline(target, progress=progress)
         head = read(kind, path, model, progress)
-        if not isinstance(head, GuessingHead | BlockHead):
-            raise CannotDraft(f"{kind} heads can draft only in the target's process; use head_in target")
         features = features_of(head, Path(path), Path(target))
-        return cls(head, kind, model.vocab_size, features, forward_of(head, model))
+        cpu = forward_of(head, model)
+        drafter = cls(head, kind, model.vocab_size, features, cpu)
+        if cpu is not None:
+            head.release()
+        return drafter
 
     def open(
         self,
@@ -238,16 +246,4 @@ class AheadHead:
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         if isinstance(self._kv_cache, FeatureKVCache):
             return BlockTree(self._kv_cache, sampler, tokens)
-        return HeadTree(cast(GuessingHead, self.head), self._kv_cache, sampler, tokens)
-
-
-def _note(head: GuessingHead | BlockHead, backend: str) -> str:
-    """Returns a note for users about a head that works ahead. Raises CannotDraft: it can't."""
-    if not isinstance(head, BlockHead):
-        return ""
-    if head.link is not None and head.link.recalls:
-        raise CannotDraft(
-            f"this {backend} head's memory starts with each block, so it can't continue from an outcome inside one;"
-            " use head_in target"
-        )
-    return "" if head.sees_prefixes else UNTRAINED
+        return HeadTree(self._kv_cache, sampler, tokens)

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,13 +18,35 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.layers import LayerSizes
+from outrider.engine.hidden_states import backbone_of, embedding, output_layer
+from outrider.engine.loading import LoadedModel
 from outrider.protocol.digest import digest, fits
 from outrider.protocol.errors import CannotDraft, first_line
 
 Weights = dict[str, mx.array]
+Layer = Callable[[mx.array], mx.array]
 Settings = TypeVar("Settings")
 _PLAIN: dict[Any, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
 _FINGERPRINT = re.compile("[0-9a-f]+-[0-9a-f]*")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTarget:
+    """The parts of a target that a head is built for: its text model's config.json, sizes, and two of its layers."""
+
+    config: Mapping[str, Any]
+    vocab_size: int
+    context_length: int
+    embed: Layer
+    output: Layer
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> HeadTarget:
+        backbone, _ = backbone_of(model.model)
+        table, inner = embedding(backbone), getattr(model.model, "language_model", model.model)
+        embed: Layer = lambda tokens: table(tokens)  # noqa: E731
+        config = model.config.get("text_config") or model.config
+        return cls(config, model.vocab_size, model.context_length, embed, output_layer(inner, backbone))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

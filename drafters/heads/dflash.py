@@ -5,7 +5,7 @@ confidence, DFlash2's convolutions (`BlockConvolution`) and selector. Weights ha
 values are those of the projected features and of the block's own rows; features do not depend on the layer below, so
 they are written once.
 
-`read` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
+`build` accepts the published formats: z-lab's DFlash and DFlash2, DeepSpec's and SpecForge's DSpark, speculators'. It
 converts their conventions: layers are the target's outputs counted from 0, tokens are the target's, and the depth of a
 block is the number of tokens that it drafts. If a head can't be used, the reason is one sentence.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,17 +21,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from outrider.drafters.heads.checkpoint import (
+    HeadTarget,
+    Layer,
     Weights,
     check_taps,
     check_width,
     complete,
     fill,
-    read_config,
-    read_weights,
     refuse_quantised,
     sizes_of,
 )
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import BlockHead
 from outrider.drafters.heads.layers import (
     Attention,
     BlockLink,
@@ -45,8 +44,7 @@ from outrider.drafters.heads.layers import (
 )
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
-from outrider.engine.loading import LoadedModel
+from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
@@ -76,9 +74,6 @@ def _convolve(x: mx.array, kernel: mx.array, places: mx.array) -> mx.array:
         earlier = mx.where((places >= back)[:, None], mx.roll(x, back, axis=1), 0)  # type: ignore[call-arg]
         total = total + kernel[:, back] * earlier
     return total
-
-
-Layer = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +129,8 @@ class DFlashBlock(nn.Module):  # type: ignore[misc]
         return out
 
 
-class DFlash(HeadModule):
-    """A `BlockHead`. `embed` and `output` are the target's layers."""
+class DFlash(BlockHead):
+    """`embed` and `output` are the target's layers."""
 
     def __init__(self, config: DFlashConfig, embed: Layer, output: Layer, vocabulary: DraftVocabulary) -> None:
         super().__init__()
@@ -200,45 +195,26 @@ _BLOCK = 16
 _VISIBLE = ("variable_prefix", "vp_drafter")  # NeMo's and SpecForge's names of D2SD's training method
 
 
-def read(folder: Path, target: LoadedModel) -> DFlash:
-    """Returns the head in `folder` for its target.
+def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> DFlash:
+    """Returns the head with this config.json and these tensors.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    backbone, _ = backbone_of(target.model)
-    inner = getattr(target.model, "language_model", target.model)
-    table, output = embedding(backbone), output_layer(inner, backbone)
-    return build(
-        read_config(folder), read_weights(folder), target.config, target.vocab_size,
-        lambda tokens: table(tokens), output, str(folder),
-    )  # fmt: skip
-
-
-def build(
-    config: Mapping[str, Any],
-    weights: Weights,
-    target: Mapping[str, Any],
-    vocab_size: int,
-    embed: Layer,
-    output: Layer,
-    name: str = "the head",
-) -> DFlash:
-    """Returns the same from its config and weights. Raises CannotDraft."""
     if head_kind(config) != "dflash":
         raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
-    target = target.get("text_config") or target
     with complete(name):
-        settings = _settings(_flat(config), weights, target, name)
-        count = int(config.get("draft_vocab_size") or vocab_size)
-    _check_target(_flat(config), settings, target, vocab_size, name)
+        settings = _settings(_flat(config), weights, target.config, name)
+        count = int(config.get("draft_vocab_size") or target.vocab_size)
+    _check_target(_flat(config), settings, target, name)
     d2t = weights.pop("d2t", None)
-    vocabulary = DraftVocabulary.read(d2t, count if d2t is not None else vocab_size, vocab_size, name)
+    count = count if d2t is not None else target.vocab_size
+    vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
     if d2t is None:
         weights = {key: value for key, value in weights.items() if not key.startswith("lm_head.")}
-    head = DFlash(settings, embed, output, vocabulary)
+    head = DFlash(settings, target.embed, target.output, vocabulary)
     unknown = sorted(set(weights) - {key for key, _ in tree_flatten(head.parameters())})
     unknown = [key for key in unknown if not key.startswith(_TARGETS)]
     if unknown:
@@ -326,22 +302,20 @@ def _windows(config: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
     return windows
 
 
-def _check_target(
-    config: Mapping[str, Any], settings: DFlashConfig, target: Mapping[str, Any], vocab_size: int, name: str
-) -> None:
-    layers = int(target["num_hidden_layers"])
+def _check_target(config: Mapping[str, Any], settings: DFlashConfig, target: HeadTarget, name: str) -> None:
+    layers = int(target.config["num_hidden_layers"])
     if config.get("model_type", "") not in _FAMILIES:
         raise CannotDraft(f"{name} is built of {config['model_type']} layers; expected those of qwen3 or llama")
-    check_width(settings.hidden_size, target, name)
+    check_width(settings.hidden_size, target.config, name)
     if int(config.get("num_target_layers") or layers) != layers:
         raise CannotDraft(
             f"{name} was trained for a target of {config['num_target_layers']} layers, but this one has {layers};"
             " expected a head for this target"
         )
-    if not 0 <= settings.mask_token < vocab_size:
+    if not 0 <= settings.mask_token < target.vocab_size:
         raise CannotDraft(
-            f"{name} has mask token {settings.mask_token}, but this target has {vocab_size} tokens; expected a head for"
-            " this target"
+            f"{name} has mask token {settings.mask_token}, but this target has {target.vocab_size} tokens; expected a"
+            " head for this target"
         )
     if settings.depth < 1:
         raise CannotDraft(f"{name} has blocks of {config.get('block_size')} tokens; expected at least 2")

@@ -1,181 +1,299 @@
-"""A head as a drafter in the target's process: the features of each text, and chains in forwards that requests share.
+"""A head as a drafter in the target's process: chains of several requests, in forwards that the requests share.
 
-After each verify the head reads the true pairs of the accepted tokens; drafted pairs are dropped. `proposers` grows the
-chains. Tokens are chosen by the target's own contract (`engine.sampling`), with its noise and its vocabulary.
+After each verify the head reads the true pairs of the accepted tokens; drafted pairs are dropped. Tokens are chosen by
+the target's own contract (`engine.sampling`), with its noise and its vocabulary. `ChainState` is a committed text and
+the tokens chosen after it.
 
-`FeatureFollower` collects the features of one text. The target's slot reports the features of committed tokens as they
-are computed; they are read when a draft is first requested, so plain decoding only costs their storage. Only the newest
-of many are kept. If some are missing, reading begins after the gap: positions count from there, and the head sees less
-of the text. For a prompt in the target's prompt cache, the head uses its own prompt cache, or begins after it.
-
-`SavedPairs` holds the pairs that a head read of a text, for later texts with the same beginning. Pair j consists of
-tokens j and j + 1, so a common prefix of n tokens has n - 1 usable pairs.
+`StepProposer` drafts with heads that predict one token after another. `BlockProposer` drafts several tokens in one
+forward; a slot does not know the tokens of others, so a walk along the block chooses them, with a link each by the
+token before it. Only the few best candidates of a linked slot are scored, with the noise included, because noise
+promotes tokens that are unlikely by themselves.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import Continuation
-from outrider.drafters.heads.head import NO_NUMBERS, Head
-from outrider.drafters.heads.pair_kv_cache import HeadKVCache, PairFeed
-from outrider.drafters.heads.proposers import ChainState, HeadProposer, proposer_of
-from outrider.engine.flat import FlatSequence
-from outrider.engine.prompt_cache import LEAST, CachedPrefix, PromptCache, SavedPrefix
+from outrider.drafters.growth import ChainAlternatives, Continuation
+from outrider.drafters.heads.head import NO_NUMBERS, BlockHead, Head, MaskedHead, PairHead
+from outrider.drafters.heads.layers import FEW, BlockLink
+from outrider.drafters.heads.pair_kv_cache import FeatureFollower, FeatureKVCache, HeadKVCache, PairFeed, PairKVCache
+from outrider.engine.ort.forward import OrtForward
+from outrider.engine.prompt_cache import PromptCache
 from outrider.engine.sampling import Sampler
+from outrider.engine.steps import SamplingMetadata, Step, score
 from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import ModelFault, OutriderError, named_errors
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
+from outrider.protocol.trees import Candidate, one_hot
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPairs(SavedPrefix):
-    """`length` counts tokens. `layers` hold the pairs from `begin` on; earlier features never arrived."""
+class ChosenToken:
+    """A token of a chain: `row` of the tokens `chosen` [R] for several chains.
 
-    begin: int = 0
+    `few`: the best candidates and their scores [R, C], in any order, if requested. `odds` [R]: the probability that the
+    token is accepted if the one before it is, if the head estimates that.
+    """
 
-    def serves(self, length: int) -> int:
-        shared = min(length, self.length)
-        return shared if shared - 1 - self.begin >= LEAST else 0
+    row: int
+    chosen: mx.array
+    few: tuple[mx.array, mx.array] | None = None
+    odds: mx.array | None = None
 
-    def up_to(self, position: int) -> CachedPrefix:
-        """Returns the pairs before this position in the form that the head's texts begin with."""
-        count = position - self.begin
-        return CachedPrefix(SavedPrefix(count, tuple(self.columns(count))), count)
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.chosen, *(self.few or ()), self.odds) if array is not None]
+
+    def of(self, array: mx.array) -> Any:
+        """Returns the token's element of `array`. Waits."""
+        return cast("list[Any]", array.tolist())[self.row]
 
 
-MOST_WAITING = 2048
-PIECE = 512
-READ_AGAIN = 16  # cached tokens that the target reads again, so that the head can continue its own prefix
+@dataclass(slots=True)
+class ChainState:
+    """A committed text, and the chain that grows after it to `depth` tokens: its `picks`.
+
+    `width`: the number of candidates kept at each position. With a `calibration` the chain becomes a tree of tokens
+    with a probability above `min_prob`.
+    """
+
+    follower: FeatureFollower
+    tokens: Sequence[int]
+    width: int = 0
+    depth: int = 0
+    picks: list[ChosenToken] = field(default_factory=list)
+    calibration: Calibration | None = None
+    min_prob: float = 1.0
+    proposed: ChainAlternatives | None = None
+
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """The chosen tokens. Waits."""
+        return tuple(pick.of(pick.chosen) for pick in self.picks)
+
+    @property
+    def odds(self) -> tuple[float, ...]:
+        """The head's estimate for each token; (): it has none. Waits."""
+        return tuple(pick.of(pick.odds) for pick in self.picks if pick.odds is not None)
+
+    @property
+    def candidates(self) -> list[list[Candidate]]:
+        """The `width` best candidates at each position, best first. Waits."""
+        return [_ranked(*map(pick.of, pick.few))[: self.width] for pick in self.picks if pick.few is not None]
+
+    def metadata(self, count: int = 1) -> SamplingMetadata:
+        """Returns the sampling metadata of its next tokens; of one only if the choice depends on the tokens before."""
+        sampler, history = self.follower.sampler, None
+        if sampler.needs_history:
+            history = [[*self.tokens, *self.chain][-sampler.reach :]]
+        begin = len(self.tokens) + len(self.picks)
+        return SamplingMetadata(sampler, range(begin, begin + count), history)
+
+    def continuation(self) -> Continuation:
+        """Returns the proposal. Waits."""
+        chain = self.chain
+        if self.calibration is not None:
+            self.proposed = ChainAlternatives.of(chain, self.candidates)
+            return Continuation.of(self.proposed.tree(self.calibration, self.min_prob))
+        drawn = self.follower.sampler.params.is_residual and chain
+        return Continuation(chain, one_hot(chain) if drawn else None, odds=self.odds)
 
 
-class FeatureFollower:
-    """The features of one text. `sampler` chooses its tokens; `reach`: the number of newest features that matter."""
+def _by_kind(chains: Sequence[ChainState]) -> list[list[int]]:
+    """Returns the indices of the chains whose samplers are equal and score together."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, chain in enumerate(chains):
+        groups.setdefault(chain.follower.sampler.kind, []).append(number)
+    return list(groups.values())
 
-    def __init__(
-        self, texts: HeadKVCache, sampler: Sampler, reach: int | None = None, cache: PromptCache | None = None
-    ) -> None:
-        """`cache` is the head's prompt cache."""
-        self.sampler = sampler
-        self._kv_cache, self._cache = texts, cache
-        self._most, self._kept = reach or MOST_WAITING, reach or MOST_WAITING // 2
-        self._text: FlatSequence | None = None
-        self._waiting: list[mx.array] = []
-        self.waiting = 0  # the number of features to read
-        self._begin, self._next = 0, 0  # the positions of its first feature and of the next one
-        self._start: CachedPrefix | None = None  # the cached prefix that it begins with
-        self._closed = False
 
-    def begin(self, tokens: Sequence[int], length: int, exact: bool) -> int:
-        """Returns the position from which the target should report features; it has the first `length` tokens cached.
+def choose(chains: Sequence[ChainState], logits: mx.array) -> mx.array:
+    """Chooses each chain's next token [R] by its row of logits [R, V]."""
+    groups, parts = _by_kind(chains), []
+    for rows in groups:
+        own = logits if len(groups) == 1 else _rows(logits, rows)
+        step = score([chains[row].metadata() for row in rows], own, at_once=True)
+        take(step, [(chains[row], [number]) for number, row in enumerate(rows)])
+        parts.append(step.chosen())
+    if len(parts) == 1:
+        return parts[0]
+    return _rows(mx.concatenate(parts), np.argsort(np.concatenate(groups)).tolist())
 
-        `exact`: the target can drop some of them and read them again.
+
+def take(step: Step, places: Sequence[tuple[ChainState, Iterable[int]]]) -> None:
+    """Adds each chain's next tokens, from these rows of `step`."""
+    chosen, width = step.chosen(), max(chain.width for chain, _ in places)
+    few = step.few(width) if width else None
+    for chain, rows in places:
+        chain.picks += [ChosenToken(row, chosen, few if chain.width else None) for row in rows]
+
+
+def _ranked(tokens: Sequence[int], scores: Sequence[float]) -> list[Candidate]:
+    order = sorted(range(len(tokens)), key=lambda number: -scores[number])
+    best = scores[order[0]]
+    return [Candidate(tokens[n], best - scores[n]) for n in order if scores[n] > -math.inf]
+
+
+class StepProposer:
+    """Drafts one token of every chain in each forward; the head's own vectors replace the features."""
+
+    depth: int = sys.maxsize
+
+    def __init__(self, head: PairHead, kv_cache: PairKVCache) -> None:
+        self._head, self.kv_cache = head, kv_cache
+
+    def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
+        """Reads each chain's last true pairs and chooses its `depth` tokens after them, in the order of their rows.
+
+        Drafted pairs stay in the texts after the true ones; the caller sets the texts' length. Lazy, unless a sampler
+        needs the tokens; returns the vectors [R, H] of the true pairs, which the caller checks for being finite.
         """
-        cached = self._cache.find(tokens) if self._cache is not None else None
-        if cached is None or not isinstance(cached.saved, SavedPairs):
-            return length
-        count = min(cached.length - 1, length)
-        if count <= cached.saved.begin or count < length - (READ_AGAIN if exact else 0):
-            return length
-        self._begin, self._next, self._start = cached.saved.begin, count, cached.saved.up_to(count)
-        return count
+        hidden, logits = self.kv_cache.outputs(feeds, [1] * len(feeds))
+        read = hidden
+        while True:
+            chosen = choose(chains, logits)
+            rows = [row for row, chain in enumerate(chains) if len(chain.picks) < chain.depth]
+            if not rows:
+                return read
+            if len(rows) < len(chains):
+                chains, hidden, chosen = [chains[row] for row in rows], _rows(hidden, rows), _rows(chosen, rows)
+            features, texts = self._head.onward(hidden), [chain.follower.text for chain in chains]
+            feeds = [PairFeed(t, chosen[n : n + 1], features[n : n + 1]) for n, t in enumerate(texts)]
+            hidden, logits = self.kv_cache.outputs(feeds, [1] * len(feeds))
 
-    def add_features(self, position: int, features: mx.array) -> None:
-        """Adds the features [R, W] of committed tokens from `position` on."""
-        if self._closed:
+    def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
+        """Returns the likeliest token after each pair of a text, given the pairs up to there [T]."""
+        _, logits = self.kv_cache.outputs([PairFeed(self.kv_cache.open(), tokens, features)], [tokens.shape[0]])
+        return mx.argmax(logits, axis=-1)
+
+
+def walk(chains: Sequence[ChainState], logits: mx.array, hidden: mx.array, link: BlockLink | None) -> None:
+    """Chooses each chain's `depth` tokens by its rows of logits [S, V] and vectors [S, H], chain after chain.
+
+    Lazy, unless a sampler needs the tokens.
+    """
+    begins = np.cumsum([0, *(chain.depth for chain in chains)])[:-1].tolist()
+    for numbers in _by_kind(chains):
+        numbers.sort(key=lambda number: -chains[number].depth)
+        _walk([chains[number] for number in numbers], [begins[number] for number in numbers], logits, hidden, link)
+
+
+def _walk(
+    chains: Sequence[ChainState], begins: Sequence[int], logits: mx.array, hidden: mx.array, link: BlockLink | None
+) -> None:
+    """Chooses the tokens of chains with equal samplers, deepest first.
+
+    The whole block is scored at once, unless the choice depends on the tokens before by penalties or a grammar.
+    """
+    linked = _Linked(chains, link) if link is not None else None
+    at_once = not chains[0].follower.sampler.needs_history
+    few: tuple[mx.array, mx.array] | None = None
+    if at_once:
+        rows = [row for b, line in zip(begins, chains, strict=True) for row in range(b, b + line.depth)]
+        step = score([line.metadata(line.depth) for line in chains], _rows(logits, rows))
+        starts = np.cumsum([0, *(line.depth for line in chains)])[:-1].tolist()
+        if linked is None:
+            take(step, [(line, range(b, b + line.depth)) for b, line in zip(starts, chains, strict=True)])
             return
-        if position != self._next:
-            self._restart(position)
-        self._waiting.append(features)
-        self._next = position + features.shape[0]
-        self.waiting += features.shape[0]
-        if self.waiting > self._most:
-            newest = mx.contiguous(mx.concatenate(self._waiting)[-self._kept :])
-            mx.async_eval(newest)  # type: ignore[no-untyped-call]  # otherwise it keeps the older ones alive
-            self._restart(self._next - newest.shape[0])
-            self._wait_for(newest)
-
-    @property
-    def text(self) -> FlatSequence:
-        """The text in the head's KV cache."""
-        if self._text is None:
-            self._text = self._kv_cache.open()
-            if self._start is not None:
-                self._kv_cache.adopt(self._text, self._start)
-                self._start = None
-        return self._text
-
-    @property
-    def length(self) -> int:
-        """The number of pairs read."""
-        return self._text.length if self._text is not None else 0
-
-    def is_up_to(self, tokens: Sequence[int]) -> bool:
-        """Whether it has the features of all but the last of these tokens, and some of them are unread."""
-        return not self._closed and self._next == len(tokens) - 1 and bool(self._waiting)
-
-    def catch_up(self, tokens: Sequence[int]) -> PairFeed:
-        """Reads the unread pairs of committed `tokens` except the last piece, which it returns.
-
-        Call `has_read` when that was fed.
-        """
-        waiting = mx.concatenate(self._waiting)
-        while waiting.shape[0] > PIECE:
-            self._kv_cache.read(self._feed(tokens, waiting[:PIECE]))
-            mx.eval(self._kv_cache.state())
-            waiting = waiting[PIECE:]
-            self._wait_for(waiting)
-        return self._feed(tokens, waiting)
-
-    def has_read(self) -> None:
-        """Records that the piece that `catch_up` returned was fed."""
-        self._waiting, self.waiting = [], 0
-
-    def _feed(self, tokens: Sequence[int], features: mx.array) -> PairFeed:
-        begin = self._next - self.waiting + 1
-        behind = mx.array(list(tokens[begin : begin + features.shape[0]]), mx.int32)
-        return PairFeed(self.text, behind, features)
-
-    def lendable(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Returns the first of these committed tokens, whose pairs have all been read; none if it began after a gap."""
-        return tokens[: self.length + 1] if self.length and not self._begin else ()
-
-    def save(self, length: int) -> SavedPairs:
-        """Returns a copy of the pairs of the first `length` tokens."""
-        pairs = self._kv_cache.save(self.text, length - 1 - self._begin)
-        return SavedPairs(length, pairs.layers, begin=self._begin)
-
-    def read_all(self, tokens: Sequence[int]) -> int:
-        """Reads the unread pairs of committed `tokens`. Returns the number of tokens read; 0: none to keep."""
-        if self._text is None or self._next >= len(tokens):
-            return 0
-        if self._waiting:
-            self._kv_cache.read(self.catch_up(tokens))
-            self.has_read()
-        return self._next + 1
-
-    def close(self) -> None:
-        """Ignores further features, and frees the text in the KV cache."""
-        self._closed = True
-        self._restart(0)
-
-    def _restart(self, position: int) -> None:
-        if self._text is not None:
-            self._kv_cache.close(self._text)
-        self._text, self._waiting, self.waiting = None, [], 0
-        self._begin, self._start = position, None
-
-    def _wait_for(self, features: mx.array) -> None:
-        self._waiting, self.waiting = [features], int(features.shape[0])
+        few = step.few(FEW)
+    for slot in range(chains[0].depth):
+        longer = [line for line in chains if line.depth > slot]
+        at = [begin + slot for begin in begins[: len(longer)]]
+        if few is not None and linked is not None:
+            own = [start + slot for start in starts[: len(longer)]]
+            linked.choose(_rows(few[0], own), _rows(few[1], own), _rows(hidden, at))
+            continue
+        step = score([line.metadata() for line in longer], _rows(logits, at))
+        if linked is not None:
+            linked.choose(*step.few(FEW), _rows(hidden, at))
+        else:
+            take(step, [(line, [row]) for row, line in enumerate(longer)])
 
 
-log = logging.getLogger(__name__)
+class _Linked:
+    """Chains whose tokens are chosen one after the other; deepest first, so that the chains that continue are first."""
+
+    def __init__(self, chains: Sequence[ChainState], link: BlockLink) -> None:
+        temp = chains[0].follower.sampler.params.temp
+        self._lines, self._link, self._scale = chains, link, 1 / temp if temp else 1.0
+        self._before = mx.array([chain.tokens[-1] for chain in chains], mx.int32)
+        self._memory = link.begin(len(chains))
+
+    def choose(self, tokens: mx.array, scores: mx.array, hidden: mx.array) -> None:
+        """Chooses the next token of the first R chains, from these candidates [R, C]."""
+        before = self._before[: tokens.shape[0]]
+        odds = self._link.odds(before, hidden)
+        gains, self._memory = self._link(before, hidden, tokens, self._memory[: tokens.shape[0]])
+        scores = scores + gains * self._scale
+        best = mx.argmax(scores, axis=-1, keepdims=True)
+        self._before = mx.take_along_axis(tokens, best, axis=-1)[:, 0]
+        for row, chain in enumerate(self._lines[: tokens.shape[0]]):
+            chain.picks.append(ChosenToken(row, self._before, (tokens, scores) if chain.width else None, odds))
+
+
+def _rows(array: mx.array, rows: list[int]) -> mx.array:
+    return mx.take(array, mx.array(rows, mx.int32), axis=0)
+
+
+class BlockProposer:
+    """Drafts every chain in one forward, then chooses its tokens by a walk along it."""
+
+    def __init__(self, head: BlockHead | MaskedHead, kv_cache: HeadKVCache) -> None:
+        self.kv_cache, self.depth = kv_cache, head.depth
+        self._link = head.link if isinstance(head, BlockHead) else None
+
+    def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
+        """The same as `StepProposer.draft`."""
+        hidden, logits = self.kv_cache.slots(feeds, [chain.depth for chain in chains])
+        walk(chains, logits, hidden, self._link)
+        return hidden
+
+    def predict(self, tokens: mx.array, features: mx.array) -> mx.array:
+        """The same as `StepProposer.predict`."""
+        sequence, slots = self.kv_cache.open(), []
+        for pair in range(tokens.shape[0]):
+            feed = PairFeed(sequence, tokens[pair : pair + 1], features[pair : pair + 1])
+            slots.append(self.kv_cache.slots([feed], [1]))
+            sequence.roll_back(pair + 1)
+        hidden, logits = (mx.concatenate(list(parts)) for parts in zip(*slots, strict=True))
+        if self._link is None:
+            return mx.argmax(logits, axis=-1)
+        few = mx.argpartition(-logits, kth=FEW - 1, axis=-1)[:, :FEW]
+        gains, _ = self._link(tokens, hidden, few, self._link.begin(tokens.shape[0]))
+        best = mx.argmax(mx.take_along_axis(logits, few, axis=-1) + gains, axis=-1, keepdims=True)
+        return mx.take_along_axis(few, best, axis=-1)[:, 0]
+
+
+HeadProposer = StepProposer | BlockProposer
+
+
+def proposer_of(head: Head, cpu: OrtForward | None = None) -> HeadProposer:
+    """Returns the proposer of a head's kind; `cpu` computes its forwards."""
+    if isinstance(head, BlockHead):
+        return BlockProposer(head, FeatureKVCache(head))
+    texts = PairKVCache(head, cpu)
+    return BlockProposer(head, texts) if isinstance(head, MaskedHead) else StepProposer(head, texts)
+
+
+def wrong_proposers_of(head: Head) -> Iterator[tuple[str, HeadProposer]]:
+    """Yields other proposers, by name, for which a head may have been trained although its checkpoint says not."""
+    if isinstance(head, BlockHead):
+        other = not head.from_anchor
+        name = "the first token drafted by the last one's own row" if other else "the first token drafted by a mask"
+        yield name, BlockProposer(head, FeatureKVCache(head, other))
 
 
 class HeadDrafter:
@@ -237,7 +355,7 @@ class HeadDrafter:
             log.warning("%s%s", error, "; each is tried alone" if len(able) > 1 else "")
             for chain in able:
                 self._grow_alone(chain, able)
-        return [chain.continuation for chain in chains]
+        return [chain.continuation() for chain in chains]
 
     def _grow_alone(self, chain: ChainState, chains: Sequence[ChainState]) -> None:
         chain.picks.clear()

@@ -3,33 +3,32 @@
 One module serves the official, SpecForge's and speculators' heads; their differences are switches: where the residual
 begins, and which norms there are. Weights have speculators' names.
 
-`read` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts their
+`build` accepts EAGLE-3 and P-EAGLE heads in SafeAI's, SpecForge's and speculators' formats. It converts their
 conventions: layers are the target's outputs counted from 0, tokens are the target's. If a head can't be used, the
 reason is one sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.drafters.heads.checkpoint import (
+    HeadTarget,
+    Layer,
     Weights,
     check_taps,
     check_width,
     complete,
     fill,
-    read_config,
-    read_weights,
     refuse_quantised,
     sizes_of,
 )
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.head import MaskedHead, PairHead
 from outrider.drafters.heads.layers import Attention, DraftVocabulary, LayerSizes, Mlp
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
@@ -84,12 +83,10 @@ class Eagle3Layer(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Eagle3(HeadModule):
-    """A `StepHead`. `embed`: the target's embedding, for a head without one."""
+class Eagle3(PairHead):
+    """`embed`: the target's embedding, for a head without one."""
 
-    def __init__(
-        self, config: Eagle3Config, embed: Callable[[mx.array], mx.array], vocabulary: DraftVocabulary
-    ) -> None:
+    def __init__(self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.config, self._embed, self.vocabulary = config, embed, vocabulary
@@ -153,19 +150,14 @@ class Eagle3(HeadModule):
         return dtype
 
 
-class PEagle(Eagle3):
-    """P-EAGLE (arXiv 2602.01469), a `MaskedHead`: a learned vector replaces a feature that is not known.
+class PEagle(Eagle3, MaskedHead):
+    """P-EAGLE (arXiv 2602.01469): a learned vector replaces a feature that is not known.
 
     `depth`: the number of tokens that it was trained to draft at once.
     """
 
     def __init__(
-        self,
-        config: Eagle3Config,
-        embed: Callable[[mx.array], mx.array],
-        vocabulary: DraftVocabulary,
-        mask_token: int,
-        depth: int,
+        self, config: Eagle3Config, embed: Layer, vocabulary: DraftVocabulary, mask_token: int, depth: int
     ) -> None:
         super().__init__(config, embed, vocabulary)
         self.depth, self.mask_token = depth, mask_token
@@ -179,38 +171,26 @@ class PEagle(Eagle3):
 _DEPTHS = 8  # of the published training recipes
 
 
-def read(folder: Path, target: Mapping[str, Any], vocab_size: int, embed: Callable[[mx.array], mx.array]) -> Eagle3:
-    """Returns the head in `folder` for a target with this config, vocabulary size and embedding.
+def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Eagle3:
+    """Returns the head with this config.json and these tensors.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    config, weights = read_config(folder), read_weights(folder)
-    return build(config, weights, target, vocab_size, embed, str(folder))
-
-
-def build(
-    config: Mapping[str, Any],
-    weights: Weights,
-    target: Mapping[str, Any],
-    vocab_size: int,
-    embed: Callable[[mx.array], mx.array],
-    name: str = "the head",
-) -> Eagle3:
-    """Returns the same from its config and weights. Raises CannotDraft."""
     if head_kind(config) != "eagle3":
         raise CannotDraft(f"{name} is not an EAGLE-3 head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
     d2t, _ = weights.pop("d2t", None), weights.pop("t2d", None)
-    target = target.get("text_config") or target
-    settings, count = _settings(config, weights, target, name)
-    vocabulary = DraftVocabulary.read(d2t, count, vocab_size, name)
-    _check_size(settings, target, name)
+    settings, count = _settings(config, weights, target.config, name)
+    vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
+    check_width(settings.target_hidden_size, target.config, name)
+    if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
+        raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")
     if "mask_hidden" in weights:
-        head: Eagle3 = PEagle(settings, embed, vocabulary, *_masks(config, vocab_size, name))
+        head: Eagle3 = PEagle(settings, target.embed, vocabulary, *_masks(config, target.vocab_size, name))
     else:
-        head = Eagle3(settings, embed, vocabulary)
+        head = Eagle3(settings, target.embed, vocabulary)
     fill(head, weights, name)
     positions.install(head)
     return head
@@ -270,9 +250,3 @@ def _taps(config: Mapping[str, Any], layers: int, name: str) -> tuple[int, ...]:
         taps = (1, layers // 2 - 1, layers - 4)
     check_taps(taps, layers, name)
     return taps
-
-
-def _check_size(settings: Eagle3Config, target: Mapping[str, Any], name: str) -> None:
-    check_width(settings.target_hidden_size, target, name)
-    if not settings.embeds and settings.hidden_size != settings.target_hidden_size:
-        raise CannotDraft(f"{name} has no embedding and is narrower than the target; expected embed_tokens in it")

@@ -5,7 +5,7 @@ models an *adapter*, a normed low-rank map that is added to the row, is trained 
 
 `load` creates a target's early exit, from its layers alone or with an adapter from a folder; if there is none, the
 reason is one sentence. `agreements` measures on a text of the target how often its first layers predict its tokens.
-`ExitDrafter` and `ExitProposer` draft in the target's own KV cache: the verify overwrites the rows that they wrote.
+`ExitDrafter` drafts in the target's own KV cache: the verify overwrites the rows that it wrote.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from outrider.drafters.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, settings_of, stranger
-from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.head import HeadModule
-from outrider.drafters.heads.pair_kv_cache import PairFeed
-from outrider.drafters.heads.proposers import ChainState, HeadProposer, grow
+from outrider.drafters.heads.drafter import HeadDrafter, StepProposer
+from outrider.drafters.heads.head import PairHead
+from outrider.drafters.heads.pair_kv_cache import ExitFollower, PairFeed
 from outrider.engine.flat import FlatSequence
 from outrider.engine.hidden_states import (
     FirstLayers,
@@ -33,13 +32,12 @@ from outrider.engine.hidden_states import (
     final_norm,
     output_layer,
 )
-from outrider.engine.kv_cache import Feed, FlatKVCache
+from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache
 from outrider.engine.load_checks import open_kv_cache, open_slots
 from outrider.engine.loading import LoadedModel
-from outrider.engine.sampling import Sampler
 from outrider.engine.verify import verify
 from outrider.grammar.constraint import Constraint
-from outrider.protocol.errors import CannotDraft
+from outrider.protocol.errors import CannotDraft, ModelError
 from outrider.protocol.heads import head_kind
 from outrider.protocol.sampling import SamplingParams
 
@@ -76,11 +74,10 @@ class ExitAdapter(nn.Module):  # type: ignore[misc]
         return out
 
 
-class EarlyExit(HeadModule):
-    """A `Head` whose vectors are the target's rows after its first `layers` layers; it needs no features."""
+class EarlyExit(PairHead):
+    """A head whose vectors are the target's rows after its first `layers` layers; it needs no features."""
 
     reach = 1
-    bytes_per_pair = 0
     points = HiddenStatePoints()
 
     def __init__(
@@ -93,6 +90,9 @@ class EarlyExit(HeadModule):
 
     def fuse(self, rows: mx.array) -> mx.array:
         return rows
+
+    def onward(self, hidden: mx.array) -> mx.array:
+        return hidden[:, :0]
 
     def logits(self, hidden: mx.array) -> mx.array:
         adapted = self.adapter(hidden) if self.adapter is not None else hidden
@@ -140,63 +140,39 @@ def speedup(agreement: float, share: float) -> float:
     return max(sum(agreement**k for k in range(depth + 1)) / (1 + depth * share) for depth in depths)
 
 
-class ExitProposer(HeadProposer):
-    """Grows chains in the target's own `kv_cache`, once that is set: the verify overwrites its rows."""
+class ExitKVCache:
+    """Forwards of the target's first layers in the target's own KV cache, once `kv_cache` is set: the verify overwrites
+    their rows."""
 
-    kv_cache: Any = None
+    kv_cache: FlatKVCache
 
     def __init__(self, exit: EarlyExit, layers: FirstLayers) -> None:
         self._exit, self._layers = exit, layers
 
-    def draft(self, chains: Sequence[ChainState], feeds: Sequence[PairFeed]) -> mx.array:
-        return grow(chains, feeds, self._rows, lambda hidden: hidden[:, :0])
-
-    def _rows(self, feeds: Sequence[PairFeed]) -> tuple[mx.array, mx.array]:
+    def outputs(self, feeds: Sequence[PairFeed], counts: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """See `PairKVCache.outputs`."""
         rows = self.kv_cache.first(self._layers, [Feed(feed.text, feed.tokens, feed.count) for feed in feeds])
         return rows, self._exit.logits(rows)
-
-
-class ExitFollower:
-    """A text of the target, fed except for its last token. `sampler` chooses the drafted tokens."""
-
-    def __init__(self, sequence: FlatSequence, sampler: Sampler) -> None:
-        self.text, self.sampler = sequence, sampler
-        self._closed = False
-
-    @property
-    def length(self) -> int:
-        return self.text.length
-
-    def is_up_to(self, tokens: Sequence[int]) -> bool:
-        return not self._closed and self.length == len(tokens) - 1
-
-    def catch_up(self, tokens: Sequence[int]) -> PairFeed:
-        """Returns the last token, whose keys and values the verify computes again."""
-        return PairFeed(self.text, mx.array(list(tokens[-1:]), mx.int32), mx.zeros((1, 0)), stays=False)
-
-    def has_read(self) -> None:
-        """Does nothing: no features wait."""
-
-    def close(self) -> None:
-        """Ends drafting; the text remains the target's."""
-        self._closed = True
 
 
 class ExitDrafter(HeadDrafter):
     """A `HeadDrafter` that drafts in the target's KV cache, which `attach_kv_cache` sets."""
 
     def __init__(self, exit: EarlyExit, target: LoadedModel, note: str, agreement: float) -> None:
-        self._exits = ExitProposer(exit, FirstLayers(target.model, exit.layers))
-        super().__init__(exit, target.vocab_size, note, self._exits, agreement)
+        self._texts = ExitKVCache(exit, FirstLayers(target.model, exit.layers))
+        super().__init__(exit, target.vocab_size, note, StepProposer(exit, cast(Any, self._texts)), agreement)
 
-    def attach_kv_cache(self, kv_cache: FlatKVCache) -> None:
-        self._exits.kv_cache = kv_cache
+    def attach_kv_cache(self, kv_cache: KVCache) -> None:
+        """Sets the KV cache to draft in. Raises ModelError if its texts don't share forwards."""
+        if not isinstance(kv_cache, FlatKVCache):
+            raise ModelError("early exit needs a target that batches requests; leave out the head early-exit")
+        self._texts.kv_cache = kv_cache
 
     def follow_text(
         self, sequence: FlatSequence, sampling: SamplingParams, constraint: Constraint | None = None
     ) -> ExitFollower:
         """Returns the follower of a text to draft for."""
-        return ExitFollower(sequence, self.sampler(sampling, constraint))
+        return ExitFollower(self.kv_cache, self.sampler(sampling, constraint), sequence)
 
 
 log = logging.getLogger(__name__)

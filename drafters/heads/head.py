@@ -4,15 +4,13 @@ A head is fed *pairs*: the *feature* of a token (computed from the target's hidd
 pair it computes a hidden vector, and from that the logits of the token after it. It keeps pairs as keys and values. It
 knows nothing of texts, sampling or requests.
 
-There are three kinds. A `StepHead` drafts one token after its last pair, and continues with its own vector in place of
+There are three kinds. A `PairHead` drafts one token after its last pair, and continues with its own vector in place of
 the feature that is not known yet. A `MaskedHead` is fed the same pairs, then pairs of a mask, so that one forward
 drafts several tokens. A `BlockHead` reads features only, and drafts by a block of masks after the last token, whose
 rows all see each other.
 """
 
 from __future__ import annotations
-
-from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +25,7 @@ from outrider.protocol.errors import ModelError
 NO_NUMBERS = "the head's vectors are not finite: its weights or the target's rows exceed its number format"
 
 
-class Head(Protocol):
+class HeadModule(nn.Module):  # type: ignore[misc]
     """Shapes: T pairs, R rows, W the width of features, H that of the head, V the target's vocabulary.
 
     `points`: where the target is tapped. `reach`: the number of newest pairs that the draft depends on; None: all.
@@ -35,10 +33,16 @@ class Head(Protocol):
 
     points: HiddenStatePoints
     context_length: int
-    reach: int | None
+    reach: int | None = None
 
     @property
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
+
+    @property
+    def bytes_per_pair(self) -> int:
+        """The size of a pair's keys and values."""
+        return 0
 
     def decoder(self, target: DecoderLayers) -> DecoderLayers:
         """Returns the modules that ONNX Runtime may compute. `target`: the target's.
@@ -46,58 +50,44 @@ class Head(Protocol):
         Raises:
             ModelError: it can't compute heads of this kind.
         """
-        ...
+        raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
 
-    @property
-    def bytes_per_pair(self) -> int:
-        """The size of a pair's keys and values."""
-        ...
+    def release(self) -> None:
+        """Frees the weights that ONNX Runtime has copied; those that `fuse` and `onward` read stay."""
+        for name in ("layers", "embed_tokens", "lm_head"):
+            self.pop(name, None)
+        for name in ("_embed", "_output"):  # the target's own
+            self.__dict__.pop(name, None)
+        mx.clear_cache()
 
     def fuse(self, rows: mx.array) -> mx.array:
         """Returns the features [R, W] of tapped rows [R, points * D], cheaply enough for the target's forward."""
-        ...
+        raise NotImplementedError
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Returns the logits [R, V] of hidden vectors [R, H]; -inf for tokens that it does not know."""
-        ...
+        raise NotImplementedError
 
 
-class HeadModule(nn.Module):  # type: ignore[misc]
-    """The base class of heads."""
-
-    reach: int | None = None
-    together = True
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.parameters()))
-
-    def decoder(self, target: DecoderLayers) -> DecoderLayers:
-        raise ModelError(f"ONNX Runtime computes heads of kind mtp and eagle3; this is a {type(self).__name__}")
-
-
-class PairHead(Head, Protocol):
+class PairHead(HeadModule):
     """Computes a hidden vector for each pair. `together`: one forward may hold several texts."""
 
-    together: bool
+    together = True
 
     def __call__(self, tokens: mx.array, features: mx.array, caches: list[FlatCache]) -> mx.array:
         """Returns the hidden vectors [1, T, H] of pairs: tokens [1, T], features [1, T, W]."""
-        ...
-
-
-@runtime_checkable
-class StepHead(PairHead, Protocol):
-    """Drafts one token after another."""
+        raise NotImplementedError
 
     def onward(self, hidden: mx.array) -> mx.array:
         """Returns the stand-ins [R, W] for the features of the tokens drafted by hidden vectors [R, H]."""
-        ...
+        raise NotImplementedError
 
 
-@runtime_checkable
-class MaskedHead(PairHead, Protocol):
-    """Drafts up to `depth` tokens at once: one after its last pair, one after each pair of a mask."""
+class MaskedHead(PairHead):
+    """Drafts up to `depth` tokens at once: one after its last pair, one after each pair of a mask.
+
+    The learned feature of a mask also replaces any feature that is not known.
+    """
 
     depth: int
     mask_token: int
@@ -105,15 +95,10 @@ class MaskedHead(PairHead, Protocol):
     @property
     def mask_feature(self) -> mx.array:
         """The feature [1, W] of a mask."""
-        ...
+        raise NotImplementedError
 
 
-GuessingHead = StepHead | MaskedHead
-"""Continues without a feature: by its own vector, or by a learned one that replaces any feature."""
-
-
-@runtime_checkable
-class BlockHead(Head, Protocol):
+class BlockHead(HeadModule):
     """Drafts up to `depth` tokens at once, as a block after the features of all tokens before it.
 
     `from_anchor`: the block's first row, the last token's, drafts the first token; else the mask after it does.
@@ -128,13 +113,16 @@ class BlockHead(Head, Protocol):
     @property
     def link(self) -> BlockLink | None:
         """The link that scores each token of a block by the one before it, if there is one."""
-        ...
+        return None
 
     def read(self, features: mx.array, caches: list[FlatCache]) -> None:
         """Adds features [1, T, W] to the caches."""
-        ...
+        raise NotImplementedError
 
     def block(self, tokens: mx.array, places: mx.array, caches: list[FlatCache]) -> mx.array:
         """Returns the hidden vectors [1, T, H] of blocks: known tokens, then masks, of each [1, T], at these `places`
         [T] in their block."""
-        ...
+        raise NotImplementedError
+
+
+Head = PairHead | BlockHead

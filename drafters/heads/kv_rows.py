@@ -2,8 +2,7 @@
 
 A pair is a token and the feature of the token before it: the target's, if that has arrived, or else a stand-in. A
 masked head has learned one stand-in for any feature; for other heads it is the head's vector of the pair before, so
-consecutive tokens without features are fed one a forward. `FeatureBuffer` holds features that have arrived and are not
-fed yet, of consecutive committed tokens. Only the newest of many are kept.
+consecutive tokens without features are fed one a forward.
 
 A block follows the features of all tokens before its first token, its *anchor*. It consists of the known tokens from
 the anchor on, then masks; each mask's slot (or that of the token before it) drafts the token there. A token given by
@@ -24,64 +23,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from outrider.drafters.heads.head import NO_NUMBERS, GuessingHead, MaskedHead
-from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairKVCache, places_in
-from outrider.engine.flat import Floats, Ints, NodeSegment, Segment
+from outrider.drafters.heads.head import NO_NUMBERS, MaskedHead
+from outrider.drafters.heads.pair_kv_cache import PIECE, FeatureBuffer, FeatureKVCache, PairKVCache, Row, places_in
+from outrider.engine.flat import Ints, NodeSegment, Segment
 from outrider.engine.kv_rows import NewRows
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelFault
-
-MOST = 2048
-
-Row = tuple[mx.array | Floats, int]
-"""An array [N, W] and the index of one of its rows."""
-
-
-class FeatureBuffer:
-    """The features of the positions `begin`..`end`-1."""
-
-    def __init__(self) -> None:
-        self.begin = self.end = 0
-        self._parts: list[tuple[int, Floats]] = []
-
-    def add(self, position: int, rows: Floats) -> None:
-        """Adds rows from `position` on. Known ones are skipped; after a gap only the new ones are kept."""
-        end = position + rows.shape[0]
-        if end <= self.end:
-            return
-        if not self.begin <= position <= self.end:
-            self.begin, self._parts = position, []
-        elif position < self.end:
-            position, rows = self.end, rows[self.end - position :]
-        self._parts.append((position, rows))
-        self.end = end
-        self.forget(end - MOST)
-
-    def forget(self, position: int) -> None:
-        """Drops the rows before this position."""
-        if position > self.begin:
-            self.begin = min(position, self.end)
-            self._parts = [part for part in self._parts if part[0] + part[1].shape[0] > position]
-
-    def __contains__(self, position: int) -> bool:
-        return self.begin <= position < self.end
-
-    def row(self, position: int) -> Row:
-        """Returns the row of a position that the buffer has."""
-        first, rows = next(part for part in self._parts if part[0] <= position < part[0] + part[1].shape[0])
-        return rows, position - first
-
-    def between(self, begin: int, end: int) -> Floats:
-        """Returns the rows [end - begin, W] of these positions, all of which the buffer has."""
-        parts = [
-            rows[max(begin - first, 0) : max(end - first, 0)]
-            for first, rows in self._parts
-            if first < end and begin < first + rows.shape[0]
-        ]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-PIECE = 512
 
 
 class PairKVRows:
@@ -89,14 +36,13 @@ class PairKVRows:
 
     whole = False
 
-    def __init__(self, head: GuessingHead, kv_cache: PairKVCache) -> None:
-        """`kv_cache`: the texts of `head`."""
-        self._head, self.kv_cache = head, kv_cache
+    def __init__(self, kv_cache: PairKVCache) -> None:
+        self._head, self.kv_cache = kv_cache.head, kv_cache
         self.lazy = kv_cache.cpu is None
         self.sequence = kv_cache.open()
         finalize(self, kv_cache.drop, self.sequence)
-        self._missing: Row | None = (head.mask_feature, 0) if isinstance(head, MaskedHead) else None
-        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(head.parameters()))  # type: ignore[union-attr]
+        self._missing: Row | None = (self._head.mask_feature, 0) if isinstance(self._head, MaskedHead) else None
+        self._dtype: mx.Dtype = next(value.dtype for _, value in tree_flatten(self._head.parameters()))
         self.features = FeatureBuffer()
         self.begin_at(0)
 
@@ -261,7 +207,7 @@ class BlockKVRows:
 
     def __init__(self, kv_cache: FeatureKVCache) -> None:
         self.kv_cache, self._depth = kv_cache, kv_cache.head.depth
-        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))  # type: ignore[attr-defined]
+        self._dtype = next(value.dtype for _, value in tree_flatten(kv_cache.head.parameters()))
         self.sequence = kv_cache.open()
         finalize(self, kv_cache.drop, self.sequence)
         self.places: Ints = np.zeros(0, np.int32)  # of the features that have been read

@@ -17,20 +17,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from outrider.drafters.heads import dflash, eagle3, early_exit, mtp, redrafter
-from outrider.drafters.heads.checkpoint import stranger
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights, stranger
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter, HeadProposer, proposer_of, wrong_proposers_of
 from outrider.drafters.heads.early_exit import trial_text
-from outrider.drafters.heads.head import Head, PairHead
+from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.pair_kv_cache import PairKVCache
-from outrider.drafters.heads.proposers import ChainState, CheckableProposer, proposer_of, wrong_proposers_of
 from outrider.engine.flat import Segment
-from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates, backbone_of, embedding
+from outrider.engine.hidden_states import HiddenStatePoints, HiddenStates
 from outrider.engine.load_checks import open_slots
 from outrider.engine.loading import LoadedModel, find
 from outrider.engine.ort.forward import OrtForward, check, enabled
@@ -45,17 +44,7 @@ from outrider.protocol.sampling import SamplingParams
 log = logging.getLogger(__name__)
 
 
-def _eagle3(folder: Path, target: LoadedModel) -> Head:
-    table = embedding(backbone_of(target.model)[0])
-    return eagle3.read(folder, target.config, target.vocab_size, lambda tokens: table(tokens))
-
-
-_READ: dict[str, Callable[[Path, LoadedModel], Head]] = {
-    "dflash": dflash.read,
-    "eagle3": _eagle3,
-    "mtp": mtp.read,
-    "redrafter": redrafter.read,
-}
+_BUILD = {"dflash": dflash.build, "eagle3": eagle3.build, "redrafter": redrafter.build}
 
 
 def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None]) -> Head:
@@ -67,7 +56,9 @@ def read(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
     with _named(f"loading the head {path}"):
         folder = find(path, progress)
         progress(f"loading {path}")
-        return _READ[kind](folder, model)
+        if kind == "mtp":
+            return mtp.read(folder, model)
+        return _BUILD[kind](read_config(folder), read_weights(folder), HeadTarget.of(model), str(folder))
 
 
 def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], None], alone: bool = True) -> HeadDrafter:
@@ -94,7 +85,10 @@ def load(kind: str, path: str, model: LoadedModel, progress: Callable[[str], Non
             doubt, agrees = "; ".join(doubts), trial.own
     if doubt:
         log.warning("%s", doubt)
-    return HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, cpu), agrees)
+    drafter = HeadDrafter(head, model.vocab_size, doubt, proposer_of(head, cpu), agrees)
+    if cpu is not None:
+        head.release()
+    return drafter
 
 
 def features_of(head: Head, folder: Path, target: Path) -> str:
@@ -173,7 +167,7 @@ def _away(by: int) -> str:
 
 def _share(
     head: Head,
-    proposer: CheckableProposer,
+    proposer: HeadProposer,
     model: LoadedModel,
     text: list[int],
     points: HiddenStatePoints | None = None,
@@ -207,7 +201,7 @@ def forward_of(head: Head, target: LoadedModel) -> OrtForward | None:
             features = np.array(head.fuse(mx.array(rows, mx.float32)).astype(mx.float32))
 
             def own(tokens: Ints) -> mx.array:
-                kv_cache = PairKVCache(cast(PairHead, head))
+                kv_cache = PairKVCache(cast(Any, head))
                 segment = Segment(kv_cache.open().row, 0, len(tokens))
                 return kv_cache.feed(tokens, features[tokens % _FEATURES], [segment])[1]
 

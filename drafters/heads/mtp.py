@@ -21,16 +21,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite, llama, mimo, qwen3_5, qwen3_next
 
-from outrider.drafters.heads.checkpoint import Weights, fill, refuse_quantised
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.checkpoint import HeadTarget, Layer, Weights, fill, refuse_quantised
+from outrider.drafters.heads.head import PairHead
 from outrider.engine import positions
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding, output_layer
+from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.graph import Builder, DecoderLayers
 from outrider.protocol.errors import CannotDraft, first_line
-
-Layer = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,8 @@ class MtpForm:
     together: bool = True
 
 
-class Mtp(HeadModule):
-    """A `StepHead`. `block` is a layer of the target's kind; `embed` and `output` are the target's own."""
+class Mtp(PairHead):
+    """`block` is a layer of the target's kind; `embed` and `output` are the target's own."""
 
     def __init__(
         self,
@@ -248,14 +246,12 @@ def read(folder: Path, target: LoadedModel) -> Mtp:
     """
     family = family_of(target)
     weights = _weights(folder, family)
-    backbone, _ = backbone_of(target.model)
-    inner = getattr(target.model, "language_model", target.model)
-    table, output = embedding(backbone), output_layer(inner, backbone)
-    weights = _without_copies(weights, lambda tokens: table(tokens), output)
-    args: Any = inner.args
+    own = HeadTarget.of(target)
+    weights = _without_copies(weights, own)
+    args: Any = getattr(target.model, "language_model", target.model).args
     head = Mtp(
         family.form, args.hidden_size, args.rms_norm_eps, family.block,
-        lambda tokens: table(tokens), output, target.context_length,
+        own.embed, own.output, own.context_length,
         own_embedding=target.vocab_size if _EMBEDDING in weights else 0,
         own_output=target.vocab_size if _OUTPUT in weights else 0,
     )  # fmt: skip
@@ -292,15 +288,15 @@ def _weights(folder: Path, family: MtpFamily) -> Weights:
         raise CannotDraft(f"{folder} lacks {error} of the head's tensors; use the original repository") from error
 
 
-def _without_copies(weights: Weights, embed: Layer, output: Layer) -> Weights:
+def _without_copies(weights: Weights, target: HeadTarget) -> Weights:
     """Removes embedding and output layer if they are copies of the target's, which may be less precise."""
     copies = []
     if _EMBEDDING in weights:
         tokens = mx.arange(min(64, weights[_EMBEDDING].shape[0]))
-        copies += [_EMBEDDING] * _alike(weights[_EMBEDDING][tokens], embed(tokens))
+        copies += [_EMBEDDING] * _alike(weights[_EMBEDDING][tokens], target.embed(tokens))
     if _OUTPUT in weights:
         rows = mx.random.normal((4, weights[_OUTPUT].shape[-1]), key=mx.random.key(0))
-        copies += [_OUTPUT] * _alike(rows @ weights[_OUTPUT].astype(mx.float32).T, output(rows))
+        copies += [_OUTPUT] * _alike(rows @ weights[_OUTPUT].astype(mx.float32).T, target.output(rows))
     return {key: value for key, value in weights.items() if key not in copies}
 
 

@@ -4,24 +4,22 @@ It reads only the newest pair of a text and keeps none, so its whole input is th
 the same for a chain, and the state, which each token advances. Weights and fields of the config have the names of
 Apple's checkpoints.
 
-`read` reads ReDrafters in the format of Apple's trainers. If one can't be used, the reason is one sentence.
+`build` accepts ReDrafters in the format of Apple's trainers. If one can't be used, the reason is one sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import Weights, fill, read_config, read_weights, refuse_quantised, settings_of
-from outrider.drafters.heads.head import HeadModule
+from outrider.drafters.heads.checkpoint import HeadTarget, Layer, Weights, fill, refuse_quantised, settings_of
+from outrider.drafters.heads.head import PairHead
 from outrider.engine.flat import FlatCache
-from outrider.engine.hidden_states import HiddenStatePoints, backbone_of, embedding
-from outrider.engine.loading import LoadedModel
+from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.heads import head_kind
 
@@ -47,15 +45,13 @@ class ResBlock(nn.Module):  # type: ignore[misc]
         return out
 
 
-class Redrafter(HeadModule):
-    """A `StepHead`. `embed`: the target's embedding; `vocab_size`: the size of its logits, which may be padded."""
+class Redrafter(PairHead):
+    """`embed`: the target's embedding; `vocab_size`: the size of its logits, which may be padded."""
 
-    points, reach, bytes_per_pair = HiddenStatePoints(after_norm=True), 1, 0
+    points, reach = HiddenStatePoints(after_norm=True), 1
     layers: tuple[nn.Module, ...] = ()  # there are no keys and values
 
-    def __init__(
-        self, config: RedrafterConfig, embed: Callable[[mx.array], mx.array], vocab_size: int, context_length: int
-    ) -> None:
+    def __init__(self, config: RedrafterConfig, embed: Layer, vocab_size: int, context_length: int) -> None:
         super().__init__()
         size, width = config.hidden_size, config.exit_dim
         self._config, self._embed, self._vocab_size, self.context_length = config, embed, vocab_size, context_length
@@ -88,32 +84,19 @@ class Redrafter(HeadModule):
         return hidden
 
 
-def read(folder: Path, target: LoadedModel) -> Redrafter:
-    """Returns the head in `folder` for this target.
+def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name: str = "the head") -> Redrafter:
+    """Returns the head with this config.json and these tensors.
 
     Raises:
         CannotDraft: it is not a head of this kind, not complete, or for another target.
     """
-    table = embedding(backbone_of(target.model)[0])
-    config, weights = read_config(folder), read_weights(folder)
-    return build(config, weights, target, lambda tokens: table(tokens), str(folder))
-
-
-def build(
-    config: Mapping[str, Any],
-    weights: Weights,
-    target: LoadedModel,
-    embed: Callable[[mx.array], mx.array],
-    name: str = "the head",
-) -> Redrafter:
-    """Returns the same from its config and weights. Raises CannotDraft."""
     if head_kind(config) != "redrafter":
         raise CannotDraft(
             f"{name} is not a ReDrafter: the model_type in its config.json is not recurrent_drafting_drafter"
         )
     refuse_quantised(config, weights, name)
     settings = settings_of(RedrafterConfig, config, name)
-    size = int(embed(mx.array([0])).shape[-1])
+    size = int(target.embed(mx.array([0])).shape[-1])
     if settings.hidden_size != size:
         raise CannotDraft(
             f"{name} expects a hidden size of {settings.hidden_size}, but this target has {size}; expected a head for"
@@ -124,6 +107,6 @@ def build(
             f"{name} has {settings.vocab_size} tokens and this target {target.vocab_size}; expected a"
             " head for this target"
         )
-    head = Redrafter(settings, embed, target.vocab_size, target.context_length)
+    head = Redrafter(settings, target.embed, target.vocab_size, target.context_length)
     fill(head, weights, name)  # emb_norm.weight in some checkpoints is not used by their forward either
     return head

@@ -64,12 +64,12 @@ WITHIN = {
 FROM_BESIDE: dict[str, set[str]] = {"orchestrator/core/policy": set()}
 IN_ORDER = {
     "drafters/coreml": (
-        "layout", "package", "weights", "graph", "converter", "runtimes", "host", "trial", "selection", "drafter",
+        "layout", "package", "weights", "converter", "runtimes", "trial", "selection", "drafter",
         "prompts", "doctor", "convert",
     ),
     "drafters/heads": (
         "layers", "head", "checkpoint", "pair_kv_cache", "kv_rows", "dflash", "eagle3", "mtp",
-        "redrafter", "proposers", "drafter", "early_exit", "load", "ahead",
+        "redrafter", "drafter", "early_exit", "load", "ahead",
     ),
 }  # fmt: skip
 """The modules of a room in which each may import only those before it."""

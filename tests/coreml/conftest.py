@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.converter import convert
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.host import LinearCache, PackageHost
 from outrider.drafters.coreml.layout import Mode, Options
 from outrider.drafters.coreml.package import MODEL, WEIGHTS, Package, open_package
+from outrider.drafters.coreml.runtimes import LinearCache, PackageHost
 from outrider.drafters.coreml.trial import Trial, Tried
 from tests import tiny
 from tests.harness import mil_interpreter, mil_program

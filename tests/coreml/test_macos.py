@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.drafters.coreml import runtimes, trial
 from outrider.drafters.coreml.drafter import CoreMLDrafter
-from outrider.drafters.coreml.host import LinearCache, PackageHost, PackageReader
-from outrider.drafters.coreml.runtimes import CoreMLRuntime, Runtime
+from outrider.drafters.coreml.runtimes import CoreMLRuntime, LinearCache, PackageHost, PackageReader, Runtime
 from outrider.drafters.coreml.trial import agreement
 from outrider.protocol.sampling import SamplingParams
 from tests.coreml.conftest import Bench

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from outrider.drafters.coreml.host import LinearCache
 from outrider.drafters.coreml.package import WEIGHTS, coremltools
-from outrider.drafters.coreml.runtimes import RuntimeFault
+from outrider.drafters.coreml.runtimes import LinearCache, RuntimeFault
 from outrider.protocol.errors import ModelError
 from tests.coreml.conftest import Bench
 from tests.harness import mil_interpreter as interpreter

@@ -7,32 +7,32 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.fan_out import Calibration
-from outrider.drafters.growth import WIDTH, AlternativesAt, with_alternatives, worthwhile
+from outrider.drafters.growth import WIDTH, AlternativesAt, ChainAlternatives, worthwhile
 from outrider.protocol.trees import Candidate, fault
 
 CLOSE = [Candidate(5, 0.0), Candidate(6, 0.1), Candidate(7, 0.2), Candidate(8, 0.3)]
 SURE = [Candidate(5, 0.0), Candidate(6, 11.0), Candidate(7, 12.0)]
 
 
-def places(*found: list[Candidate]) -> list[AlternativesAt]:
-    return [AlternativesAt.of(5, candidates) for candidates in found]
+def chain_of_fives(*found: list[Candidate]) -> ChainAlternatives:
+    return ChainAlternatives.of([5] * len(found), found)
 
 
 def test_others_stand_where_the_drafter_was_unsure() -> None:
-    tree = with_alternatives((5, 5), places(SURE, CLOSE), Calibration(), 0.05)
+    tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.05)
     assert tree.tokens[:2] == (5, 5) and set(tree.tokens[2:]) <= {6, 7} and tree.tokens[2:]
     assert set(tree.parents[2:]) == {0} and not fault(tree.tokens, tree.parents)
     assert len(tree.odds) == len(tree.tokens) and sum(tree.odds[1:]) <= 1.0
 
 
 def test_where_nothing_is_likely_enough_a_chain_is_left() -> None:
-    tree = with_alternatives((5, 5), places(SURE, CLOSE), Calibration(), 0.9)
+    tree = chain_of_fives(SURE, CLOSE).tree(Calibration(), 0.9)
     assert (tree.tokens, tree.parents) == ((5, 5), ())
     assert worthwhile(4, Calibration(), 0.9) == 0 < worthwhile(4, Calibration(), 0.1) <= 4
 
 
 def test_no_more_than_may_be_told_stand_there() -> None:
-    tree = with_alternatives((5,) * 40, places(*[CLOSE] * 40), Calibration(), 0.0)
+    tree = chain_of_fives(*[CLOSE] * 40).tree(Calibration(), 0.0)
     assert len(tree.tokens) == 40 + 16 and max(tree.parents.count(node) for node in range(40)) <= WIDTH
 
 
@@ -45,7 +45,7 @@ def test_a_rate_that_was_learned_decides(make_point: Callable[[float], Alternati
     taught = Calibration()
     for _ in range(200):
         taught.learn([make_point(0.1).point], 1, 0, 0)
-    odds = with_alternatives((5,), [make_point(0.1)], taught, 0.01).odds
+    odds = ChainAlternatives((5,), [make_point(0.1)]).tree(taught, 0.01).odds
     assert odds[0] < 0.1 and odds[1] > 0.8
 
 

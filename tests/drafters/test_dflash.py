@@ -10,11 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.checkpoint import read_config, read_weights
+from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
 from outrider.drafters.heads.dflash import DFlash, build
-from outrider.drafters.heads.drafter import HeadDrafter
-from outrider.drafters.heads.pair_kv_cache import PairFeed
-from outrider.drafters.heads.proposers import ChainState, FeatureKVCache
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
+from outrider.drafters.heads.pair_kv_cache import FeatureKVCache, PairFeed
 from outrider.engine.sampling import gumbel_numpy
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
@@ -29,15 +28,11 @@ ROWS = [RNG.standard_normal((60, 3 * H)).astype(np.float32) * 3 for _ in TEXTS]
 
 
 def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) -> DFlash:
-    return build(
-        read_config(folder),
-        read_weights(folder),
-        target,
-        vocab_size,
-        lambda tokens: mx.array(EMBEDDING)[tokens],
-        lambda rows: rows @ mx.array(OUTPUT).T,
-        str(folder),
+    config, weights = read_config(folder), read_weights(folder)
+    own = HeadTarget(
+        target, vocab_size, 32768, lambda tokens: mx.array(EMBEDDING)[tokens], lambda rows: rows @ mx.array(OUTPUT).T
     )
+    return build(config, weights, own, str(folder))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

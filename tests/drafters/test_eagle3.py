@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.eagle3 import Eagle3, PEagle, read
+from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
+from outrider.drafters.heads.eagle3 import Eagle3, PEagle, build
 from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
 from outrider.protocol.errors import CannotDraft
 from tests.drafters.eagle3_heads import LAYOUTS, MASK, OFFICIAL_TAPS, PARALLEL, TAPS, TARGET, H, NumpyHead, V, write
@@ -20,7 +21,8 @@ EMBEDDING = RNG.standard_normal((V, H)).astype(np.float32)
 
 
 def head_of(folder: Path, target: dict[str, Any] = TARGET, vocab_size: int = V) -> Eagle3:
-    return read(folder, target, vocab_size, lambda tokens: mx.array(EMBEDDING)[tokens])
+    own = HeadTarget(target, vocab_size, 32768, lambda tokens: mx.array(EMBEDDING)[tokens], lambda rows: rows)
+    return build(read_config(folder), read_weights(folder), own, str(folder))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,7 +13,7 @@ import pytest
 from outrider.drafters.fan_out import POLICIES, Calibration
 from outrider.drafters.growth import BranchTask, Continuation
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
-from outrider.drafters.heads.head import GuessingHead
+from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.kv_rows import PairKVRows
 from outrider.drafters.work_ahead import DraftBatcher, WorkAhead
 from outrider.engine.loading import LoadedModel
@@ -32,14 +32,14 @@ from tests.target_worker.heads import (
 
 LONG = 260  # pairs, which ONNX Runtime reads in pieces
 LENGTHS = (20, 7, LONG + 30)
-Made = Callable[[LoadedModel], GuessingHead]
+Made = Callable[[LoadedModel], PairHead]
 Prepared = list[dict[tuple[int, ...], tuple[int, ...]]]
 
 
 class Played:
     """Requests whose target says what is prepared, or what nobody drafted, and tells rows drawn by their position."""
 
-    def __init__(self, head: GuessingHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
+    def __init__(self, head: PairHead, target: LoadedModel, cpu: OrtForward | None, temp: float) -> None:
         draws = np.random.default_rng(1)
         drafter = AheadHead(head, "mtp", target.vocab_size, cpu=cpu)
         self.together, self.texts = DraftBatcher(), [draws.integers(0, 200, n).tolist() for n in LENGTHS]
@@ -109,3 +109,6 @@ def test_a_loaded_head_uses_onnx_runtime(target: LoadedModel, fed: list[int], tm
     assert fed
     tree = drafter.open([1, 2, 3], SamplingParams())
     assert isinstance(tree, HeadTree) and isinstance(tree.kv_rows, PairKVRows) and not tree.kv_rows.lazy
+    assert drafter.head.weight_bytes < drafter.weight_bytes / 2  # ONNX Runtime has the others
+    tree.add_features(0, np.array(drafter.head.fuse(mx.ones((2, drafter.head.points.count * H)))))
+    assert len(tree.best(tree.feed([tree.root], [None]))) == 1

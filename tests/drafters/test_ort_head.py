@@ -11,12 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import forward_of
 from outrider.drafters.heads.load import load as load_head
 from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
-from outrider.drafters.heads.proposers import ChainState, proposer_of
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort import graph
 from outrider.engine.ort.forward import OrtForward
@@ -126,6 +125,11 @@ def test_many_pairs_are_read_in_pieces(target: LoadedModel, fed: list[int]) -> N
     assert sum(fed) == LONG + 2 and max(fed) < LONG and fed[-2:] == [1, 1]
 
 
-def test_loaded_heads_use_onnx_runtime(target: LoadedModel, fed: list[int], tmp_path: Path) -> None:
-    load_head("eagle3", str(write_feature_head(tmp_path / "head", target)), target, lambda stage: None)
-    assert fed
+def test_loaded_heads_use_onnx_runtime_and_keep_no_second_copy_of_its_weights(
+    target: LoadedModel, fed: list[int], tmp_path: Path
+) -> None:
+    own = load_head("eagle3", str(write_feature_head(tmp_path / "head", target)), target, lambda stage: None)
+    assert fed and own.head.weight_bytes < own.weight_bytes / 2
+    follower = own.follow(SamplingParams())
+    follower.add_features(0, own.head.fuse(mx.ones((3, own.head.points.count * H))))
+    assert len(own.continuations([ChainState(follower, [5, 6, 7, 8])], [3])[0].chain) == 3

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from outrider.drafters.heads.checkpoint import HeadTarget, read_config, read_weights
 from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
-from outrider.drafters.heads.redrafter import Redrafter, read
+from outrider.drafters.heads.redrafter import Redrafter, build
 from outrider.engine.hidden_states import HiddenStatePoints
 from outrider.engine.loading import LoadedModel, load
 from outrider.protocol.errors import CannotDraft
@@ -24,6 +25,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "no rnn": {"exit_dim": 2 * H, "num_draft_layers": 1, "rnn": False},
     "no blocks": {"exit_dim": 2 * H, "num_draft_layers": 0, "rnn": True},
 }
+
+
+def read(folder: Path, target: LoadedModel) -> Redrafter:
+    return build(read_config(folder), read_weights(folder), HeadTarget.of(target), str(folder))
 
 
 @pytest.fixture(scope="module")

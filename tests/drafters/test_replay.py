@@ -42,7 +42,7 @@ def test_a_script_is_read_from_json(tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     fields = {"texts": [[1, 2]], "acceptance": [0.5], "bonus_ranks": [], "vocab_size": 100}
     path.write_text(json.dumps(fields))
-    assert Script.read(path) == Script(((1, 2),), (0.5,), (), 100)
+    assert Script.read(path) == Script([(1, 2)], (0.5,), (), 100)
 
 
 @pytest.mark.parametrize(

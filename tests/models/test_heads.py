@@ -26,8 +26,11 @@ from models.training.heads.writer import write  # noqa: E402
 from models.training.loop import Loop, autocast  # noqa: E402
 from outrider.drafters.heads import load as loading  # noqa: E402
 from outrider.drafters.heads.ahead import AheadHead  # noqa: E402
-from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache  # noqa: E402
-from outrider.drafters.heads.proposers import FeatureKVCache  # noqa: E402
+from outrider.drafters.heads.pair_kv_cache import (  # noqa: E402
+    FeatureKVCache,
+    PairFeed,
+    PairKVCache,
+)
 from outrider.engine.loading import load  # noqa: E402
 from outrider.protocol.digest import digest  # noqa: E402
 from outrider.protocol.errors import InvalidRequest, ModelError  # noqa: E402

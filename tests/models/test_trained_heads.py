@@ -20,7 +20,7 @@ from outrider.orchestrator.pairing.model_files import EMBEDDED_TARGET, embedded_
 from outrider.protocol.heads import head_kind
 from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, beside_target
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.default_model import mixed_tokens
 from tests.system.links import FakeLink, answered
@@ -42,7 +42,7 @@ def outcomes(target: LoadedModel, own: HeadDrafter, temp: float) -> list[Outcome
         for n, prompt in enumerate(prompts)
     ]
     link = FakeLink("target-0", deque(opens))
-    worker = TargetWorker(link, target, own=InProcessDrafters({"own": beside_target(own)}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     answered(worker, link, ())
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, InProcess(DEPTH))) for o in opens]
     found = answered(worker, link, go)

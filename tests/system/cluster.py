@@ -34,7 +34,6 @@ from outrider.protocol.schema import Logprobs
 from outrider.target_worker.feature_publisher import FeaturePublisher
 from outrider.target_worker.in_process_drafters import (
     InProcessDrafters,
-    InProcessHead,
     InProcessModel,
     InProcessProposer,
 )
@@ -184,7 +183,7 @@ class Cluster(HonestWorkers):
         if self._own is not None:
             found["draft"] = InProcessModel(MlxDrafter(self._own))
         if self._own_head is not None:
-            found["head"] = InProcessHead(HeadDrafter(self._own_head, self._model.vocab_size))
+            found["head"] = HeadDrafter(self._own_head, self._model.vocab_size)
         own = InProcessDrafters(found)
         publisher = FeaturePublisher(self._head, "features") if self._head is not None else None
         return TargetWorker(self._target_link, self._model, own=own, publisher=publisher)  # type: ignore[arg-type]

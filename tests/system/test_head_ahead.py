@@ -11,7 +11,7 @@ import pytest
 
 from outrider.drafters.drafter import TokenTree
 from outrider.drafters.heads.ahead import AheadHead, HeadTree
-from outrider.drafters.heads.head import PairHead, StepHead
+from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.pair_kv_cache import PairFeed, PairKVCache
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("counted_clock")
 
 LENGTH = 28
 PROMPT = [40, 41, 42, 7, 8]
-Heads = Callable[[LoadedModel], StepHead]
+Heads = Callable[[LoadedModel], PairHead]
 Plain = Callable[[LoadedModel, Sequence[int], SamplingParams], list[int]]
 
 
@@ -63,7 +63,7 @@ class Lossy(Cluster):
 
 
 def cluster(
-    target: LoadedModel, head: StepHead, kind: type[Cluster] = Cluster, cpu: OrtForward | None = None, **other: Any
+    target: LoadedModel, head: PairHead, kind: type[Cluster] = Cluster, cpu: OrtForward | None = None, **other: Any
 ) -> Cluster:
     drafter = AheadHead(head, "eagle3", target.vocab_size, cpu=cpu)
     return kind(target, drafter, VirtualClock(), **{"ngrams": False, "full_depth": True, **other})

@@ -18,11 +18,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import deepseek_v3, llama
 
 from outrider.drafters.heads import redrafter
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.checkpoint import HeadTarget
+from outrider.drafters.heads.drafter import HeadDrafter, proposer_of
 from outrider.drafters.heads.eagle3 import Eagle3, build
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.mtp import Mtp, MtpForm
-from outrider.drafters.heads.proposers import proposer_of
 from outrider.drafters.heads.redrafter import Redrafter
 from outrider.engine import positions
 from outrider.engine.loading import LoadedModel, load
@@ -159,7 +159,7 @@ def recurrent_head(target: LoadedModel) -> Redrafter:
     sizes = {"hidden_size": H, "vocab_size": VOCAB_SIZE, "exit_dim": 2 * H, "num_draft_layers": 0, "rnn": True}
     arrays = {key: mx.array(value.astype(np.float32)) for key, value in weights.items()}
     config = {"model_type": "recurrent_drafting_drafter", **sizes}
-    return redrafter.build(config, arrays, target, lambda tokens: model.embed_tokens(tokens))
+    return redrafter.build(config, arrays, HeadTarget.of(target))
 
 
 def latent_head(target: LoadedModel) -> Mtp:
@@ -218,9 +218,7 @@ def _nothing() -> dict[str, Array]:
 
 
 def _built(weights: dict[str, Array], target: LoadedModel, ids: Array, **config: Any) -> Eagle3:
-    embed = target.model.model.embed_tokens
-    arrays = _arrays(weights, ids)
-    return build({**_CONFIG, **config}, arrays, target.config, target.vocab_size, lambda tokens: embed(tokens))
+    return build({**_CONFIG, **config}, _arrays(weights, ids), HeadTarget.of(target))
 
 
 def _arrays(weights: dict[str, Array], ids: Array) -> dict[str, mx.array]:

@@ -15,7 +15,7 @@ from outrider.drafters.heads.head import Head
 from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import HeadDraftSession, InProcessDrafters, InProcessHead
+from outrider.target_worker.in_process_drafters import HeadDraftSession, InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.block_heads import block_head, linked_head, parallel_head
@@ -72,7 +72,7 @@ def said(target: LoadedModel, made: Callable[[LoadedModel], Head] | None, temp: 
         for n in range(requests)
     ]
     link = FakeLink("target-0", deque(opens))
-    own = InProcessDrafters({"own": InProcessHead(drafter(made(target), target))}) if made else None
+    own = InProcessDrafters({"own": drafter(made(target), target)}) if made else None
     worker = TargetWorker(link, target, own=own)  # type: ignore[arg-type]
     answered(worker, link, ())
     draft = InProcess(3, min_prob=0.02) if own else None

@@ -35,18 +35,13 @@ class Stand:
         self.opened = 0
         colocated = InProcessModel(MlxDrafter(markov(OTHER))) if drafts else None
         if colocated is not None:
-            session_of = colocated.session_of
+            open_tree = colocated.drafter.open
 
             def counted(*arguments: Any) -> Any:
-                opens = session_of(*arguments)
+                self.opened += 1
+                return open_tree(*arguments)
 
-                def opened() -> Any:
-                    self.opened += 1
-                    return opens()
-
-                return opened
-
-            colocated.session_of = counted  # type: ignore[method-assign]
+            colocated.drafter.open = counted  # type: ignore[method-assign]
         self.own = colocated
         own = InProcessDrafters({"draft": colocated} if colocated is not None else {})
         self.worker = TargetWorker(self.link, markov(TABLE), own=own)  # type: ignore[arg-type]

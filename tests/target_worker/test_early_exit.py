@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from outrider.drafters.heads.checkpoint import stranger
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.early_exit import AdapterConfig, ExitAdapter, speedup
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.proposers import ChainState
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
 from outrider.engine.loading import LoadedModel, load
@@ -25,7 +24,6 @@ from outrider.engine.verify import verify
 from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import beside_target
 from tests.drafters.experts import gated_mlp, rms
 from tests.drafters.mtp_heads import turned
 from tests.target_worker.heads import LAYERS, H, markov_llama
@@ -113,12 +111,11 @@ def test_chains_are_those_of_an_independent_forward(
     layers = own.head.layers  # type: ignore[attr-defined]
     held = open_kv_cache(target)
     assert isinstance(held, FlatKVCache)
-    together = beside_target(own)
-    together.read(held)
+    own.attach_kv_cache(held)  # type: ignore[attr-defined]
     slots = [CacheSlot(target, held, [50 + n, 60, *range(70, 80)], SamplingParams()) for n in range(3)]
     for slot in slots:
         slot.feed_all_but(1)
-    parts = [together.session_of(slot, SamplingParams(), lambda d, t: None, None)() for slot in slots]
+    followers = [own.follow_text(slot.sequence, SamplingParams()) for slot in slots]  # type: ignore[attr-defined]
     draws, weights = np.random.default_rng(9), adapter_weights(scale)
 
     def adapted(x: Array) -> Array:
@@ -126,7 +123,7 @@ def test_chains_are_those_of_an_independent_forward(
 
     for _ in range(6):
         some = [n for n in range(3) if draws.random() < 0.7]
-        chains = [ChainState(parts[n].follower, slots[n].tokens) for n in some]  # type: ignore[union-attr]
+        chains = [ChainState(followers[n], slots[n].tokens) for n in some]
         found = own.continuations(chains, [int(draws.integers(1, 5)) for _ in some])
         for n, chain in zip(some, (one.chain for one in found), strict=True):
             truth = by_numpy(target, [*slots[n].tokens, *chain[:-1]], layers, adapted)
@@ -178,9 +175,9 @@ def test_rows_that_are_no_numbers_end_its_drafting_and_nothing_else(
     own = drafters(0)
     nothing = [mx.full((1, width), mx.nan) for width in (H, VOCAB_SIZE)]
     monkeypatch.setattr(
-        own._exits,  # type: ignore[attr-defined]
-        "_rows",
-        lambda feeds: tuple(mx.repeat(rows, len(feeds), axis=0) for rows in nothing),
+        own._texts,  # type: ignore[attr-defined]
+        "outputs",
+        lambda feeds, counts: tuple(mx.repeat(rows, len(feeds), axis=0) for rows in nothing),
     )
     outcomes = run(target, own, 0.8, 4)
     assert texts(outcomes) == alone(0.8, 4)

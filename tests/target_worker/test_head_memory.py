@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from outrider.drafters.heads.drafter import FeatureFollower, HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.proposers import ChainState, proposer_of
+from outrider.drafters.heads.pair_kv_cache import FeatureFollower
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot
 from outrider.engine.load_checks import open_kv_cache
@@ -20,7 +20,7 @@ from outrider.engine.loading import LoadedModel, load
 from outrider.engine.sampling import Sampler
 from outrider.protocol.messages import Autonomous, Close, InProcess, KvMemory, Open, Outcome, Prefilled, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, _begins_at
+from outrider.target_worker.in_process_drafters import InProcessDrafters, _begins_at
 from outrider.target_worker.target_request import TargetRequest
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
@@ -45,7 +45,7 @@ class Talk:
         self.model, self.head = model, head
         self.own: HeadDrafter | None = drafter(head, model) if head is not None else None
         self.link = FakeLink("target-0")
-        own = InProcessDrafters({"own": InProcessHead(self.own)}) if self.own else None
+        own = InProcessDrafters({"own": self.own}) if self.own else None
         self.worker = TargetWorker(self.link, model, own=own)  # type: ignore[arg-type]
         answered(self.worker, self.link, [KvMemory(memory)])
 

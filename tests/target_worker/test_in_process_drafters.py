@@ -14,9 +14,8 @@ import pytest
 
 from outrider.drafters.growth import Continuation
 from outrider.drafters.heads import load as loading
-from outrider.drafters.heads.drafter import HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter
 from outrider.drafters.heads.head import Head
-from outrider.drafters.heads.proposers import ChainState
 from outrider.drafters.mlx import MlxDrafter
 from outrider.engine.hidden_states import HiddenStatePoints, HiddenStateReader, HiddenStateReaders
 from outrider.engine.kv_cache import CacheSlot
@@ -27,7 +26,7 @@ from outrider.protocol.messages import Autonomous, Halt, InProcess, Open, Outcom
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
 from outrider.target_worker import in_process_drafters
-from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters, InProcessHead, InProcessModel
+from outrider.target_worker.in_process_drafters import DrafterSpec, InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, feature_head, markov_llama, mtp_head, token_head, write_feature_head
@@ -44,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def four(target: LoadedModel) -> InProcessDrafters:
     """Heads of two kinds with points of their own, and a model."""
     heads = {"token": token_head, "feature": feature_head, "mtp": mtp_head}
-    own = {name: InProcessHead(drafter(made(target), target)) for name, made in heads.items()}  # type: ignore[operator]
+    own = {name: drafter(made(target), target) for name, made in heads.items()}  # type: ignore[operator]
     return InProcessDrafters({**own, "draft": InProcessModel(MlxDrafter(target))})
 
 
@@ -92,7 +91,7 @@ def test_each_drafts_beside_others_what_it_drafts_alone(target: LoadedModel) -> 
     """So each is fed its own rows, and all of them, those of rounds that others drafted for, too."""
     together = run(target, four(target), ["token", "feature", "mtp"], 0.0)["0"]
     for name, made in (("token", token_head), ("feature", feature_head), ("mtp", mtp_head)):
-        own = InProcessDrafters({name: InProcessHead(drafter(made(target), target))})  # type: ignore[operator]
+        own = InProcessDrafters({name: drafter(made(target), target)})  # type: ignore[operator]
         alone = run(target, own, [name], 0.0)["0"]
         said = {a.base_len: a.drafted_chain for _, a in alone if a.drafted_chain}
         shared = [(said[a.base_len], a.drafted_chain) for who, a in together if who == name and a.base_len in said]

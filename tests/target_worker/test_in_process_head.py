@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from outrider.drafters.growth import Continuation
-from outrider.drafters.heads.drafter import MOST_WAITING, FeatureFollower, HeadDrafter
+from outrider.drafters.heads.drafter import ChainState, HeadDrafter, proposer_of
 from outrider.drafters.heads.head import Head
 from outrider.drafters.heads.load import agreement
 from outrider.drafters.heads.load import load as load_head
-from outrider.drafters.heads.proposers import ChainState, proposer_of
+from outrider.drafters.heads.pair_kv_cache import MOST_WAITING, FeatureFollower
 from outrider.engine.hidden_states import HiddenStates
 from outrider.engine.kv_cache import CacheSlot, FlatKVCache
 from outrider.engine.load_checks import open_kv_cache
@@ -28,7 +28,7 @@ from outrider.protocol.digest import digest
 from outrider.protocol.errors import CannotDraft
 from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Verify
 from outrider.protocol.sampling import SamplingParams
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead, beside_target
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.ahead import said
 from tests.covering import matrix
@@ -79,14 +79,14 @@ def run(target: LoadedModel, own: HeadDrafter | None, temp: float, requests: int
         for n, prompt in enumerate(PROMPTS[:requests])
     ]
     link = FakeLink("target-0", deque(opens))
-    together = InProcessDrafters({"own": beside_target(own)} if own else {})
+    together = InProcessDrafters({"own": own} if own else {})
     worker = TargetWorker(link, target, own=together)  # type: ignore[arg-type]
     found = answered(worker, link, ())
     draft = InProcess(DEPTH) if own else None
     go = [Verify(o.request, 0, 1, len(o.tokens) + 1, Autonomous(LENGTH, draft)) for o in opens]
     found += answered(worker, link, go)
     assert all(isinstance(one, Outcome) for one in found), found
-    assert not own or len(own.kv_cache._sequences) <= requests
+    assert not own or len(getattr(own.kv_cache, "_sequences", ())) <= requests
     return [[one for one in found if one.request == o.request] for o in opens]
 
 
@@ -122,7 +122,7 @@ def test_plain_rounds_and_others_chains_between_leave_no_gap(target: LoadedModel
     opened = Open("r", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
     own = drafter(token_head(target), target)
-    worker = TargetWorker(link, target, own=InProcessDrafters({"own": InProcessHead(own)}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     answered(worker, link, ())
     running, start = worker._running["r"], len(PROMPTS[0])
     for turn in range(6):

@@ -17,7 +17,7 @@ from outrider.engine.loading import LoadedModel
 from outrider.protocol.messages import Autonomous, Coupled, InProcess, Open, Outcome, Prepare, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.trees import fault
-from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessHead
+from outrider.target_worker.in_process_drafters import InProcessDrafters
 from outrider.target_worker.worker import TargetWorker
 from tests.system.links import FakeLink, answered
 from tests.target_worker.heads import drafter, markov_llama, token_head
@@ -161,7 +161,7 @@ def test_of_a_drafters_tree_a_target_of_chains_takes_the_first_branch(
     monkeypatch.setattr(own, "continuations", in_trees)
     opened = Open("0", 0, 0, np.array(PROMPTS[0], np.int32), SamplingParams())
     link = FakeLink("target-0", deque([opened]))
-    worker = TargetWorker(link, target, own=InProcessDrafters({"own": InProcessHead(own)}))  # type: ignore[arg-type]
+    worker = TargetWorker(link, target, own=InProcessDrafters({"own": own}))  # type: ignore[arg-type]
     worker._kv_cache.trees = False  # type: ignore[misc]
     found = answered(worker, link, ())
     go = Verify("0", 0, 1, len(PROMPTS[0]) + 1, Autonomous(LENGTH, InProcess(3)))
