@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,7 +19,6 @@ from outrider.server.answers.sse import EventStream, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.auth_middleware import CompletionBackend, StreamLimiter, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
-from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.generation_params import generation_params, room
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
@@ -65,7 +65,6 @@ class ServerContext:
         self,
         asked: Generation,
         talk: TemplateInput,
-        box: Toolbox,
         form: OutputFormat | None,
         stop: str | Sequence[str] | None,
         max_tokens: int | None,
@@ -80,7 +79,7 @@ class ServerContext:
             Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
                 format or the tools can't be enforced.
         """
-        form = resolve_output_format(self.model, form)
+        box, form = talk.box, resolve_output_format(self.model, form)
         prompt = self.model.prompt(talk)
         grammar = answer_grammar(self.model, prompt, box, form)
         most = room(self.model, len(prompt.tokens), max_tokens)
@@ -103,6 +102,10 @@ class ServerContext:
             schema_checker(form, box),
         )
         return AnswerPlan(info, jobs, box.one)
+
+    async def count_tokens(self, talk: TemplateInput) -> int:
+        """Counts the tokens of a conversation. Raises as `plan`."""
+        return len((await asyncio.to_thread(self.model.prompt, talk)).tokens)
 
     async def respond(
         self, request: Request, plan: AnswerPlan, formatter: AnswerFormatter, stream: bool | None

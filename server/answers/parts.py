@@ -17,8 +17,7 @@ from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
 from outrider.protocol.messages import Timings
-from outrider.server.mapping.conversation import Toolbox
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 from outrider.server.schemas import Round, TokenOrigin
 

@@ -14,9 +14,8 @@ from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.parts import ChoiceState, TextPart
-from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.output_format import OutputFormat
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,

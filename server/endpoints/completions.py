@@ -20,10 +20,9 @@ from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, 
 from outrider.server.answers.run import job, speculated
 from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.generation_params import generation_params, include_usage_of
 from outrider.server.mapping.output_format import answer_grammar, output_format_of, resolve_output_format
-from outrider.server.model.served import ServedModel, TokenizedPrompt
+from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_CHOICES,

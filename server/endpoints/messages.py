@@ -30,7 +30,6 @@ from outrider.server.mapping.conversation import (
     ANY,
     MUST,
     NONE,
-    Toolbox,
     ToolSelection,
     assistant_message,
     function,
@@ -40,7 +39,7 @@ from outrider.server.mapping.conversation import (
     toolbox,
 )
 from outrider.server.mapping.output_format import OutputFormat, parse_output_format
-from outrider.server.model.served import ServedModel, TemplateInput
+from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
@@ -326,7 +325,7 @@ def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
     return parse_output_format(given, "output_config.format")
 
 
-def tools_of(model: ServedModel, asked: CountTokensRequest) -> Toolbox:
+def _toolbox(model: ServedModel, asked: CountTokensRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type not in (None, "custom"):
@@ -350,8 +349,10 @@ def _choice(asked: CountTokensRequest) -> ToolSelection:
     return ToolSelection(MUST, (choice.name,), one=True)
 
 
-def conversation(asked: CountTokensRequest, box: Toolbox) -> TemplateInput:
+def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:
     """Converts to a template's input. A final assistant turn is continued, as in Anthropic's API."""
+    refuse(asked)
+    box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     if system := _system(asked.system or ""):
         messages.append({"role": "system", "content": system})
@@ -362,7 +363,7 @@ def conversation(asked: CountTokensRequest, box: Toolbox) -> TemplateInput:
         keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
     last = messages[-1]
     continue_final = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
-    return TemplateInput(messages, box.tools, keywords, continue_final=continue_final)
+    return TemplateInput(messages, box, keywords, continue_final=continue_final)
 
 
 def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
@@ -396,17 +397,8 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
 async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
-    refuse(asked)
-    box = tools_of(context.model, asked)
-    plan = await asyncio.to_thread(
-        context.plan,
-        asked,
-        conversation(asked, box),
-        box,
-        output_format_of(asked),
-        stop=asked.stop_sequences,
-        max_tokens=asked.max_tokens,
-    )
+    talk, form = conversation(context.model, asked), output_format_of(asked)
+    plan = await asyncio.to_thread(context.plan, asked, talk, form, asked.stop_sequences, asked.max_tokens)
     stopped_by = partial(stop_that_ended, context.model.codec, plan.jobs[0])
     return await context.respond(request, plan, MessageFormatter(plan.info, stopped_by), asked.stream)
 
@@ -414,6 +406,4 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))
 async def count(asked: CountTokensRequest, context: TheServer) -> Response:
     """Counts the tokens of a conversation."""
-    refuse(asked)
-    prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
-    return as_json(TokenCount(input_tokens=len(prompt.tokens)))
+    return as_json(TokenCount(input_tokens=await context.count_tokens(conversation(context.model, asked))))

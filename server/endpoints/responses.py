@@ -30,7 +30,6 @@ from outrider.server.endpoints.json_route import JsonRoute, event_docs, response
 from outrider.server.mapping.conversation import (
     ANY,
     MUST,
-    Toolbox,
     ToolSelection,
     assistant_message,
     function,
@@ -40,7 +39,7 @@ from outrider.server.mapping.conversation import (
     toolbox,
 )
 from outrider.server.mapping.output_format import OutputFormat, parse_output_format
-from outrider.server.model.served import ServedModel, TemplateInput
+from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused, refuse_given
 from outrider.server.schemas import (
@@ -412,7 +411,7 @@ def output_format_of(asked: ResponsesRequest) -> OutputFormat | None:
     return parse_output_format(given, "text.format", may_be_loose=True)
 
 
-def tools_of(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
+def _toolbox(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type != "function":
@@ -441,7 +440,9 @@ def notes(asked: ResponsesRequest) -> list[str]:
     return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
 
 
-def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
+def conversation(model: ServedModel, asked: ResponsesRequest) -> TemplateInput:
+    refuse(asked)
+    box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     if asked.instructions:
         messages.append({"role": "system", "content": asked.instructions})
@@ -452,7 +453,7 @@ def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning.effort)
-    return TemplateInput(messages, box.tools, keywords)
+    return TemplateInput(messages, box, keywords)
 
 
 def _items_in(items: list[Item]) -> list[dict[str, Any]]:
@@ -503,17 +504,9 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
     """Generates a response to an input."""
-    refuse(asked)
-    box = tools_of(context.model, asked)
+    talk, form = conversation(context.model, asked), output_format_of(asked)
     plan = await asyncio.to_thread(
-        context.plan,
-        asked,
-        conversation(asked, box),
-        box,
-        output_format_of(asked),
-        stop=asked.stop,
-        max_tokens=asked.max_output_tokens,
-        logprobs=logprobs(asked),
+        context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
     )
     formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].params.sampling)
     return await context.respond(request, plan, formatter, asked.stream)
@@ -522,6 +515,4 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
 async def count(asked: ResponsesRequest, context: TheServer) -> Response:
     """Counts the tokens of an input."""
-    refuse(asked)
-    prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
-    return as_json(InputTokens(input_tokens=len(prompt.tokens)))
+    return as_json(InputTokens(input_tokens=await context.count_tokens(conversation(context.model, asked))))

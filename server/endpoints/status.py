@@ -222,7 +222,7 @@ def _talk(asked: TokenizeRequest | TemplateRequest, messages: list[ChatMessage],
         chat.check_own_turn(messages)
     return TemplateInput(
         chat.messages(messages),
-        toolbox(model, chat.tools(asked.tools), ToolSelection()).tools,
+        toolbox(model, chat.tools(asked.tools), ToolSelection()),
         asked.chat_template_kwargs or {},
         answer=asked.add_generation_prompt,
         continue_final=asked.continue_final_message,

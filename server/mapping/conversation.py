@@ -1,6 +1,6 @@
 """Messages and tools of every API as chat templates take them.
 
-`Toolbox` has the tools that an answer may call. The model sees only these.
+`toolbox` selects the tools that an answer may call. The model sees only these.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outrider.server.model.served import ServedModel
+from outrider.server.model.served import ServedModel, Toolbox
 from outrider.server.problems import Refused
 
 
@@ -65,26 +65,6 @@ def _object(arguments: str | dict[str, Any]) -> Any:
 
 
 ANY, NONE, MUST = "auto", "none", "required"
-
-
-@dataclass(frozen=True, slots=True)
-class Toolbox:
-    """`tools` in OpenAI's format. `must`: at least one call is required. `one`: at most one is allowed.
-
-    `strict`: names of tools whose calls must satisfy their schemas. `guided`: all calls must, because the model's
-    template has no tools.
-    """
-
-    tools: tuple[dict[str, Any], ...] = ()
-    must: bool = False
-    one: bool = False
-    strict: frozenset[str] = frozenset()
-    guided: bool = False
-
-    @property
-    def binds(self) -> bool:
-        """Whether a grammar constrains calls."""
-        return self.must or self.guided or bool(self.strict)
 
 
 @dataclass(frozen=True, slots=True)

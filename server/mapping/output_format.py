@@ -14,9 +14,8 @@ from typing import Any
 from outrider.grammar.compiler import as_part, check
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import Grammar
-from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_of
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
 from outrider.server.schemas import Sampling
