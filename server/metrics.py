@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -29,8 +29,8 @@ REASONS = ("eos", "stop", "length", "cancelled")
 STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
 KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _PREFIX = "outrider:"
-Values = float | Mapping[tuple[str, ...], float]
-"""A value, or the values by their labels."""
+Values = float | Mapping[Any, float]
+"""A value, or values by the tuples of their labels."""
 
 
 class OrchestratorMetrics(Collector):
