@@ -36,7 +36,11 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return format(self, ".2f")
+
+    def __format__(self, form: str) -> str:
+        form = form or ".2f"
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
 @dataclass(frozen=True, slots=True)
