@@ -199,7 +199,9 @@ class Metrics:
         self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _WHOLE)
         self.prefill = self._histogram("request_prefill_time_seconds", "From the turn to the first token", _WHOLE)
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE)
-        tokens = _one_two_five(context or _MOST_TOKENS)
+        most = context or _MOST_TOKENS
+        steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
+        tokens = tuple(step for step in steps if step <= most)
         self.prompt = self._histogram("request_prompt_tokens", "A choice's prompt, remembered tokens included", tokens)
         self.made = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
 
@@ -259,9 +261,3 @@ class ChoiceTimer:
         metrics.decode.observe(times.predicted_ms / 1000)
         metrics.prompt.observe(result.prompt_tokens)
         metrics.made.observe(len(result.token_ids))
-
-
-def _one_two_five(most: int) -> tuple[float, ...]:
-    """Returns 1, 2, 5, 10, 20 ... up to `most`."""
-    steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= most)

@@ -113,29 +113,10 @@ class ServerContext:
         """Generates the answers, and returns the response or the stream.
 
         Raises:
+            Refused: the server is draining, or the caller has too many requests.
             OutriderError: a choice failed; of a stream, before its status 200 was sent.
             ClientDisconnected: the client left; the request is cancelled.
         """
-        run = self._begin(request, plan)
-        if stream:
-            return await self._streaming(run, formatter)
-        try:
-            choices = await while_connected(run.whole(), request.receive)
-            return as_json(formatter.whole(choices))
-        finally:
-            await run.close()
-
-    async def _streaming(self, run: RequestRun, formatter: AnswerFormatter) -> Response:
-        """Waits up to FIRST_SECONDS for the first result, so that early errors get their own HTTP status."""
-        try:
-            await run.begun(FIRST_SECONDS)
-        except BaseException:
-            await run.close()
-            raise
-        return EventStream(run, formatter)
-
-    def _begin(self, request: Request, plan: AnswerPlan) -> RequestRun:
-        """Submits the jobs. Raises Refused while the server is draining, and if the caller has too many requests."""
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
         caller = caller_of(request)
@@ -148,7 +129,18 @@ class ServerContext:
             return self.metrics.watch(inner)
 
         client, name = self.backend.client(request), caller_hash(caller)
-        return RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
+        run = RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
+        try:
+            if stream:
+                await run.begun(FIRST_SECONDS)  # early errors get their own HTTP status
+                return EventStream(run, formatter)
+            choices = await while_connected(run.whole(), request.receive)
+            response = as_json(formatter.whole(choices))
+        except BaseException:
+            await run.close()
+            raise
+        await run.close()
+        return response
 
 
 async def _server_context(request: Request) -> ServerContext:

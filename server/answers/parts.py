@@ -88,13 +88,14 @@ class Splitter:
             if self._in_form and self._words_begin():
                 self._text_only = True
             marks = self._marks()
-            place, mark = _first(self._held, marks, self._looked)
-            if mark is None:
+            found = [(place, mark) for mark in marks if (place := self._held.find(mark, self._looked)) >= 0]
+            if not found:
                 if not self._in_call:
                     shown = len(self._held) - _begun(self._held, marks)
                     yield from self._shown(self._held[:shown])
                     self._forget(shown)
                 return
+            place, mark = min(found)
             before = self._held[:place]
             if not self._in_call:
                 yield from self._shown(before)
@@ -159,11 +160,6 @@ def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form:
     """Returns a splitter for an answer to `prompt`, which may begin inside thinking."""
     thinking = None if in_form and prompt.thoughts is Thoughts.NONE else model.thinking
     return Splitter(thinking, model.tools, box, prompt.thoughts is Thoughts.BEGUN, in_form, by_grammar)
-
-
-def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str | None]:
-    places = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
-    return min(places) if places else (-1, None)
 
 
 def _begun(text: str, marks: tuple[str, ...]) -> int:

@@ -132,14 +132,13 @@ class RequestRun:
         self._is_silent = False
         self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
         self._first: list[News] = []
-        self._open = set(range(len(jobs)))
         self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
 
     @property
     def over(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        return not self._open and not self._first
+        return not self._first and all(choice.result is not None for choice in self._choices)
 
     async def begun(self, patience: float) -> None:
         """Waits for the first result, at most `patience` seconds.
@@ -160,11 +159,15 @@ class RequestRun:
         first, self._first = self._first, []
         found: list[StreamItem] = []
         for one in first or await self.news():
-            found += self._items(one)
-            if isinstance(one, ChoiceEnded):
-                self._open.discard(one.index)
-            elif isinstance(one, ChoiceText) and self._choices[one.index].finish and one.index in self._streams:
-                await self._streams.pop(one.index).end()  # its result follows
+            match one:
+                case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
+                    found += self._choices[index].add(text, tokens, extras)
+                    if self._choices[index].finish and index in self._streams:
+                        await self._streams.pop(index).end()  # its result follows
+                case ChoiceEnded(index=index, result=result):
+                    found += self._choices[index].end(result)
+                case KeepAlive():
+                    found.append(one)
         return found
 
     async def whole(self) -> list[ChoiceState]:
@@ -178,25 +181,22 @@ class RequestRun:
         return self._choices
 
     async def news(self) -> list[News]:
-        """Waits for new results, and returns them in order.
+        """Waits for new results, and returns them in order; consecutive texts of one choice are joined.
 
         Raises:
             OutriderError: a choice failed.
         """
         found: list[News] = []
-        _add(found, await self._line.get())
-        while not self._line.empty():
-            _add(found, self._line.get_nowait())
+        while not found or not self._line.empty():
+            one, last = await self._line.get(), found[-1] if found else None
+            if isinstance(one, Exception):
+                raise one
+            if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
+                text, tokens = last.text + one.text, last.tokens + one.tokens
+                found[-1] = ChoiceText(one.index, text, tokens, last.extras + one.extras)
+            else:
+                found.append(one)
         return found
-
-    def _items(self, news: News) -> list[StreamItem]:
-        match news:
-            case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
-                return self._choices[index].add(text, tokens, extras)
-            case ChoiceEnded(index=index, result=result):
-                return self._choices[index].end(result)
-            case KeepAlive():
-                return [news]
 
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
@@ -228,7 +228,13 @@ class RequestRun:
             self._put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
 
         try:
-            stream = self._streams[index] = self._stream(job)
+            stream = self._streams[index] = self._client.stream(
+                job.tokens,
+                job.params.sampling,
+                **job.params.speculation.model_dump(),
+                client=self._caller,
+                progress=lambda done, total: self._put(KeepAlive(f"prompt {done}/{total}")),
+            )
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
@@ -243,24 +249,3 @@ class RequestRun:
             raise
         finally:
             watch.ended(result, failed)
-
-    def _stream(self, job: ChoiceJob) -> AsyncStream:
-        params = job.params
-        return self._client.stream(
-            job.tokens,
-            params.sampling,
-            **params.speculation.model_dump(),
-            client=self._caller,
-            progress=lambda done, total: self._put(KeepAlive(f"prompt {done}/{total}")),
-        )
-
-
-def _add(found: list[News], one: News | Exception) -> None:
-    """Joins consecutive texts of one choice."""
-    if isinstance(one, Exception):
-        raise one
-    last = found[-1] if found else None
-    if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
-        found[-1] = ChoiceText(one.index, last.text + one.text, last.tokens + one.tokens, last.extras + one.extras)
-    else:
-        found.append(one)

@@ -312,11 +312,6 @@ def check_own_turn(messages: list[ChatMessage]) -> None:
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
 
 
-def logprobs(asked: ChatRequest) -> int | None:
-    """Returns the number of top log-probabilities; None: no log-probabilities at all."""
-    return asked.top_logprobs or 0 if asked.logprobs else None
-
-
 def _tool_choice(asked: ChatRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
@@ -377,8 +372,9 @@ router = APIRouter(route_class=JsonRoute)
 async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
     talk, count = conversation(context.model, asked), asked.n or 1
+    logprobs = asked.top_logprobs or 0 if asked.logprobs else None
     plan = await asyncio.to_thread(
-        context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs(asked), count
+        context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
     )
     return await context.respond(request, plan, ChatFormatter(plan.info, count, include_usage_of(asked)), asked.stream)
 

@@ -97,17 +97,16 @@ class CompletionLogprobWriter:
         visible = self._speller.visible(rows)
         if not visible:
             return None
+        offsets = []
+        for row in visible:
+            offsets.append(self._length)
+            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
         return CompletionLogprobs(
             tokens=[self._speller.text(row.token) for row in visible],
             token_logprobs=[max(row.logprob, LEAST) for row in visible],
             top_logprobs=[self._top(row) for row in visible],
-            text_offset=[self._offset(row.token) for row in visible],
+            text_offset=offsets,
         )
-
-    def _offset(self, token: int) -> int:
-        before = self._length
-        self._length += len(self._characters.decode(self._speller.bytes_of(token)))
-        return before
 
     def _top(self, row: TokenLogprob) -> dict[str, float]:
         """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
@@ -123,15 +122,15 @@ def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[Cho
     them."""
     if tried == kept:
         return list(choices)
+
+    def mean(choice: ChoiceState) -> float:
+        rows = choice.extras.logprobs
+        return sum(row.logprob for row in rows) / max(len(rows), 1)
+
     best: list[ChoiceState] = []
     for start in range(0, len(choices), tried):
-        best += sorted(choices[start : start + tried], key=_mean, reverse=True)[:kept]
+        best += sorted(choices[start : start + tried], key=mean, reverse=True)[:kept]
     return [replace(choice, index=index) for index, choice in enumerate(best)]
-
-
-def _mean(choice: ChoiceState) -> float:
-    rows = choice.extras.logprobs
-    return sum(row.logprob for row in rows) / max(len(rows), 1)
 
 
 class TextCompletionFormatter(CompletionFormatter):
@@ -183,7 +182,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
 async def complete(asked: CompletionRequest, request: Request, context: TheServer) -> Response:
     """Completes texts. Choices of several prompts follow one another."""
-    _refuse(asked)
+    if asked.echo and asked.logprobs is not None:
+        raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
+    if asked.suffix:
+        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
     with_usage = include_usage_of(asked)
     plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
     formatter = TextCompletionFormatter(plan.info, echoes, with_usage, _tried(asked), asked.n or 1)
@@ -215,13 +217,6 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
     return AnswerPlan(info, jobs), echoes
-
-
-def _refuse(asked: CompletionRequest) -> None:
-    if asked.echo and asked.logprobs is not None:
-        raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    if asked.suffix:
-        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
 
 
 def _tried(asked: CompletionRequest) -> int:

@@ -354,7 +354,13 @@ def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput
     refuse(asked)
     box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
-    if system := _system(asked.system or ""):
+    # Claude Code's label differs for each request and would defeat the prompt cache.
+    given = (
+        asked.system
+        if not isinstance(asked.system, list)
+        else [block for block in asked.system if not (block.text or "").startswith(_LABEL)]
+    )
+    if system := text_of(given, "system"):
         messages.append({"role": "system", "content": system})
     for place, turn in enumerate(asked.messages):
         messages += _turn(turn, f"messages.{place}.content")
@@ -381,14 +387,6 @@ def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
         yield assistant_message(text, made, "".join(thoughts))
     elif rest or not results:
         yield {"role": turn.role, "content": text}
-
-
-def _system(given: str | list[Block]) -> str:
-    """Returns the system prompt without Claude Code's label, which differs for each request and would defeat the prompt
-    cache."""
-    if isinstance(given, str):
-        return given
-    return text_of([block for block in given if not (block.text or "").startswith(_LABEL)], "system")
 
 
 router = APIRouter(route_class=JsonRoute)

@@ -464,11 +464,16 @@ def _items_in(items: list[Item]) -> list[dict[str, Any]]:
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                _add_message(messages, item.role, text_of(item.content, f"{where}.content", _READABLE))
+                text, last = text_of(item.content, f"{where}.content", _READABLE), messages[-1] if messages else {}
+                if item.role == last.get("role") == "assistant" and not last["content"]:
+                    last["content"] = text  # follows its reasoning
+                else:
+                    messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
             case "function_call":
-                _last_assistant_message(messages).setdefault("tool_calls", []).append(
-                    past_call(item.name or "", item.arguments or "{}", item.call_id)
-                )
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append(assistant_message("", []))
+                call = past_call(item.name or "", item.arguments or "{}", item.call_id)
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 result = text_of(item.output, f"{where}.output", _READABLE)
                 messages.append(tool_result(result, item.call_id or "", None))
@@ -477,25 +482,7 @@ def _items_in(items: list[Item]) -> list[dict[str, Any]]:
                 messages.append(assistant_message("", [], thought))
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
-    return [message for message in messages if not _is_empty(message)]
-
-
-def _add_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    if role == "assistant" and messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
-        messages[-1]["content"] = text  # follows its reasoning
-    else:
-        messages.append({"role": "system" if role == "developer" else role, "content": text})
-
-
-def _last_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the last message if it is the assistant's, else a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append(assistant_message("", []))
-    return messages[-1]
-
-
-def _is_empty(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant" and not any(message.get(k) for k in ("content", "tool_calls"))
+    return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
 
 
 router = APIRouter(route_class=JsonRoute)

@@ -178,7 +178,8 @@ async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
 @text_router.post("/apply-template", response_model=None, responses=response_docs(Applied))
 async def apply(asked: TemplateRequest, context: TheServer) -> Response:
     """Applies the chat template to a conversation."""
-    return as_json(await asyncio.to_thread(_applied, asked, context.model))
+    prompt = await asyncio.to_thread(context.model.prompt, _talk(asked, asked.messages, context.model))
+    return as_json(Applied(prompt=context.model.codec.decode(prompt.tokens)))
 
 
 @text_router.post("/detokenize", response_model=None, responses=response_docs(Detokenized))
@@ -190,10 +191,6 @@ async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
         raise Refused(f"tokens: {wrong} is not a token id; expected ids from 0 to {size - 1}", "tokens")
     text = await asyncio.to_thread(context.model.codec.decode, tuple(asked.tokens))
     return as_json(Detokenized(content=text, prompt=text))
-
-
-def _applied(asked: TemplateRequest, model: ServedModel) -> Applied:
-    return Applied(prompt=model.codec.decode(model.prompt(_talk(asked, asked.messages, model)).tokens))
 
 
 def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:

@@ -18,18 +18,12 @@ from outrider.server.schemas import Generation, Sampling, Watched
 
 SEEDS = 2**32
 UNBOUNDED = 2**31 - 1
-_FIELDS = {
-    "temp": "temperature",
-    **{
-        name: name
-        for name in (
-            *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-            *("repetition_context_size", "presence_context_size", "frequency_context_size"),
-        )
-    },
-}
-"""Fields of SamplingParams that a request may have, and their names there."""
+_FIELDS = (
+    *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+)
+"""Fields of SamplingParams that a request may have under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +36,12 @@ class GenerationParams:
     ids: bool = False
 
     def another(self, index: int) -> GenerationParams:
-        """Returns the parameters of choice `index`, which differ in the seed. Choice 0 has the request's seed."""
-        if index == 0:
-            return self
+        """Returns the parameters of choice `index`, which differ in the seed."""
         return replace(self, sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, index)))
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Derives a choice's seed from the request's seed and the choice's index."""
+    """Derives a choice's seed from the request's seed, which choice 0 has, and the choice's index."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
@@ -69,8 +61,7 @@ def generation_params(
     Raises:
         InvalidRequest: a value is out of range.
     """
-    known = type(asked).model_fields
-    given = {ours: getattr(asked, theirs) for ours, theirs in _FIELDS.items() if theirs in known}
+    given = {"temp": asked.temperature, **{name: getattr(asked, name, None) for name in _FIELDS}}
     fields: dict[str, Any] = {**model.defaults, **{name: value for name, value in given.items() if value is not None}}
     if fields.get("top_k") == -1:
         fields["top_k"] = 0

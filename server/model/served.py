@@ -145,7 +145,11 @@ class ServedModel:
             ModelError: the template rejects these messages.
         """
         if self.template is None:
-            return self._without_template(talk)
+            if talk.box.tools:
+                raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
+            if talk.keywords:
+                raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
+            return self.plain(as_text(talk.messages))
         text = self._tools_as_text(self.template, talk) if self.tools_as_text else self._rendered(self.template, talk)
         if talk.continue_final:
             text = without_end(text, str(talk.messages[-1].get("content") or ""))
@@ -184,13 +188,6 @@ class ServedModel:
                 f" than the model's context of {room}"
             )
         return self.tokens(text, special)
-
-    def _without_template(self, talk: TemplateInput) -> TokenizedPrompt:
-        if talk.box.tools:
-            raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
-        if talk.keywords:
-            raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
-        return self.plain(as_text(talk.messages))
 
     def _thoughts(self, text: str, talk: TemplateInput) -> Thoughts:
         if self.thinking is None:
