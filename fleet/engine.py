@@ -52,10 +52,6 @@ class EngineAddress:
     own: str = ""
     host: str = ""
 
-    def seen_from(self, host: str) -> EngineAddress:
-        """Returns the address to use from `host`."""
-        return EngineAddress(self.own) if self.own and host == self.host else self
-
 
 @dataclass(frozen=True, slots=True)
 class IngressKey:
@@ -154,7 +150,8 @@ class DrafterKeeper(threading.Thread):
 
     def run(self) -> None:
         while True:
-            drafter: Any = _placed().remote()
+            there = PlacementGroupSchedulingStrategy(get_current_placement_group(), BUNDLE)
+            drafter: Any = ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there).remote()
             key = ""
             try:
                 key = ray.get(drafter.key.remote())
@@ -167,13 +164,6 @@ class DrafterKeeper(threading.Thread):
                 self._keyring.shut(key)
             ray.kill(drafter)
             time.sleep(AGAIN_SECONDS)
-
-
-def _placed() -> Any:
-    """Returns the actor class with the placement of the engine's placement group."""
-    group = get_current_placement_group()
-    there = PlacementGroupSchedulingStrategy(group, BUNDLE)
-    return ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there)
 
 
 ASK_MS, SILENT_MS = 300, 900

@@ -39,17 +39,14 @@ async def total_stats(engines: Sequence[AsyncClient]) -> Stats:
         EndpointError: none answers.
     """
     answers = await asyncio.gather(*(engine.stats() for engine in engines), return_exceptions=True)
-    found = [_named(one, str(number)) for number, one in enumerate(answers) if isinstance(one, Stats)]
+    found = []
+    for number, stats in enumerate(answers):
+        if isinstance(stats, Stats):  # worker names become unique across engines
+            workers = tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
+            found.append(structs.replace(stats, workers=workers))
     if not found:
         raise EndpointError("no engine of the fleet answers; try again later")
     return reduce(_sum, found)
-
-
-def _named(stats: Stats, number: str) -> Stats:
-    """Makes worker names unique across engines."""
-    return structs.replace(
-        stats, workers=tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
-    )
 
 
 def _sum(left: Stats, right: Stats) -> Stats:

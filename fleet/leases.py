@@ -41,18 +41,18 @@ class EngineKind:
     many: int
 
 
+@dataclass(frozen=True, slots=True)
 class Lease:
-    """A leased engine."""
+    """A leased engine, until `gone`."""
 
-    def __init__(self, client: AsyncClient, gone: asyncio.Future[None]) -> None:
-        self.client = client
-        self._gone = gone
+    client: AsyncClient
+    gone: asyncio.Future[None]
 
     async def during(self, asking: Coroutine[Any, Any, None]) -> None:
         """Awaits `asking`. Raises ServerStopped if the engine ends first."""
         task = asyncio.ensure_future(asking)
         try:
-            await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self.gone), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ServerStopped("the engine stopped during this request; send it again")
             task.result()
@@ -116,7 +116,7 @@ class EngineLeases:
         if place not in self._clients:
             if len(self._clients) >= MOST_KNOWN:
                 self._clients.clear()
-            where = place.seen_from(self._host)
+            where = EngineAddress(place.own) if place.own and place.host == self._host else place
             keys = self._keyring.folder if where.key else self._keys
             self._clients[place] = AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
         return self._clients[place]
