@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import zmq
@@ -39,18 +38,12 @@ TARGET = "target-0"
 M = TypeVar("M")
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelRound:
-    """The spans of a verify, and of the drafter's forwards during it."""
+class ParallelRound(NamedTuple):
+    """The spans of a verify and of the drafter's forwards during it: from the first start to the last end, and each."""
 
+    whole: Span
     verify: Span
     ahead: Span
-
-    @property
-    def whole(self) -> Span:
-        """The span from the first start to the last end."""
-        spans = self.verify, self.ahead
-        return Span(min(span.started_ns for span in spans), max(span.ended_ns for span in spans))
 
 
 @contextmanager
@@ -133,7 +126,7 @@ class Workbench:
         self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
     ) -> Span:
         """Sends a COMMIT. Returns the span from the drafter's first forward to its last."""
-        self._commit(number, base_len, new, tuple(chain), depth, branches)
+        self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), tuple(chain), depth, branches))
         first = last = self._wait(Branches)
         while not last.final:
             last = self._wait(Branches)
@@ -145,19 +138,16 @@ class Workbench:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         ahead = self.work_ahead(number, base_len, new, chain, depth, branches)
-        return ParallelRound(self._wait(Outcome).work, ahead)
+        verify = self._wait(Outcome).work
+        begun, ended = min(verify.started_ns, ahead.started_ns), max(verify.ended_ns, ahead.ended_ns)
+        return ParallelRound(Span(begun, ended), verify, ahead)
 
     def chain(self, number: int, base_len: int, new: Sequence[int], depth: int) -> float:
         """Requests a chain. Returns the milliseconds until it arrived."""
         asked_ns = clock.now()
-        self._commit(number, base_len, new, None, depth, 0)
+        self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), None, depth, 0))
         self._wait(Drafted)
         return (clock.now() - asked_ns) / 1e6
-
-    def _commit(
-        self, number: int, base_len: int, new: Sequence[int], chain: tuple[int, ...] | None, depth: int, branches: int
-    ) -> None:
-        self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), chain, depth, branches))
 
     def _to_drafters(self, message: Message) -> None:
         for name in self._pool.drafters():
