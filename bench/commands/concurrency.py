@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any
 
 from outrider.bench.commands import files
@@ -21,7 +20,6 @@ from outrider.bench.prompts import CLASSES
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
-from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.pairing.pairing import ChosenPair
 from outrider.orchestrator.settings import ServeSettings
@@ -73,8 +71,17 @@ def run(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[Sampl
     with ExitStack() as stack:
         started = {**OWN_SETTINGS, "max_active": max(plan.widths), **given}
         cluster = stack.enter_context(LocalCluster(progress=screen.show, **started))
-        peers = _Peers(stack, pair.settings, plan.peers)
-        for sampling, width, found in _runs(plan, cluster.client(), peers, screen):
+        client, peers = cluster.client(), _Peers(stack, pair.settings, plan.peers)
+        for sampling, width in product(plan.samplings, plan.widths):
+            first, *rounds = plan.rounds_of(width)
+            runners: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
+            runners += peers.runners(width, [first] * TRIAL_ROUNDS, sampling, screen)
+
+            def show(message: str, width: int = width) -> None:
+                screen.show(f"{width} requests, {message}")
+
+            run_interleaved(runners, [first], sampling, show, seeds=SEEDS)  # warms up
+            found = run_interleaved(runners, rounds, sampling, show, seeds=SEEDS)
             sections.append(report.concurrent_section(width, sampling.temp, found))
             raw[f"{width} at once T={sampling.temp:g}"] = {name: _plain(rounds) for name, rounds in found.items()}
             screen.clear()
@@ -114,23 +121,6 @@ class _Peers:
             screen.show(f"{width} requests: choosing mlx-lm's prefill batch size")
             runners.append(best_mlx_lm(self._mlx_lm, width, trial, sampling))
         return runners
-
-
-def _runs(
-    plan: ConcurrentPlan, client: Client, peers: _Peers, screen: Screen
-) -> Iterator[tuple[SamplingParams, int, dict[str, Rounds]]]:
-    for sampling in plan.samplings:
-        for width in plan.widths:
-            first, *rounds = plan.rounds_of(width)
-            runners: list[BatchRunner] = [ModeBatch(mode, client, width) for mode in plan.modes]
-            runners += peers.runners(width, [first] * TRIAL_ROUNDS, sampling, screen)
-            show = partial(_show, screen, width)
-            run_interleaved(runners, [first], sampling, show, seeds=SEEDS)  # warms up
-            yield sampling, width, dict(run_interleaved(runners, rounds, sampling, show, seeds=SEEDS))
-
-
-def _show(screen: Screen, width: int, message: str) -> None:
-    screen.show(f"{width} requests, {message}")
 
 
 def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: Sequence[SamplingParams]) -> ConcurrentPlan:

@@ -88,15 +88,16 @@ def start_runners(
         OutriderError: a cluster or a peer can't be started.
     """
     with ExitStack() as stack:
-        start = _Starter(stack, given, settings, depths, tell)
+        start = _Starter(stack, settings, depths, tell)
         families, weight_bytes = start.ours("", given)
         if peers.mlx_lm:
             families += start.mlx_lm("", settings)
         families += start.llama_cpp(peers)
         # SSD uses one core per worker; here the other runners get as many.
         threads = 2 * settings.threads
-        if one_process:
-            families += start.one_process(threads)
+        if one_process and settings.can_colocate:
+            client = start.cluster({**given, "colocate": True, "threads": threads}).client()
+            families.append([ModeRunner(ONE_PROCESS, client, "auto")])
         if both_cores:
             families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
             if peers.mlx_lm:
@@ -109,7 +110,6 @@ class _Starter:
     """Starts clusters and peers, which `stack` ends."""
 
     stack: ExitStack
-    given: dict[str, Any]
     settings: ServeSettings
     depths: Sequence[int]
     tell: Tell
@@ -121,14 +121,14 @@ class _Starter:
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
         without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
-        cluster, drafts = self._cluster(given), self.settings.draft_backend != "ngram"
-        ngrams = self._cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
+        cluster, drafts = self.cluster(given), self.settings.draft_backend != "ngram"
+        ngrams = self.cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
         if not plain:
             # A target without a drafter would not be pinned; all targets use the same core here.
             pin_process(_target(ngrams.client()).pid, system.core_of("target", self.settings))
         clients = {"n-gram": ngrams.client()}
         if drafts:
-            clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
+            clients = {"model": self.cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
         families: Families = [
             [ModeRunner(BASELINE + suffix, cluster.client(), "ar")],
             [
@@ -138,26 +138,14 @@ class _Starter:
             ],
         ]
         if not plain:
-            families += self._colocated(given)
+            if self.settings.can_colocate:
+                client = self.cluster({**given, "colocate": True}).client()
+                pin_process(_target(client).pid, system.core_of("target", self.settings))
+                families.append([ModeRunner(f"sd {COLOCATED} K={k}", client, "sd", k) for k in self.depths])
             if drafts:
                 families.append([ModeRunner(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
             families.append([ModeRunner("auto", cluster.client(), "auto")])
         return families, _target(cluster.client()).weight_bytes
-
-    def one_process(self, threads: int) -> Families:
-        """Returns `auto` with both models in one process, or nothing if that is impossible."""
-        if not self.settings.can_colocate:
-            return []
-        client = self._cluster({**self.given, "colocate": True, "threads": threads}).client()
-        return [[ModeRunner(ONE_PROCESS, client, "auto")]]
-
-    def _colocated(self, given: dict[str, Any]) -> Families:
-        """Returns SD with the draft model in the target's process, or nothing if that is impossible."""
-        if not self.settings.can_colocate:
-            return []
-        client = self._cluster({**given, "colocate": True}).client()
-        pin_process(_target(client).pid, system.core_of("target", self.settings))
-        return [[ModeRunner(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
 
     def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
         process = self.stack.enter_context(mlx_lm(settings))
@@ -184,7 +172,7 @@ class _Starter:
             speculative.append(PeerRunner(llama_name(twice.threads, speculation.name), process))
         return [*families, speculative]
 
-    def _cluster(self, given: dict[str, Any]) -> LocalCluster:
+    def cluster(self, given: dict[str, Any]) -> LocalCluster:
         return self.stack.enter_context(LocalCluster(progress=self.tell, **{"memory": False, **given}))
 
 

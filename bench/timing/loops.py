@@ -51,14 +51,6 @@ class RoundPosition:
     chain: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SdRound:
-    """A round of SD in milliseconds: the chain from request to answer, and the target's wait beyond it."""
-
-    chain_ms: float
-    between_ms: float
-
-
 def numbers_of(rounds: int) -> range:
     """Returns the round numbers of the warm-up and of `rounds` rounds."""
     return range(1, WARM_UP + rounds + 1)
@@ -71,11 +63,6 @@ def positions_of(known: Text, depth: int, numbers: Iterable[int]) -> Iterator[Ro
         at = known[0] + 1 + (number - 1) * (depth + 1)
         yield RoundPosition(number, at, tuple(text[sent:at]), tuple(text[at : at + depth]))
         sent = at
-
-
-def steps(spans: Sequence[Span]) -> list[float]:
-    """Returns the milliseconds between plain tokens."""
-    return [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
 
 
 def verifies(
@@ -99,8 +86,11 @@ def verifies(
 
 def turns(
     bench: Workbench, known: Text, sampling: SamplingParams, depth: int, numbers: Iterable[int]
-) -> Iterator[SdRound]:
-    """Alternates a chain on request with a verify of the same length. A drafter that has waited is slower."""
+) -> Iterator[tuple[float, float]]:
+    """Alternates a chain on request with a verify of the same length. A drafter that has waited is slower.
+
+    Yields the milliseconds of each chain from request to answer, and of the target's wait beyond it.
+    """
     start, text = known
     bench.open(text[:start], sampling, target=True, drafter=True)
     sent, at = start, start + 1
@@ -110,8 +100,7 @@ def turns(
         chain_ms = bench.chain(number, at, text[sent:at], depth)
         outcome = bench.verify(number, at, text[at : at + depth])
         if number > WARM_UP:
-            between_ms = max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
-            yield SdRound(chain_ms, between_ms)
+            yield chain_ms, max(outcome.idle_ns / 1e6 - chain_ms, 0.0)
         sent, at = at, at + outcome.accepted + 1
     bench.close()
 
@@ -183,14 +172,14 @@ class Stopwatch:
         needed = max(numbers_of(ROUNDS)[-1] * (self._depths[-1] + 1), rows[-1]) + 2
         length = max(sampling.max_tokens, 2 * needed)
         text, spans = self._bench.text(prompt, length, endless)
-        self._steps += steps(spans)
+        self._steps += [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
         known = (len(prompt) + length // 2, text)
         for count, verify_ms in verifies(self._bench, known, endless, rows * ROUNDS):
             self._verify[count].append(verify_ms)
         for depth in self._depths:
-            for turn in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
-                self._chain[depth].append(turn.chain_ms)
-                self._between.append(turn.between_ms)
+            for chain_ms, between_ms in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
+                self._chain[depth].append(chain_ms)
+                self._between.append(between_ms)
             for span in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
                 self._ahead[depth].append(milliseconds(span))
 
