@@ -79,14 +79,23 @@ class AuthMiddleware:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         stated = Headers(scope=scope).get("content-length", "")
+        too_large = Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
         if stated.isdigit() and int(stated) > self._most:
-            raise self._too_large()
+            raise too_large
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message.get("body", b"")
+                    if len(body) > self._most:
+                        raise too_large
+                    more = message.get("more_body", False)
         except TimeoutError:
             raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
-        waiting = [body]
+        waiting = [bytes(body)]
 
         async def receive_body() -> MutableMapping[str, Any]:
             if waiting:
@@ -94,23 +103,6 @@ class AuthMiddleware:
             return await receive()
 
         return receive_body
-
-    async def _read(self, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    def _too_large(self) -> Refused:
-        return Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
 
 
 class ClientDisconnected(Exception):

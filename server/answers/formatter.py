@@ -50,11 +50,6 @@ def typed_event(kind: str, /, **fields: Any) -> bytes:
     return event(json.dumps({"type": kind, **fields}, ensure_ascii=False, default=BaseModel.model_dump), kind)
 
 
-def comment(text: str) -> bytes:
-    """Returns a comment, which keeps the connection alive and which clients ignore."""
-    return f": {text}\n\n".encode()
-
-
 class Stencil:
     """An event that is serialized once and then filled with each chunk's text.
 
@@ -119,7 +114,8 @@ class AnswerFormatter(ABC):
         """Writes an error."""
 
     def _keep_alive(self, note: str) -> bytes:
-        return comment(note)
+        """Writes a comment, which keeps the connection alive and which clients ignore."""
+        return f": {note}\n\n".encode()
 
     @abstractmethod
     def _part(self, update: PartUpdate) -> bytes: ...

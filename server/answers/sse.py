@@ -19,6 +19,7 @@ from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import chunk_writer
 from outrider.server.problems import Refused, problem_of
 
+END = {"type": "http.response.body", "body": b"", "more_body": False}
 T = TypeVar("T")
 
 
@@ -49,16 +50,13 @@ class EventStream(Response):
                 for one in await self._run.next():
                     await write(self._events.of(one))
             await write(self._events.end())
-        except (OutriderError, Refused) as error:
-            await write(self._events.failed(problem_of(error)))
         except Exception as error:
             await write(self._events.failed(problem_of(error)))
-            await self._end(send)
-            raise
-        await self._end(send)
-
-    async def _end(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(END)
+            if not isinstance(error, OutriderError | Refused):
+                raise
+        else:
+            await send(END)
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from outrider.server.mapping.conversation import (
     ToolSelection,
     assistant_message,
     function,
+    parsed_arguments,
     past_call,
     text_of,
     tool_result,
@@ -275,16 +275,10 @@ def _block(part: Part, begun: bool = False) -> AnswerBlock:
         case ThinkingPart(text=text):
             return ThinkingBlock(thinking="" if begun else text)
         case ToolCall(name=name, arguments=arguments, id=own):
-            given = {} if begun else _object(arguments)
+            given = {} if begun else parsed_arguments(arguments)
+            if not isinstance(given, dict):
+                given = {"arguments": arguments}
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
 
 
 def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> str | None:
@@ -319,10 +313,7 @@ def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
     if asked.output_format is not None:
         return parse_output_format(asked.output_format, "output_format")
-    given = (asked.output_config or {}).get("format")
-    if given is not None and not isinstance(given, dict):
-        raise Refused("output_config.format: expected an object", "output_config")
-    return parse_output_format(given, "output_config.format")
+    return parse_output_format((asked.output_config or {}).get("format"), "output_config.format")
 
 
 def _toolbox(model: ServedModel, asked: CountTokensRequest) -> Toolbox:

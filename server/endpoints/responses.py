@@ -38,7 +38,7 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.output_format import OutputFormat, parse_output_format
+from outrider.server.mapping.output_format import parse_output_format
 from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused, refuse_given
@@ -225,21 +225,6 @@ class ResponseObject(ApiResponse):
     outrider: Outrider | None = absent()
 
 
-def responses_usage(info: AnswerInfo, choice: ChoiceState) -> ResponsesUsage:
-    """Returns the usage of the responses API."""
-    made = len(choice.tokens)
-    thought = info.thoughts(choice) if info.thoughts is not None else 0
-    return ResponsesUsage(
-        input_tokens=info.prompt_tokens,
-        input_tokens_details=WrittenTokens(
-            cached_tokens=choice.timings.cache_n, cache_write_tokens=choice.timings.prompt_n
-        ),
-        output_tokens=made,
-        output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
-        total_tokens=info.prompt_tokens + made,
-    )
-
-
 class ResponseFormatter(BlockFormatter):
     """Formats a response, and its stream of numbered events. `asked` has the fields that the response repeats.
 
@@ -248,7 +233,9 @@ class ResponseFormatter(BlockFormatter):
 
     def __init__(self, info: AnswerInfo, asked: ResponsesRequest, sampling: SamplingParams) -> None:
         super().__init__(info)
-        self._notes = notes(asked)
+        # Coding agents also offer tools that run at OpenAI.
+        others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
+        self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
         self._logprobs = TextLogprobs(info.speller) if info.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
@@ -295,11 +282,20 @@ class ResponseFormatter(BlockFormatter):
         return ResponseObject(**self._common, output=self._items, **more)
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
+        info, times, made = self.info, choice.timings, len(choice.tokens)
+        thought = info.thoughts(choice) if info.thoughts is not None else 0
+        usage = ResponsesUsage(
+            input_tokens=info.prompt_tokens,
+            input_tokens_details=WrittenTokens(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
+            output_tokens=made,
+            output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
+            total_tokens=info.prompt_tokens + made,
+        )
         return self._shape(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
-            usage=responses_usage(self.info, choice),
-            timings=timings(choice.timings),
+            usage=usage,
+            timings=timings(times),
             outrider=about(choice.result, self.info.seed, [*self._notes, *self.info.notes([choice])]),
         )
 
@@ -403,19 +399,11 @@ def logprobs(asked: ResponsesRequest) -> int | None:
     return asked.top_logprobs or 0 if _LOGPROBS in (asked.include or ()) else None
 
 
-def output_format_of(asked: ResponsesRequest) -> OutputFormat | None:
-    """Returns the format of `text.format`. Raises Refused."""
-    given = (asked.text or {}).get("format")
-    if given is not None and not isinstance(given, dict):
-        raise Refused("text.format: expected an object", "text")
-    return parse_output_format(given, "text.format", may_be_loose=True)
-
-
 def _toolbox(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type != "function":
-            continue  # ignored; `notes` mentions it
+            continue  # ignored, with a note
         if not tool.name:
             raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
@@ -432,12 +420,6 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
             return ToolSelection(MUST, (name,), one=True)
         case FunctionsAllowed(mode=mode, tools=allowed):
             return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
-
-
-def notes(asked: ResponsesRequest) -> list[str]:
-    """Notes ignored tools: coding agents also offer tools that run at OpenAI."""
-    others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
-    return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
 
 
 def conversation(model: ServedModel, asked: ResponsesRequest) -> TemplateInput:
@@ -491,7 +473,8 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
     """Generates a response to an input."""
-    talk, form = conversation(context.model, asked), output_format_of(asked)
+    talk = conversation(context.model, asked)
+    form = parse_output_format((asked.text or {}).get("format"), "text.format", may_be_loose=True)
     plan = await asyncio.to_thread(
         context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
     )

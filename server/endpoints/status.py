@@ -194,7 +194,14 @@ async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
 
 
 def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
-    tokens = list(_tokens(asked, model))
+    given = [one for one in (asked.content, asked.prompt, asked.messages) if one is not None]
+    if len(given) != 1:
+        raise Refused("expected exactly one of content, prompt and messages")
+    if asked.messages is not None:
+        tokens = list(model.prompt(_talk(asked, asked.messages, model)).tokens)
+    else:
+        special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
+        tokens = list(model.tokens(str(given[0]), special))
     spelled = [model.codec.spelling.of(token) for token in tokens]
     return Tokenized(
         tokens=list(map(_piece, tokens, spelled)) if asked.with_pieces else tokens,
@@ -202,16 +209,6 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
         max_model_len=model.context_length,
         token_strs=[one.decode(errors="replace") for one in spelled] if asked.return_token_strs else None,
     )
-
-
-def _tokens(asked: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
-    given = [one for one in (asked.content, asked.prompt, asked.messages) if one is not None]
-    if len(given) != 1:
-        raise Refused("expected exactly one of content, prompt and messages")
-    if asked.messages is not None:
-        return model.prompt(_talk(asked, asked.messages, model)).tokens
-    special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
-    return model.tokens(str(given[0]), special)
 
 
 def _talk(asked: TokenizeRequest | TemplateRequest, messages: list[ChatMessage], model: ServedModel) -> TemplateInput:

@@ -37,7 +37,8 @@ def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: C
 
 def past_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
     """Returns an earlier tool call. JSON arguments become an object, which templates expect."""
-    return {"type": "function", "id": own_id or "", "function": {"name": name, "arguments": _object(arguments)}}
+    function = {"name": name, "arguments": parsed_arguments(arguments)}
+    return {"type": "function", "id": own_id or "", "function": function}
 
 
 def assistant_message(content: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
@@ -55,7 +56,8 @@ def tool_result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": own_id, **({"name": name} if name else {})}
 
 
-def _object(arguments: str | dict[str, Any]) -> Any:
+def parsed_arguments(arguments: str | dict[str, Any]) -> Any:
+    """Returns the value that JSON arguments stand for; invalid ones are returned as they are."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from outrider.grammar.compiler import as_part, check
 from outrider.protocol.errors import InvalidRequest
@@ -63,14 +62,18 @@ def output_format_of(asked: Sampling) -> OutputFormat | None:
     return forms[0] if forms else None
 
 
-def parse_output_format(given: Mapping[str, Any] | None, name: str, may_be_loose: bool = False) -> OutputFormat | None:
+def parse_output_format(given: object, name: str, may_be_loose: bool = False) -> OutputFormat | None:
     """Parses `response_format`, `text.format` or Anthropic's `format`. OpenAI's schemas `may_be_loose`.
 
     Raises:
         Refused: it is invalid.
     """
-    kind = (given or {}).get("type", "text")
-    if given is None or kind == "text":
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise Refused(f"{name}: expected an object", name.partition(".")[0])
+    kind = given.get("type", "text")
+    if kind == "text":
         return None
     inner = given.get("json_schema")
     schema = (inner if isinstance(inner, Mapping) else given).get("schema")
