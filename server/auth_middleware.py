@@ -9,9 +9,8 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections import Counter, OrderedDict
 from collections.abc import MutableMapping
-from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -162,48 +161,11 @@ class CallerClients:
     used is dropped."""
 
     def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
+        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, TIMEOUT_SECONDS))
         self._stats_client = AsyncClient(endpoint, TIMEOUT_SECONDS)
 
     def client(self, request: Request) -> AsyncClient:
-        caller = caller_of(request)
-        if caller not in self._clients:
-            self._clients[caller] = AsyncClient(self._endpoint, TIMEOUT_SECONDS)
-            if len(self._clients) > MAX_CLIENTS:
-                self._clients.popitem(last=False)
-        self._clients.move_to_end(caller)
-        return self._clients[caller]
+        return self._client_of(caller_of(request))
 
     async def stats(self) -> Stats:
         return await self._stats_client.stats()
-
-
-class StreamLimiter:
-    """Limits concurrent requests per caller. `most` None: no limit."""
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._taken: Counter[str] = Counter()
-
-    def take(self, caller: str) -> ExitStack:
-        """Takes a slot for the caller; closing the returned stack releases it.
-
-        Raises:
-            Refused: the caller has no slot left.
-        """
-        if self._most is not None and self._taken[caller] >= self._most:
-            raise Refused(
-                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
-        self._taken[caller] += 1
-        slot = ExitStack()
-        slot.callback(self._release, caller)
-        return slot
-
-    def _release(self, caller: str) -> None:
-        self._taken[caller] -= 1
-        if not self._taken[caller]:
-            del self._taken[caller]

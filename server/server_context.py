@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,7 +19,7 @@ from outrider.server.answers.parts import splitter
 from outrider.server.answers.run import ChoiceJob, RequestRun, job
 from outrider.server.answers.sse import EventStream, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
-from outrider.server.auth_middleware import CompletionBackend, StreamLimiter, caller_hash, caller_of
+from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
 from outrider.server.mapping.generation_params import generation_params, room
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
@@ -48,7 +50,8 @@ class ServerContext:
         self.model = model
         self.backend = backend
         self.metrics = metrics
-        self._stream_limiter = StreamLimiter(settings.max_streams_per_key)
+        self._most = settings.max_streams_per_key
+        self._running = Counter[str]()
         self._longest = settings.request_timeout
         self.ignored = IgnoredFields()
         self.draining = False
@@ -120,7 +123,15 @@ class ServerContext:
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
         caller = caller_of(request)
-        place = self._stream_limiter.take(caller)
+        if self._most is not None and self._running[caller] >= self._most:
+            raise Refused(
+                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self._running[caller] += 1
+        place = ExitStack()
+        place.callback(self._release, caller)
         span = request.scope["state"]["span"]
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
@@ -141,6 +152,11 @@ class ServerContext:
             raise
         await run.close()
         return response
+
+    def _release(self, caller: str) -> None:
+        self._running[caller] -= 1
+        if not self._running[caller]:
+            del self._running[caller]
 
 
 async def _server_context(request: Request) -> ServerContext:
