@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from outrider.fleet import plan
 from outrider.fleet.engine import IngressKey
-from outrider.fleet.leases import NO_ENGINE, EngineKind, EngineLeases, LeasedClient
+from outrider.fleet.leases import NO_ENGINE, EngineLeases, LeasedClient
 from outrider.orchestrator.client.async_client import AsyncClient
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
@@ -84,16 +84,11 @@ class Ingress:
     """None if the constructor failed."""
 
     def __init__(
-        self,
-        gate: plan.IngressPlan,
-        engine: ServeSettings,
-        handles: list[DeploymentHandle[Any]],
-        many: list[int],
+        self, gate: plan.IngressPlan, engine: ServeSettings, handles: list[DeploymentHandle[Any]], many: list[int]
     ) -> None:
         files = find_model(engine.model or default_model()[0], weights=False)
         model = load_served(files.name, files.folder, gate.http.model_names, gate.http.tool_fallback)
-        kinds = [EngineKind(handle, number) for handle, number in zip(handles, many, strict=True)]
-        self._engines = EngineLeases(kinds, engine.keys)
+        self._engines = EngineLeases(handles, many, engine.keys)
         app = application(model, FleetBackend(self._engines, gate), gate.http)
         self._listener = HttpListener(gate.http)
         self._server = server = uvicorn.Server(config(app, gate.http))

@@ -34,14 +34,6 @@ NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet st
 
 
 @dataclass(frozen=True, slots=True)
-class EngineKind:
-    """A Ray Serve deployment with about `many` engines."""
-
-    handle: DeploymentHandle[Any]
-    many: int
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """A leased engine, until `gone`."""
 
@@ -62,16 +54,19 @@ class Lease:
 
 
 class EngineLeases:
-    """Leases engines of all kinds. `keys`: the folder of keys for attached engines."""
+    """Leases engines of all kinds, each a deployment of Ray Serve with about `many` engines.
 
-    def __init__(self, kinds: Sequence[EngineKind], keys: Path | None) -> None:
+    `keys`: the folder of keys for attached engines.
+    """
+
+    def __init__(self, kinds: Sequence[DeploymentHandle[Any]], many: Sequence[int], keys: Path | None) -> None:
         self._kinds = kinds
         self._keys = keys
         self._keyring = ActorKeyring()
         self.ingress_key = ingress_key(self._keyring.key)
         self._host = ray.get_runtime_context().get_node_id()
         self._clients: dict[EngineAddress, AsyncClient] = {}
-        self._turns = EngineSelector([kind.many for kind in kinds])
+        self._turns = EngineSelector(many)
 
     @asynccontextmanager
     async def lease(self, session: str) -> AsyncIterator[Lease]:
@@ -81,7 +76,7 @@ class EngineLeases:
             EndpointError: there is none.
         """
         kind = self._turns.choose(session)
-        response = self._kinds[kind].handle.options(stream=True, session_id=session).lease.remote(self.ingress_key)
+        response = self._kinds[kind].options(stream=True, session_id=session).lease.remote(self.ingress_key)
         gone: asyncio.Task[None] | None = None
         try:
             with self._turns.under_way(kind):
@@ -101,14 +96,14 @@ class EngineLeases:
         """Has Serve resolve the engines, which the first request would wait for otherwise."""
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                kind.handle.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
+                kind.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
 
     async def places(self) -> list[EngineAddress]:
         """Returns the addresses of all engines that answer."""
         found: list[EngineAddress] = []
         for kind in self._kinds:
             with suppress(RayError, RayServeException, TimeoutError):
-                found += await kind.handle.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
+                found += await kind.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
         return found
 
     def client(self, place: EngineAddress) -> AsyncClient:

@@ -16,18 +16,7 @@ from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol import clock
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.messages import (
-    Branches,
-    Close,
-    Commit,
-    Drafted,
-    Fault,
-    Message,
-    Open,
-    Outcome,
-    Span,
-    Verify,
-)
+from outrider.protocol.messages import Branches, Close, Commit, Drafted, Fault, Message, Open, Outcome, Span, Verify
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.socket_files import PrivateDirectory
 

@@ -14,14 +14,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
 from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, event, typed_event
-from outrider.server.answers.parts import (
-    ChoiceState,
-    Part,
-    PartUpdate,
-    TextPart,
-    ThinkingPart,
-    timings,
-)
+from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs

@@ -16,15 +16,7 @@ from starlette.responses import Response
 
 from outrider.protocol.sampling import MOST_LOGPROBS, SamplingParams
 from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, typed_event
-from outrider.server.answers.parts import (
-    ChoiceState,
-    Extras,
-    Part,
-    PartUpdate,
-    TextPart,
-    ThinkingPart,
-    timings,
-)
+from outrider.server.answers.parts import ChoiceState, Extras, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.usage import TextLogprobs, about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
