@@ -50,13 +50,13 @@ class EventStream(Response):
                 for one in await self._run.next():
                     await write(self._events.of(one))
             await write(self._events.end())
+        except (OutriderError, Refused) as error:
+            await write(self._events.failed(problem_of(error)))
         except Exception as error:
             await write(self._events.failed(problem_of(error)))
             await send(END)
-            if not isinstance(error, OutriderError | Refused):
-                raise
-        else:
-            await send(END)
+            raise
+        await send(END)
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
