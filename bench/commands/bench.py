@@ -34,8 +34,7 @@ from outrider.bench.comparison.runners import (
 )
 from outrider.bench.comparison.runs import Run, run_interleaved
 from outrider.bench.comparison.summary import FormulaComparison, compare_all, lines, shares, summaries_of
-from outrider.bench.timing.loops import Stopwatch
-from outrider.bench.timing.workbench import workbench
+from outrider.bench.timing import Stopwatch, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen

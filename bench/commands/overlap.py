@@ -9,8 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, positions_of, verifies
-from outrider.bench.timing.workbench import Workbench, workbench
+from outrider.bench.timing import (
+    WARM_UP,
+    Workbench,
+    aheads,
+    milliseconds,
+    numbers_of,
+    positions_of,
+    verifies,
+    workbench,
+)
 from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder

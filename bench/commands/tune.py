@@ -15,7 +15,7 @@ import psutil
 
 from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
 from outrider.bench.comparison.runs import ModeRunner, run_interleaved, total_rate
-from outrider.bench.timing.loops import Curve
+from outrider.bench.timing import Curve
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen, say

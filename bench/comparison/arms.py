@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.bench.comparison.runs import require_pace
 from outrider.bench.comparison.summary import Summary, summary
-from outrider.bench.timing.loops import Curve, medians, milliseconds
+from outrider.bench.timing import Curve, medians, milliseconds
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning

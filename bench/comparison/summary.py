@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run
-from outrider.bench.timing.loops import IsolatedTimes
+from outrider.bench.timing import IsolatedTimes
 from outrider.orchestrator.core.policy.forecasts import RoundKind, ar_rate, ceiling, mixed_rate
 from outrider.protocol.messages import Timings
 from outrider.protocol.stats import each
