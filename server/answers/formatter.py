@@ -31,7 +31,7 @@ from outrider.server.answers.parts import (
     timings,
     total_timings,
 )
-from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, no_notes, usage
+from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
@@ -77,7 +77,7 @@ class AnswerInfo:
     prompt_tokens: int
     thoughts: ThoughtCounter | None = None
     speller: LogprobFormatter | None = None
-    notes: SchemaChecker = no_notes
+    notes: SchemaChecker = lambda _choices: []
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -41,14 +41,8 @@ ThoughtCounter = Callable[[ChoiceState], int]
 
 def counter(model: ServedModel, prompt: TokenizedPrompt) -> ThoughtCounter:
     """Returns a function that counts an answer's thinking tokens."""
-    begun = prompt.thoughts is Thoughts.BEGUN
-
-    def count(choice: ChoiceState) -> int:
-        if model.thinking is None or not choice.thought:
-            return 0
-        return thought_tokens(model.codec.spelling, model.thinking, begun, choice.tokens)
-
-    return count
+    spelling, tags, begun = model.codec.spelling, model.thinking, prompt.thoughts is Thoughts.BEGUN
+    return lambda choice: thought_tokens(spelling, tags, begun, choice.tokens) if tags and choice.thought else 0
 
 
 def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
@@ -146,10 +140,6 @@ def speller(model: ServedModel, sampling: SamplingParams) -> LogprobFormatter | 
 
 SchemaChecker = Callable[[Sequence[ChoiceState]], list[str]]
 _LONGEST = 300
-
-
-def no_notes(_choices: Sequence[ChoiceState]) -> list[str]:
-    return []
 
 
 def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> SchemaChecker:
