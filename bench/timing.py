@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -186,8 +186,11 @@ class Curve(Latency):
     __call__ = Latency.milliseconds
 
 
-def medians(samples: Mapping[int, Sequence[float]]) -> Curve:
-    return Curve(tuple((at, statistics.median(found)) for at, found in sorted(samples.items())))
+def medians(samples: Iterable[tuple[int, float]]) -> Curve:
+    by_place = defaultdict[int, list[float]](list)
+    for place, ms in samples:
+        by_place[place].append(ms)
+    return Curve(tuple((at, statistics.median(found)) for at, found in sorted(by_place.items())))
 
 
 def milliseconds(span: Span) -> float:
@@ -314,9 +317,9 @@ class Stopwatch:
         self._branches = branches
         self._steps: list[float] = []
         self._between: list[float] = []
-        self._verify: defaultdict[int, list[float]] = defaultdict(list)
-        self._chain: defaultdict[int, list[float]] = defaultdict(list)
-        self._ahead: defaultdict[int, list[float]] = defaultdict(list)
+        self._verify: list[tuple[int, float]] = []
+        self._chain: list[tuple[int, float]] = []
+        self._ahead: list[tuple[int, float]] = []
 
     def sample(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Takes a sample of each kind over the text that the target generates after `prompt`, in a few seconds. Plain
@@ -333,14 +336,13 @@ class Stopwatch:
         text, spans = self._bench.text(prompt, length, endless)
         self._steps += [(after.ended_ns - before.ended_ns) / 1e6 for before, after in pairwise(spans)]
         known = (len(prompt) + length // 2, text)
-        for count, verify_ms in verifies(self._bench, known, endless, rows * ROUNDS):
-            self._verify[count].append(verify_ms)
+        self._verify += verifies(self._bench, known, endless, rows * ROUNDS)
         for depth in self._depths:
             for chain_ms, between_ms in turns(self._bench, known, endless, depth, numbers_of(ROUNDS)):
-                self._chain[depth].append(chain_ms)
+                self._chain.append((depth, chain_ms))
                 self._between.append(between_ms)
-            for span in aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS)):
-                self._ahead[depth].append(milliseconds(span))
+            ahead = aheads(self._bench, known, endless, depth, self._branches, numbers_of(ROUNDS))
+            self._ahead += [(depth, milliseconds(span)) for span in ahead]
 
     def read(self) -> IsolatedTimes:
         """Returns the medians of all samples, of which at least one is needed."""

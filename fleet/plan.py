@@ -1,5 +1,7 @@
 """The description of a fleet: frozen, checked records, and the reader of fleet.yaml.
 
+A record raises InvalidRequest if a value is out of range, or two contradict; the message names the key and the remedy.
+
 YAML 1.2 rules apply: `on`, `off`, `yes` and `no` are strings, and duplicate keys are errors. Every error names the file
 and the key. Nothing here asks Ray or another host.
 """
@@ -36,9 +38,6 @@ A_DAY = 86_400.0
 class DrafterPlan:
     """Who drafts for each placed engine. `on`: same-host, a worker beside the engine; other-host, one on a host that
     offers `needs`; none, only n-grams.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
     """
 
     on: str = "same-host"
@@ -56,9 +55,6 @@ class Scale:
 
     Load is averaged over 30 s. An engine is added after `upscale_delay_s` seconds of too much load, and removed after
     `downscale_delay_s` of too little.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
     """
 
     min: int = 1
@@ -79,11 +75,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
-    """
+    """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters."""
 
     replicas: int = 1
     needs: Resources = field(default_factory=Resources)
@@ -109,9 +101,6 @@ class IngressPlan:
     """The gate: `count` processes that serve HTTP on one port, with the settings `http`.
 
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
     """
 
     count: int = 1
@@ -131,9 +120,6 @@ class FleetPlan:
 
     `engine`: settings of placed engines, model names included; without placed engines, the gate tokenizes with its
     `model`. `scale`: the number of placed engines by load, instead of `placed.replicas`.
-
-    Raises:
-        InvalidRequest: a value is out of range, or two contradict; the message names the key and the remedy.
     """
 
     engine: ServeSettings = field(default_factory=ServeSettings)

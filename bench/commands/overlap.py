@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench import picture
 from outrider.bench.timing import (
     WARM_UP,
-    Workbench,
     aheads,
     milliseconds,
     numbers_of,
@@ -56,25 +54,6 @@ class Overlap:
     @property
     def speedup(self) -> float:
         return (self.verify + self.ahead) / self.both
-
-
-def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, branches: int) -> Overlap:
-    """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
-
-    Raises:
-        WorkerError: there is no drafter, or a worker was lost or did not answer.
-    """
-    bench.need_drafter()
-    numbers = numbers_of(rounds)
-    known = (len(prompt), bench.text(prompt, len(numbers) * (depth + 1) + 1, GREEDY)[0])
-    verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
-    ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
-    bench.open(prompt, GREEDY, target=True, drafter=True)
-    positions = positions_of(known, depth, numbers)
-    parallel = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in positions]
-    bench.close()
-    both = [map(milliseconds, spans) for spans in zip(*parallel[WARM_UP:], strict=True)]
-    return Overlap(rounds, depth, branches, *map(statistics.median, (verify, ahead, *both)))
 
 
 PROMPT = "def read_lines(path):\n"
@@ -137,10 +116,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:
+    """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
+
+    Raises:
+        WorkerError: there is no drafter, or a worker was lost or did not answer.
+    """
+    depth, branches, numbers = pair.settings.depth, pair.settings.breadth, numbers_of(rounds)
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")
+        bench.need_drafter()
         tokens = load_codec(pair.target).encode(prompt)
-        return measure(bench, tokens, rounds, pair.settings.depth, pair.settings.breadth)
+        known = (len(tokens), bench.text(tokens, len(numbers) * (depth + 1) + 1, GREEDY)[0])
+        verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
+        ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
+        bench.open(tokens, GREEDY, target=True, drafter=True)
+        positions = positions_of(known, depth, numbers)
+        parallel = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in positions]
+    both = [map(milliseconds, spans) for spans in zip(*parallel[WARM_UP:], strict=True)]
+    return Overlap(rounds, depth, branches, *map(statistics.median, (verify, ahead, *both)))
 
 
 def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:

@@ -142,7 +142,7 @@ class ArmCosts:
     @property
     def verify_ms(self) -> Curve:
         """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
-        return _medians(
+        return medians(
             (record.drafted + 1, milliseconds(record.verify))
             for found in self.arms.values()
             if found.arm.mode != "ssd"
@@ -153,7 +153,7 @@ class ArmCosts:
     @property
     def chain_ms(self) -> Curve:
         """A chain on request by its length, from the outcome to the next verify."""
-        return _medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
+        return medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
 
     @property
     def link_ms(self) -> float:
@@ -171,7 +171,7 @@ class ArmCosts:
     @property
     def tree_ms(self) -> Curve:
         """One more token for all branches, by their number."""
-        return _medians(
+        return medians(
             (found.arm.branches, milliseconds(work.work))
             for found in self.of("ssd")
             for record in found.rounds
@@ -251,10 +251,3 @@ class ArmCosts:
         if least < LEAST_SLOWDOWN:
             found.append(f"a verify took {least:.2f} times as long while the drafter worked as alone")
         return found
-
-
-def _medians(samples: Iterator[tuple[int, float]]) -> Curve:
-    by_place = defaultdict[int, list[float]](list)
-    for place, ms in samples:
-        by_place[place].append(ms)
-    return medians(by_place)

@@ -127,8 +127,14 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or comma-separated names of {', '.join(PEERS)}")
-    file = gguf_of(model)
-    why = {name: reason for name in names if (reason := _missing(name, file)) is not None}
+    name = model or default_model()[0]
+    file = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
+    has_gguf, why = is_gguf(file), dict[str, str]()
+    for name in names:
+        if find_spec(PEERS[name]) is None:
+            why[name] = f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
+        elif name == LLAMA_CPP and not has_gguf:
+            why[name] = f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
     if wanted is not None and why:
         raise InvalidRequest(next(iter(why.values())))
     return ChosenPeers(
@@ -137,19 +143,3 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
         draft=Path(draft).expanduser() if draft is not None and is_gguf(Path(draft).expanduser()) else None,
         left_out=tuple(why.values()),
     )
-
-
-def gguf_of(model: str | None) -> Path | None:
-    """Returns the GGUF file that a model's name or path stands for, or None."""
-    name = model or default_model()[0]
-    path = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
-    return path if is_gguf(path) else None
-
-
-def _missing(name: str, file: Path | None) -> str | None:
-    """Returns a sentence that says why a peer can't run, or None."""
-    if find_spec(PEERS[name]) is None:
-        return f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
-    if name == LLAMA_CPP and file is None:
-        return f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
-    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar
@@ -101,9 +100,8 @@ def _interval(value: float, resampled: Sequence[float]) -> Interval:
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     """Returns the share of n-grams that occurred before in the same text; near 1, the text loops."""
-    counts = Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
-    total = sum(counts.values())
-    return (total - len(counts)) / total if total else 0.0
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
 
 
 T = TypeVar("T", contravariant=True)
