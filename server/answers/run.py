@@ -57,8 +57,8 @@ def _round(record: RoundRecord) -> schemas.Round:
     return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
 
 
-SILENCE_SECONDS = 2.5
-"""A stream sends a keep-alive after once to twice as long without a result."""
+SILENCE_SECONDS = 4.0
+"""A stream sends a keep-alive after as long without a result."""
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,6 @@ class RequestRun:
         self._place = place
         self._longest = longest
         self._line = asyncio.Queue[News | Exception]()
-        self._is_silent = False
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
         self._first: list[News] = []
         self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
@@ -181,14 +179,21 @@ class RequestRun:
         return self._choices
 
     async def news(self) -> list[News]:
-        """Waits for new results, and returns them in order; consecutive texts of one choice are joined.
+        """Waits for new results, and returns them in order, or a keep-alive; texts of one choice are joined.
 
         Raises:
             OutriderError: a choice failed.
         """
         found: list[News] = []
-        while not found or not self._line.empty():
-            one, last = await self._line.get(), found[-1] if found else None
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                ready = [await self._line.get()]
+        except TimeoutError:
+            return [KeepAlive("still here")]
+        while not self._line.empty():
+            ready.append(self._line.get_nowait())
+        for one in ready:
+            last = found[-1] if found else None
             if isinstance(one, Exception):
                 raise one
             if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
@@ -201,21 +206,9 @@ class RequestRun:
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
         self._place.close()
-        self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _put(self, one: News | Exception) -> None:
-        self._is_silent = False
-        self._line.put_nowait(one)
-
-    def _keep_alive(self) -> None:
-        """Adds a keep-alive if nothing was added since the last call, and sets the timer for the next call."""
-        if self._is_silent:
-            self._line.put_nowait(KeepAlive("still here"))
-        self._is_silent = True
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
 
     async def _complete(self, index: int, job: ChoiceJob) -> None:
         watch = self._watch(index, job)
@@ -225,7 +218,7 @@ class RequestRun:
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
+            self._line.put_nowait(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
 
         try:
             stream = self._streams[index] = self._client.stream(
@@ -233,19 +226,19 @@ class RequestRun:
                 job.params.sampling,
                 **job.params.speculation.model_dump(),
                 client=self._caller,
-                progress=lambda done, total: self._put(KeepAlive(f"prompt {done}/{total}")),
+                progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
             )
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
-            self._put(ChoiceEnded(index, result))
+            self._line.put_nowait(ChoiceEnded(index, result))
         except OutriderError as error:
-            self._put(failed := error)
+            self._line.put_nowait(failed := error)
         except TimeoutError:
             late = f"the answer was not complete after {min(limits):g} s and was cancelled; set a longer timeout"
-            self._put(failed := Refused(late, "timeout", 504, "timeout"))
+            self._line.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._put(failed := error)  # ends the reader's wait
+            self._line.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
             watch.ended(result, failed)
