@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -140,30 +140,24 @@ class DrafterActor:
             os.close(lifeline)
 
 
-class DrafterKeeper(threading.Thread):
-    """Keeps one drafter for an engine, and places a new one when it is lost."""
-
-    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeyring) -> None:
-        super().__init__(daemon=True, name="drafting")
-        self._settings = ServeSettings(**{name: getattr(settings, name) for name in DRAFTER_SETTINGS})
-        self._endpoint, self._keyring = endpoint, doors
-
-    def run(self) -> None:
-        while True:
-            there = PlacementGroupSchedulingStrategy(get_current_placement_group(), BUNDLE)
-            drafter: Any = ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there).remote()
-            key = ""
-            try:
-                key = ray.get(drafter.key.remote())
-                self._keyring.open(DRAFTER, key)
-                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._keyring.key))
-                log.warning("the drafter ended with code %s; it is replaced", code)
-            except RayError as error:
-                log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
-            if key:
-                self._keyring.shut(key)
-            ray.kill(drafter)
-            time.sleep(AGAIN_SECONDS)
+def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) -> None:
+    """Keeps one drafter for an engine, and places a new one when it is lost. Never returns."""
+    settings = ServeSettings(**{name: getattr(settings, name) for name in DRAFTER_SETTINGS})
+    there = PlacementGroupSchedulingStrategy(get_current_placement_group(), BUNDLE)
+    while True:
+        drafter: Any = ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there).remote()
+        key = ""
+        try:
+            key = ray.get(drafter.key.remote())
+            keyring.open(DRAFTER, key)
+            code = ray.get(drafter.draft.remote(settings, endpoint, keyring.key))
+            log.warning("the drafter ended with code %s; it is replaced", code)
+        except RayError as error:
+            log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
+        if key:
+            keyring.shut(key)
+        ray.kill(drafter)
+        time.sleep(AGAIN_SECONDS)
 
 
 ASK_MS, SILENT_MS = 300, 900
@@ -239,6 +233,16 @@ GONE = 3
 """The actor's exit code when its engine has ended."""
 
 
+def end_after(wait: Callable[[], object], message: str) -> None:
+    """Ends this actor's process when `wait` returns, whose result is in the logged message."""
+
+    def watch() -> None:
+        log.error("%s", message.format(wait()))
+        os._exit(GONE)
+
+    threading.Thread(target=watch, daemon=True, name="engine").start()
+
+
 class EngineActor:
     """Common parts of engines, once their address is known."""
 
@@ -294,9 +298,10 @@ class PlacedEngine(EngineActor):
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**cast("Settings", asdict(reached)))
-        threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
+        end_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
         if elsewhere:
-            DrafterKeeper(settings, self._cluster.joining_endpoint, self._keyring).start()
+            drafting = (settings, self._cluster.joining_endpoint, self._keyring)
+            threading.Thread(target=keep_drafter, args=drafting, daemon=True, name="drafting").start()
         host = ray.get_runtime_context().get_node_id()
         super().__init__(EngineAddress(self._cluster.endpoint, self._keyring.key, self._cluster.own_endpoint, host))
 
@@ -311,11 +316,6 @@ class PlacedEngine(EngineActor):
     def revoke(self, key: str) -> None:
         self._keyring.shut(key)
 
-    def _end_with_it(self) -> None:
-        code = self._cluster.wait()
-        log.error("the engine's server ended with code %s; it is replaced", code)
-        os._exit(GONE)
-
 
 class AttachedEngine(EngineActor):
     """A server that is run by someone else. The actor waits for it, and ends when it is lost."""
@@ -326,10 +326,5 @@ class AttachedEngine(EngineActor):
         watch = ServerWatch(endpoint, keys)
         watch.wait_until_ready()
         check_same_weights(endpoint, endpoints[:own], keys)
-        threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
+        end_after(watch.wait_until_gone, f"the engine at {endpoint} is lost; waiting for its return")
         super().__init__(EngineAddress(endpoint), keys)
-
-    def _end_with_it(self, watch: ServerWatch, endpoint: str) -> None:
-        watch.wait_until_gone()
-        log.error("the engine at %s is lost; waiting for its return", endpoint)
-        os._exit(GONE)
