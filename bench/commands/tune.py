@@ -6,7 +6,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,34 +38,10 @@ NEVER = 2**31 - 1
 PREFILL_SHARE = 0.95  # of the target's time, from which a prefill worker pays
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTimes:
-    """Median milliseconds to the first token for prompts of `lengths`, read by the target and by a prefill worker."""
-
-    lengths: tuple[int, ...]
-    own_ms: tuple[float, ...]
-    worker_ms: tuple[float, ...]
-
-    @property
-    def least(self) -> int:
-        """The shortest length from which on the worker is always faster; `NEVER` if there is none."""
-        least = NEVER
-        for length, own, worker in reversed(list(zip(self.lengths, self.own_ms, self.worker_ms, strict=True))):
-            if worker >= PREFILL_SHARE * own:
-                break
-            least = length
-        return least
-
-    @property
-    def sentence(self) -> str:
-        rows = zip(self.lengths, self.own_ms, self.worker_ms, strict=True)
-        times = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
-        verdict = "never" if self.least == NEVER else f"for prompts of at least {self.least} tokens"
-        return f"a prefill worker pays: {verdict} ({times})"
-
-
-def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable[[str], None]) -> PrefillTimes:
+def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable[[str], None]) -> tuple[int, str]:
     """Times random prompts in a cluster without a prefill worker, and in one with a prefill worker.
+
+    Returns the shortest length from which on the worker is always faster, `NEVER` if there is none, and a sentence.
 
     Raises:
         OutriderError: a cluster does not start.
@@ -85,8 +61,15 @@ def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable
     for workers in (0, 1):
         show(f"tune: prefill by {'a prefill worker' if workers else 'the target'}")
         with LocalCluster(progress=show, **{**alone, "prefill_workers": workers, "prefill_from": 1}) as cluster:
-            times.append(tuple(median_ms(cluster.client(), length) for length in lengths))
-    return PrefillTimes(lengths, *times)
+            times.append([median_ms(cluster.client(), length) for length in lengths])
+    rows, least = list(zip(lengths, *times, strict=True)), NEVER
+    for length, own, worker in reversed(rows):
+        if worker >= PREFILL_SHARE * own:
+            break
+        least = length
+    verdict = "never" if least == NEVER else f"for prompts of at least {least} tokens"
+    medians = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
+    return least, f"a prefill worker pays: {verdict} ({medians})"
 
 
 PROMPTS = (
@@ -146,8 +129,9 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(lines))
     record = found.record(options.temp)
     if prefill is not None:
-        print(prefill.sentence)
-        record = replace(record, prefill_from=prefill.least)
+        least, sentence = prefill
+        print(sentence)
+        record = replace(record, prefill_from=least)
     if doubts := found.doubts(waited):
         why = f"this machine was busy: {' and '.join(doubts)}"
         say(f"outrider tune: nothing was saved, because {why}; run it again on an idle machine")
