@@ -16,8 +16,7 @@ from starlette.responses import Response
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
 from outrider.server.answers.parts import splitter
-from outrider.server.answers.run import ChoiceJob, RequestRun, job
-from outrider.server.answers.sse import EventStream, while_connected
+from outrider.server.answers.run import ChoiceJob, EventStream, RequestRun, job, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
