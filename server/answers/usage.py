@@ -146,11 +146,22 @@ def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> Sch
     """Returns a function that checks answers and non-strict tool calls against what the grammar did not enforce of
     their schemas, such as uniqueItems. Violations become notes."""
     loose = form if form is not None and form.loose else None
-    tools = [tool["function"] for tool in box.tools] if box is not None else []
-    schemas = {tool["name"]: tool["parameters"] for tool in tools if box is not None and tool["name"] not in box.strict}
+    tools = [tool["function"] for tool in box.tools if tool["function"]["name"] not in box.strict] if box else []
+    schemas = {tool["name"]: tool["parameters"] for tool in tools}
 
     def notes(choices: Sequence[ChoiceState]) -> list[str]:
-        found = _text_notes(loose, choices) if loose is not None else []
+        found = []
+        if loose is not None:
+            try:
+                validator = _validator(json.loads(loose.grammar.text))
+                for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
+                    if (why := _fault(validator, choice.text)) is not None:
+                        found.append(
+                            f"{loose.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no"
+                            " grammar holds this part of it, and strict would have refused it"
+                        )
+            except ValueError as error:
+                found.append(f"{loose.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})")
         for call in (call for choice in choices for call in choice.calls if call.name in schemas):
             try:
                 why = _fault(_validator(schemas[call.name]), call.arguments)
@@ -163,20 +174,6 @@ def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> Sch
         return found
 
     return notes
-
-
-def _text_notes(form: OutputFormat, choices: Sequence[ChoiceState]) -> list[str]:
-    try:
-        validator = _validator(json.loads(form.grammar.text))
-    except ValueError as error:
-        return [f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"]
-    texts = [choice for choice in choices if choice.finish != "length" and not choice.calls]
-    return [
-        f"{form.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no grammar holds this part"
-        " of it, and strict would have refused it"
-        for choice in texts
-        if (why := _fault(validator, choice.text)) is not None
-    ]
 
 
 def _validator(schema: Any) -> Any:
