@@ -20,7 +20,7 @@ from outrider.server.answers.run import ChoiceJob, EventStream, RequestRun, job,
 from outrider.server.answers.usage import counter, schema_checker, speller
 from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
-from outrider.server.mapping.generation_params import generation_params, room
+from outrider.server.mapping.generation_params import room, sampling_params
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.model.served import ServedModel, TemplateInput
@@ -85,22 +85,17 @@ class ServerContext:
         prompt = self.model.prompt(talk)
         grammar = answer_grammar(self.model, prompt, box, form)
         most = room(self.model, len(prompt.tokens), max_tokens)
-        params = generation_params(self.model, asked, most, stop, grammar, logprobs)
-        jobs = [
-            job(
-                self.model.codec,
-                prompt.tokens,
-                params.another(index),
-                splitter(self.model, prompt, box, form is not None, grammar is not None),
-            )
-            for index in range(count)
-        ]
+        sampling = sampling_params(self.model, asked, most, stop, grammar, logprobs)
+        jobs = []
+        for index in range(count):
+            split = splitter(self.model, prompt, box, form is not None, grammar is not None)
+            jobs.append(job(self.model.codec, asked, prompt.tokens, sampling, index, split))
         info = AnswerInfo(
             self.model.id,
-            params.sampling.seed or 0,
+            sampling.seed or 0,
             len(prompt.tokens),
             counter(self.model, prompt),
-            speller(self.model, params.sampling),
+            speller(self.model, sampling),
             schema_checker(form, box),
         )
         return AnswerPlan(info, jobs, box.one)
@@ -135,7 +130,7 @@ class ServerContext:
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
         def watch(index: int, job: ChoiceJob) -> ChoiceTimer:
-            inner = span.choice(operation, index, job.params.sampling) if span is not None else None
+            inner = span.choice(operation, index, job.sampling) if span is not None else None
             return self.metrics.watch(inner)
 
         client, name = self.backend.client(request), caller_hash(caller)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -23,19 +23,21 @@ from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import RoundRecord
+from outrider.protocol.sampling import SamplingParams
 from outrider.server import schemas
 from outrider.server.answers.formatter import AnswerFormatter
 from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
 from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import chunk_writer
-from outrider.server.mapping.generation_params import GenerationParams
+from outrider.server.mapping.generation_params import seed_of
 from outrider.server.metrics import ChoiceTimer
 from outrider.server.problems import Refused, problem_of
+from outrider.server.schemas import Generation, Watched
 
 
 def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
     """Returns what `job` requests of a chunk."""
-    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.params.ids:
+    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.ids:
         return NO_EXTRAS
     origins: list[schemas.TokenOrigin] = []
     if job.words is not None:
@@ -46,7 +48,7 @@ def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
         chunk.logprobs or (),
         tuple(origins),
         tuple(map(_round, chunk.rounds or ())),
-        chunk.token_ids if job.params.ids else (),
+        chunk.token_ids if job.ids else (),
     )
 
 
@@ -76,20 +78,32 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJob:
-    """One choice: its prompt and parameters. `words` detokenizes, if token origins are requested."""
+    """One choice: its prompt and parameters. `timeout` is in seconds. `ids`: return the tokens' ids. `words`
+    detokenizes, if token origins are requested."""
 
     tokens: tuple[int, ...]
-    params: GenerationParams
+    sampling: SamplingParams
     splitter: Splitter
-    words: TextStream | None = None
+    speculation: Watched
+    timeout: float | None
+    words: TextStream | None
+    ids: bool = False
 
 
-def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams, splitter: Splitter) -> ChoiceJob:
-    """Returns the job of a choice."""
-    sampling = params.sampling
+def job(
+    codec: TextCodec,
+    asked: Generation,
+    tokens: tuple[int, ...],
+    sampling: SamplingParams,
+    index: int,
+    splitter: Splitter,
+) -> ChoiceJob:
+    """Returns the job of choice `index`. The choices of a request differ in the seed."""
+    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
+    speculation = Watched(**dict(asked.speculation or {}))
     ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    words = TextStream(codec, tokens, sampling.stop, ends) if params.speculation.origins else None
-    return ChoiceJob(tokens, params, splitter, words)
+    words = TextStream(codec, tokens, sampling.stop, ends) if speculation.origins else None
+    return ChoiceJob(tokens, sampling, splitter, speculation, asked.timeout, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +239,7 @@ class RequestRun:
         watch = self._watch(index, job)
         result: GenerationResult | None = None
         failed: Exception | None = None
-        limits = [limit for limit in (job.params.timeout, self._longest) if limit is not None]
+        limits = [limit for limit in (job.timeout, self._longest) if limit is not None]
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
@@ -234,8 +248,8 @@ class RequestRun:
         try:
             stream = self._streams[index] = self._client.stream(
                 job.tokens,
-                job.params.sampling,
-                **job.params.speculation.model_dump(),
+                job.sampling,
+                **job.speculation.model_dump(),
                 client=self._caller,
                 progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
             )

@@ -20,7 +20,7 @@ from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, 
 from outrider.server.answers.run import job, speculated
 from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.generation_params import generation_params, include_usage_of
+from outrider.server.mapping.generation_params import include_usage_of, sampling_params
 from outrider.server.mapping.output_format import answer_grammar, output_format_of, resolve_output_format
 from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
 from outrider.server.problems import Refused
@@ -203,15 +203,17 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
     form = resolve_output_format(model, output_format_of(asked))
     grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
-    params = replace(
-        generation_params(model, asked, most, asked.stop, grammar, wanted), ids=bool(asked.return_token_ids)
-    )
-    jobs = [job(model.codec, tokens, params.another(index), Splitter()) for tokens in prompts for index in range(tried)]
+    sampling, ids = sampling_params(model, asked, most, asked.stop, grammar, wanted), bool(asked.return_token_ids)
+    jobs = [
+        replace(job(model.codec, asked, tokens, sampling, index, Splitter()), ids=ids)
+        for tokens in prompts
+        for index in range(tried)
+    ]
     info = AnswerInfo(
         model.id,
-        params.sampling.seed or 0,
+        sampling.seed or 0,
         sum(map(len, prompts)),
-        speller=speller(model, params.sampling) if asked.logprobs is not None else None,
+        speller=speller(model, sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),
     )
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []

@@ -276,7 +276,7 @@ def _block(part: Part, begun: bool = False) -> AnswerBlock:
 
 def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    sampling = job.params.sampling
+    sampling = job.sampling
     detokenizer = Detokenizer(codec, job.tokens)
     ends = frozenset() if sampling.ignore_eos else codec.eos
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()

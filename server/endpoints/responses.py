@@ -470,7 +470,7 @@ async def respond(asked: ResponsesRequest, request: Request, context: TheServer)
     plan = await asyncio.to_thread(
         context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
     )
-    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].params.sampling)
+    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].sampling)
     return await context.respond(request, plan, formatter, asked.stream)
 
 
