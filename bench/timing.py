@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -49,12 +49,16 @@ class ParallelRound(NamedTuple):
 def workbench(settings: ServeSettings, tell: Callable[[str], None]) -> Iterator[Workbench]:
     """Starts the workers of these settings, which must name folders (see `pairing`)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with PrivateDirectory() as directory, Workbench(WorkerPool(context, settings, directory.path), tell) as bench:
+    with PrivateDirectory() as directory, closing(WorkerPool(context, settings, directory.path)) as pool:
+        bench = Workbench(pool, tell)
+        pool.start()
+        while not pool.ready:
+            bench.listen()
         yield bench
 
 
 class Workbench:
-    """A context manager that owns the workers of `pool`. It runs one request at a time: `open`, rounds, `close`."""
+    """Runs one request at a time on the workers of `pool`: `open`, rounds, `close`."""
 
     def __init__(self, pool: WorkerPool, tell: Callable[[str], None]) -> None:
         self._pool = pool
@@ -62,28 +66,6 @@ class Workbench:
         self._arrived: list[Message] = []
         self._poller = zmq.Poller()
         self._poller.register(pool.socket, zmq.POLLIN)
-
-    def __enter__(self) -> Workbench:
-        try:
-            self._pool.start()
-            while not self._pool.ready:
-                self._listen()
-        except BaseException:
-            self._pool.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.close()
-
-    def need_drafter(self) -> None:
-        """Checks for a draft worker.
-
-        Raises:
-            WorkerError: no draft worker runs.
-        """
-        if not self._pool.drafters():
-            raise WorkerError("this measurement needs a draft worker; choose a draft_backend other than ngram and none")
 
     def open(self, tokens: Sequence[int], sampling: SamplingParams, *, target: bool, drafter: bool) -> int | None:
         """Sends OPEN to the chosen workers. Returns the target's first token; None without the target."""
@@ -117,22 +99,18 @@ class Workbench:
         self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
         return self._wait(Outcome)
 
-    def work_ahead(
-        self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> Span:
+    def work_ahead(self, at: RoundPosition, depth: int, branches: int) -> Span:
         """Sends a COMMIT. Returns the span from the drafter's first forward to its last."""
-        self._to_drafters(Commit(REQUEST, 0, number, base_len, tuple(new), tuple(chain), depth, branches))
+        self._to_drafters(Commit(REQUEST, 0, at.number, at.base_len, at.new, at.chain, depth, branches))
         first = last = self._wait(Branches)
         while not last.final:
             last = self._wait(Branches)
         return Span(first.work.started_ns, last.work.ended_ns)
 
-    def both(
-        self, number: int, base_len: int, new: Sequence[int], chain: Sequence[int], depth: int, branches: int
-    ) -> ParallelRound:
+    def both(self, at: RoundPosition, depth: int, branches: int) -> ParallelRound:
         """Sends VERIFY and COMMIT, and waits for the outcome and all branches."""
-        self._pool.send_target(Verify(REQUEST, 0, number, base_len, tuple(chain)))
-        ahead = self.work_ahead(number, base_len, new, chain, depth, branches)
+        self._pool.send_target(Verify(REQUEST, 0, at.number, at.base_len, at.chain))
+        ahead = self.work_ahead(at, depth, branches)
         verify = self._wait(Outcome).work
         begun, ended = min(verify.started_ns, ahead.started_ns), max(verify.ended_ns, ahead.ended_ns)
         return ParallelRound(Span(begun, ended), verify, ahead)
@@ -160,10 +138,10 @@ class Workbench:
                 if isinstance(message, wanted):
                     del self._arrived[place]
                     return message
-            self._listen()
+            self.listen()
         raise WorkerError(f"no answer from the workers within {PATIENCE_MS // 1000} s")
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Receives messages for a moment. Raises WorkerError if a worker was lost or failed."""
         self._pool.flush()
         self._poller.poll(250)
@@ -209,8 +187,8 @@ class RoundPosition:
 
     number: int
     base_len: int
-    new: Sequence[int]
-    chain: Sequence[int]
+    new: tuple[int, ...]
+    chain: tuple[int, ...]
 
 
 def numbers_of(rounds: int) -> range:
@@ -274,7 +252,7 @@ def aheads(
     start, text = known
     bench.open(text[:start], sampling, target=False, drafter=True)
     for place in positions_of(known, depth, numbers):
-        span = bench.work_ahead(place.number, place.base_len, place.new, place.chain, depth, branches)
+        span = bench.work_ahead(place, depth, branches)
         if place.number > WARM_UP:
             yield span
     bench.close()
@@ -326,9 +304,8 @@ class Stopwatch:
         steps are timed along the whole text, the rest from its middle, where the context has the mean length of a run.
 
         Raises:
-            WorkerError: there is no drafter, or a worker was lost.
+            WorkerError: a worker was lost.
         """
-        self._bench.need_drafter()
         endless = replace(sampling, max_tokens=1 << 20)
         rows = [*range(1, self._depths[-1] + 2), *(more for more in MORE_ROWS if more > self._depths[-1] + 1)]
         needed = max(numbers_of(ROUNDS)[-1] * (self._depths[-1] + 1), rows[-1]) + 2

@@ -47,9 +47,6 @@ class AuthMiddleware:
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             self._authorize(scope)
             receive = await self._with_body(scope, receive)

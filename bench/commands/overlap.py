@@ -119,19 +119,18 @@ def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Over
     """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
 
     Raises:
-        WorkerError: there is no drafter, or a worker was lost or did not answer.
+        WorkerError: a worker was lost or did not answer.
     """
     depth, branches, numbers = pair.settings.depth, pair.settings.breadth, numbers_of(rounds)
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")
-        bench.need_drafter()
         tokens = load_codec(pair.target).encode(prompt)
         known = (len(tokens), bench.text(tokens, len(numbers) * (depth + 1) + 1, GREEDY)[0])
         verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
         ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
         bench.open(tokens, GREEDY, target=True, drafter=True)
         positions = positions_of(known, depth, numbers)
-        parallel = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in positions]
+        parallel = [bench.both(at, depth, branches) for at in positions]
     both = [map(milliseconds, spans) for spans in zip(*parallel[WARM_UP:], strict=True)]
     return Overlap(rounds, depth, branches, *map(statistics.median, (verify, ahead, *both)))
 
