@@ -236,6 +236,7 @@ class Percentiles:
     p99: Interval
 
     def __format__(self, form: str) -> str:
+        form = form or ".0f"
         return f"{self.p50.value:{form}} / {self.p99.value:{form}}"
 
 
@@ -304,7 +305,7 @@ def concurrent_table(found: ConcurrentSection) -> str:
     titles = ["", "total tok/s [95 %]", f"relative to {found.peer}"]
     titles += ["first token, ms p50 / p99", "per token, ms p50 / p99"]
     rows = [
-        (row.name, f"{row.rate:.0f}", str(row.against_peer or ""), f"{row.first_ms:.0f}", f"{row.token_ms:.1f}")
+        (row.name, f"{row.rate:.0f}", str(row.against_peer or ""), f"{row.first_ms}", f"{row.token_ms:.1f}")
         for row in found.rows
     ]
     head = f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds"
