@@ -244,10 +244,10 @@ def end_after(wait: Callable[[], object], message: str) -> None:
 
 
 class EngineActor:
-    """Common parts of engines, once their address is known."""
+    """Common parts of engines, once their address is known. `keyring` has the gates' keys, if the engine needs any."""
 
-    def __init__(self, place: EngineAddress, keys: Path | None = None) -> None:
-        self._place = place
+    def __init__(self, place: EngineAddress, keyring: ActorKeyring | None, keys: Path | None = None) -> None:
+        self._place, self._keyring = place, keyring
         self._client = AsyncClient(place.own or place.endpoint, HEALTH_SECONDS, keys=keys)
         self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
@@ -272,49 +272,38 @@ class EngineActor:
         for ingress_key in list(self._gone):
             if not await asyncio.to_thread(ingress_key.is_there):
                 self._gone.pop(ingress_key).set()
-                self.revoke(ingress_key.key)
+                if self._keyring is not None:
+                    self._keyring.shut(ingress_key.key)
 
     def _register(self, ingress_key: IngressKey) -> asyncio.Event:
         """Returns an event that is set when the gate is gone."""
-        if ingress_key not in self._gone:
-            self.allow(ingress_key.key)
+        if ingress_key not in self._gone and self._keyring is not None:
+            self._keyring.open(CLIENT, ingress_key.key)
         return self._gone[ingress_key]
-
-    def allow(self, key: str) -> None:
-        """Accepts a gate's key."""
-
-    def revoke(self, key: str) -> None:
-        """Stops accepting a gate's key."""
 
 
 class PlacedEngine(EngineActor):
     """A cluster on this host. It ends with this actor, and the actor with it."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        self._keyring = ActorKeyring()
-        ours = ray.util.get_node_ip_address()
+        keyring, ours = ActorKeyring(), ray.util.get_node_ip_address()
         elsewhere = placed.drafter.on == "other-host"
-        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._keyring.folder, pin_cores=False)
+        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=keyring.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**cast("Settings", asdict(reached)))
         end_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
         if elsewhere:
-            drafting = (settings, self._cluster.joining_endpoint, self._keyring)
+            drafting = (settings, self._cluster.joining_endpoint, keyring)
             threading.Thread(target=keep_drafter, args=drafting, daemon=True, name="drafting").start()
         host = ray.get_runtime_context().get_node_id()
-        super().__init__(EngineAddress(self._cluster.endpoint, self._keyring.key, self._cluster.own_endpoint, host))
+        place = EngineAddress(self._cluster.endpoint, keyring.key, self._cluster.own_endpoint, host)
+        super().__init__(place, keyring)
 
     async def check_health(self) -> None:
         """Raises EndpointError if the server hangs."""
         await self._client.stats()
         await super().check_health()
-
-    def allow(self, key: str) -> None:
-        self._keyring.open(CLIENT, key)
-
-    def revoke(self, key: str) -> None:
-        self._keyring.shut(key)
 
 
 class AttachedEngine(EngineActor):
@@ -327,4 +316,4 @@ class AttachedEngine(EngineActor):
         watch.wait_until_ready()
         check_same_weights(endpoint, endpoints[:own], keys)
         end_after(watch.wait_until_gone, f"the engine at {endpoint} is lost; waiting for its return")
-        super().__init__(EngineAddress(endpoint), keys)
+        super().__init__(EngineAddress(endpoint), None, keys)
