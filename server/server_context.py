@@ -92,7 +92,6 @@ class ServerContext:
             jobs.append(job(self.model.codec, asked, prompt.tokens, sampling, index, split))
         info = AnswerInfo(
             self.model.id,
-            sampling.seed or 0,
             len(prompt.tokens),
             counter(self.model, prompt),
             speller(self.model, sampling),

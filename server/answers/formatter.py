@@ -66,14 +66,13 @@ class Stencil:
 
 @dataclass(frozen=True, slots=True)
 class AnswerInfo:
-    """What is known before generation. `seed` is the request's.
+    """What is known before generation.
 
     `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
     checks schemas.
     """
 
     model: str
-    seed: int
     prompt_tokens: int
     thoughts: ThoughtCounter | None = None
     speller: LogprobFormatter | None = None
@@ -219,7 +218,7 @@ class CompletionFormatter(AnswerFormatter):
         return choices
 
     def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0].result, self.info.seed, self.info.notes(choices))
+        return about(choices[0], self.info.notes(choices))
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""

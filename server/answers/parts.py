@@ -207,6 +207,9 @@ class PartUpdate:
     extras: Extras = NO_EXTRAS
 
 
+UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
+
+
 @dataclass(slots=True)
 class ChoiceState:
     """Everything received of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty while it runs.
@@ -223,7 +226,7 @@ class ChoiceState:
     grown: list[Extras] = field(default_factory=list)
     untold: Extras = NO_EXTRAS
     finish: str = ""
-    result: GenerationResult | None = None
+    result: GenerationResult = UNFINISHED
 
     @property
     def parts(self) -> list[Part]:
@@ -254,10 +257,6 @@ class ChoiceState:
     @property
     def extras(self) -> Extras:
         return joined(self.grown)
-
-    @property
-    def timings(self) -> Timings:
-        return self.result.timings if self.result is not None else Timings()
 
     def add(self, text: str, tokens: Sequence[int], extras: Extras) -> list[StreamItem]:
         """Adds text, and returns its parts. Does nothing after the end."""
@@ -302,7 +301,7 @@ StreamItem = KeepAlive | PartUpdate | ChoiceState
 
 def total_timings(choices: Sequence[ChoiceState]) -> Timings:
     """Adds the timings of all choices."""
-    return reduce(add, (choice.timings for choice in choices))
+    return reduce(add, (choice.result.timings for choice in choices))
 
 
 def timings(times: Timings) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from outrider.protocol.messages import RoundRecord
 from outrider.protocol.sampling import SamplingParams
 from outrider.server import schemas
 from outrider.server.answers.formatter import AnswerFormatter
-from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
+from outrider.server.answers.parts import NO_EXTRAS, UNFINISHED, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
 from outrider.server.auth_middleware import ClientDisconnected
 from outrider.server.connection import chunk_writer
 from outrider.server.mapping.generation_params import seed_of
@@ -161,7 +161,7 @@ class RequestRun:
     @property
     def over(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        return not self._first and all(choice.result is not None for choice in self._choices)
+        return not self._first and all(choice.result is not UNFINISHED for choice in self._choices)
 
     async def begun(self, patience: float) -> None:
         """Waits for the first result, at most `patience` seconds.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
+from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
@@ -28,11 +28,9 @@ from outrider.server.schemas import (
 )
 
 
-def about(result: GenerationResult | None, seed: int, notes: Sequence[str] = ()) -> Outrider:
-    """Returns the `outrider` field. `seed` is used if there is no result, as when a choice ended at its first tool
-    call."""
-    if result is None:
-        return Outrider(seed=seed, mode="", notes=list(notes))
+def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
+    """Returns the `outrider` field of an answer that begins with this choice."""
+    result = choice.result
     return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
 
 
@@ -63,7 +61,7 @@ def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list
 def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtCounter | None = None) -> Usage:
     """Returns OpenAI's usage. A prompt shared by several choices counts once."""
     made = sum(len(choice.tokens) for choice in choices)
-    held = max((choice.timings.cache_n for choice in choices), default=0)
+    held = max((choice.result.timings.cache_n for choice in choices), default=0)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=made,

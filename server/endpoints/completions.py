@@ -211,7 +211,6 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     ]
     info = AnswerInfo(
         model.id,
-        sampling.seed or 0,
         sum(map(len, prompts)),
         speller=speller(model, sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),

@@ -176,7 +176,7 @@ class TokenCount(ApiResponse):
 
 def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
     """Returns Anthropic's usage. `choice` None: nothing was generated yet."""
-    held = choice.timings.cache_n if choice is not None else 0
+    held = choice.result.timings.cache_n if choice is not None else 0
     return MessagesUsage(
         input_tokens=prompt_tokens - held,
         output_tokens=len(choice.tokens) if choice is not None else 0,
@@ -245,8 +245,8 @@ class MessageFormatter(BlockFormatter):
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
         return {
             "usage": messages_usage(self.info.prompt_tokens, choice),
-            "timings": timings(choice.timings),
-            "outrider": about(choice.result, self.info.seed),
+            "timings": timings(choice.result.timings),
+            "outrider": about(choice),
         }
 
 

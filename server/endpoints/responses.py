@@ -274,7 +274,7 @@ class ResponseFormatter(BlockFormatter):
         return ResponseObject(**self._common, output=self._items, **more)
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
-        info, times, made = self.info, choice.timings, len(choice.tokens)
+        info, times, made = self.info, choice.result.timings, len(choice.tokens)
         thought = info.thoughts(choice) if info.thoughts is not None else 0
         usage = ResponsesUsage(
             input_tokens=info.prompt_tokens,
@@ -288,7 +288,7 @@ class ResponseFormatter(BlockFormatter):
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
             usage=usage,
             timings=timings(times),
-            outrider=about(choice.result, self.info.seed, [*self._notes, *self.info.notes([choice])]),
+            outrider=about(choice, [*self._notes, *self.info.notes([choice])]),
         )
 
     def _take_logprobs(self, extras: Extras) -> None:

@@ -33,7 +33,7 @@ class Prompt(RequestRun):
         return found
 
 
-INFO = AnswerInfo("m", 1, 5)
+INFO = AnswerInfo("m", 5)
 APIS: dict[str, AnswerFormatter] = {
     "chat": chat.ChatFormatter(INFO, 1, False),
     "completions": completions.TextCompletionFormatter(INFO, [""], False),
