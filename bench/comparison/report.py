@@ -23,7 +23,6 @@ from outrider.bench.comparison.runs import (
     Interval,
     Run,
     bootstrap,
-    median_rate,
     nested_bootstrap,
     ratio,
     repeated_share,
@@ -105,7 +104,7 @@ def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], comparison: Fo
     found = summary([run.timings for run in runs if run.timings is not None])
     return RunnerRow(
         name,
-        median_rate([run.timed for run in runs]),
+        statistics.median(run.timed.rate for run in runs),
         ratio([run.timed for run in runs], [run.timed for run in baseline]),
         found.acceptance,
         found.tokens_per_round,

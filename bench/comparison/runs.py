@@ -7,7 +7,6 @@ the first generated token to the last. Bootstrap intervals use a fixed seed.
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar
@@ -57,10 +56,6 @@ class Timed:
 def total_rate(runs: Sequence[Timed]) -> float:
     """Returns the tokens per second of all runs together."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
-
-
-def median_rate(runs: Sequence[Timed]) -> float:
-    return statistics.median(run.rate for run in runs)
 
 
 def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
