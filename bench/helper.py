@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from outrider.orchestrator.machine import system
@@ -84,8 +84,10 @@ def say_ready() -> None:
     print(json.dumps({"ready": True}), flush=True)
 
 
-def answer_all(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Reports readiness, then answers every line of stdin."""
+def answer_all(peer: Any) -> int:
+    """Reports readiness, then answers every line of stdin: one prompt by the peer's `run`, many by its `batch`."""
     say_ready()
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+        request = json.loads(line)
+        print(json.dumps((peer.batch if "batch" in request else peer.run)(**request)), flush=True)
+    return 0

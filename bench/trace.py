@@ -120,19 +120,13 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], tracks: Sequence[str], sources: 
         if bar.track not in tracks:
             continue
         row = tracks.index(bar.track)
-        axes.broken_barh(
-            [(bar.start - origin, bar.length)], (row - 0.36, 0.72), color=_colour(bar, sources), edgecolor="white"
-        )
-        label = f"{bar.args['accepted'] + 1}" if bar.track == "target" else bar.name.removeprefix("depth ")
+        if bar.track == "target":
+            colour, label = COLOURS[_source(bar, sources)], f"{bar.args['accepted'] + 1}"
+        else:
+            colour = CHAIN_COLOUR if bar.name == "chain" else _shade(bar)
+            label = bar.name.removeprefix("depth ")
+        axes.broken_barh([(bar.start - origin, bar.length)], (row - 0.36, 0.72), color=colour, edgecolor="white")
         axes.text(bar.start - origin + bar.length / 2, row, label, ha="center", va="center", color="white", fontsize=8)
-
-
-def _colour(bar: Bar, sources: dict[int, str]) -> str:
-    if bar.track == "target":
-        return COLOURS[_source(bar, sources)]
-    if bar.name == "chain":
-        return CHAIN_COLOUR
-    return _shade(bar)
 
 
 def _source(bar: Bar, sources: dict[int, str]) -> str:

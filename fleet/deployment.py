@@ -31,7 +31,6 @@ from outrider.fleet.host import LABEL, RAY, Resources
 from outrider.fleet.ingress import Ingress
 from outrider.fleet.membership import FleetHead, RayNode
 from outrider.fleet.plan import FleetPlan, Placed, check_fits, read_plan
-from outrider.orchestrator.http_settings import HttpSettings
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import find_model
 from outrider.protocol import errors
@@ -62,23 +61,35 @@ ROUTING = RequestRouterConfig(request_router_class=SessionRouter)
 
 def application(plan: FleetPlan) -> serve.Application:
     """Returns the whole fleet, with the gate as its entry point."""
+    watched: dict[str, Any] = {"health_check_period_s": HEALTH_SECONDS, "graceful_shutdown_timeout_s": 5.0}
+    queueless = {"max_ongoing_requests": MAX_ONGOING, "request_router_config": ROUTING, **watched}
+    at_head = {"num_cpus": 0, "resources": {HEAD: LITTLE}}
     engines: list[serve.Application] = []
     many: list[int] = []
     if plan.placed is not None:
         placed: Any = serve.deployment(PlacedEngine, name="placed")
-        options = {**_engine_options(), **_placing(plan.placed), **_number(plan)}
+        options = {**queueless, **_placing(plan.placed), "num_replicas": plan.placed.replicas}
+        if (scale := plan.scale) is not None:
+            del options["num_replicas"]
+            options["autoscaling_config"] = AutoscalingConfig(
+                min_replicas=scale.min,
+                max_replicas=scale.max,
+                target_ongoing_requests=scale.requests_per_engine,
+                upscale_delay_s=scale.upscale_delay_s,
+                downscale_delay_s=scale.downscale_delay_s,
+            )
         engines.append(placed.options(**options).bind(plan.engine, plan.placed))
         many.append(plan.scale.max if plan.scale is not None else plan.placed.replicas)
     if plan.attached:
         attached: Any = serve.deployment(AttachedEngine, name="attached")
-        options = {**_engine_options(), "num_replicas": len(plan.attached), "ray_actor_options": _at_head()}
+        options = {**queueless, "num_replicas": len(plan.attached), "ray_actor_options": at_head}
         engines.append(attached.options(**options).bind(plan.attached, plan.engine.keys))
         many.append(len(plan.attached))
     gate: Any = serve.deployment(Ingress, name="gate")
-    where: dict[str, Any] = {"ray_actor_options": _at_head()}
+    where: dict[str, Any] = {"ray_actor_options": at_head}
     if plan.gate.count > 1:  # one per host, because they share a port
         where = {"ray_actor_options": {"num_cpus": 0}, "max_replicas_per_node": 1}
-    return gate.options(num_replicas=plan.gate.count, **where, **_watched()).bind(plan.gate, plan.engine, engines, many)
+    return gate.options(num_replicas=plan.gate.count, **where, **watched).bind(plan.gate, plan.engine, engines, many)
 
 
 def app(arguments: dict[str, str]) -> serve.Application:
@@ -93,46 +104,17 @@ def run(plan: FleetPlan, name: str = "outrider") -> None:
     serve.run_many([target], wait_for_applications_running=False)
 
 
-def _engine_options() -> dict[str, Any]:
-    return {"max_ongoing_requests": MAX_ONGOING, "request_router_config": ROUTING, **_watched()}
-
-
-def _watched() -> dict[str, Any]:
-    return {"health_check_period_s": HEALTH_SECONDS, "graceful_shutdown_timeout_s": 5.0}
-
-
-def _at_head() -> dict[str, Any]:
-    return {"num_cpus": 0, "resources": {HEAD: LITTLE}}
-
-
 def _placing(placed: Placed) -> dict[str, Any]:
     """Returns the resources of an engine, and a placement group if its drafter has its own host."""
     own = placed.bundle().as_ray() or {"CPU": LITTLE}
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {named[name]: many for name, many in own.items() if name in named}
     options["resources"] = {name: many for name, many in own.items() if name not in named}
-    if placed.drafter.on != "other-host":
-        return {"ray_actor_options": {"num_cpus": 0, **options}}
-    bundles = [own, placed.drafter.needs.as_ray() or {"CPU": LITTLE}]
-    return {
-        "ray_actor_options": {"num_cpus": 0, **options},
-        "placement_group_bundles": bundles,
-        "placement_group_strategy": "STRICT_SPREAD",
-    }
-
-
-def _number(plan: FleetPlan) -> dict[str, Any]:
-    if plan.scale is None:
-        return {"num_replicas": plan.placed.replicas if plan.placed is not None else 0}
-    scale = plan.scale
-    by_load = AutoscalingConfig(
-        min_replicas=scale.min,
-        max_replicas=scale.max,
-        target_ongoing_requests=scale.requests_per_engine,
-        upscale_delay_s=scale.upscale_delay_s,
-        downscale_delay_s=scale.downscale_delay_s,
-    )
-    return {"autoscaling_config": by_load}
+    found: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0, **options}}
+    if placed.drafter.on == "other-host":
+        bundles = [own, placed.drafter.needs.as_ray() or {"CPU": LITTLE}]
+        found |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
+    return found
 
 
 NAME = "outrider"
@@ -162,6 +144,7 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     Raises:
         OutriderError: it can't run, or is not complete after `wait` seconds.
     """
+    http = plan.gate.http
     show("connecting to the head")
     if plan.engine.model is not None:
         find_model(plan.engine.model, weights=False)  # the gate tokenizes with it, and starts on this host
@@ -171,7 +154,13 @@ def launch(plan: FleetPlan, address: str, show: Callable[[str], None], wait: flo
     head.store_models([name for name in (plan.engine.model, plan.engine.draft_model) if name and plan.placed])
     with connected(address):
         if NAME not in serve.status().applications:
-            _check_ingress(plan.gate.http)
+            try:
+                HttpListener(http).close()
+            except EndpointError:
+                raise EndpointError(
+                    f"the gate can't listen at {http.host}:{http.port}: the port is in use, or this host does not have"
+                    " the address; expected another gate.port or gate.host in the file"
+                ) from None
         show("deploying the fleet on Ray")
         run(plan, NAME)
         _wait_until_running(show, wait)
@@ -197,8 +186,10 @@ def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
         if found is not None:
             if found.status == "RUNNING":
                 return
-            if found.status in ("DEPLOY_FAILED", "UNHEALTHY") and (why := _why(found)):
-                raise why
+            if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                message = "\n".join([found.message, *(part.message for part in found.deployments.values())])
+                sentence = f"the fleet can't start: {first_line(message)}; expected another fleet.yaml"
+                raise sentence_in(message) or WorkerError(sentence)
             show(progress(found))
         if time.monotonic() > until:
             how_far = progress(found) if found is not None else "nothing is"
@@ -211,20 +202,11 @@ def _wait_until_running(show: Callable[[str], None], wait: float) -> None:
 
 def progress(found: ApplicationStatusOverview) -> str:
     """Describes the state of each deployment."""
-    parts = [f"{name}: {states(part.replica_states)}" for name, part in sorted(found.deployments.items())]
+    parts = []
+    for name, part in sorted(found.deployments.items()):
+        states = [f"{many} {str(state).lower()}" for state, many in sorted(part.replica_states.items()) if many]
+        parts.append(f"{name}: {', '.join(states) or 'none yet'}")
     return ", ".join(parts) or "Ray is preparing"
-
-
-def states(replicas: dict[str, int]) -> str:
-    """Describes replica states, in lower case."""
-    return ", ".join(f"{many} {str(state).lower()}" for state, many in sorted(replicas.items()) if many) or "none yet"
-
-
-def _why(found: ApplicationStatusOverview) -> OutriderError | None:
-    """Returns the error that ended an actor's start, or None if Serve tries again."""
-    message = "\n".join([found.message, *(part.message for part in found.deployments.values())])
-    sentence = sentence_in(message)
-    return sentence or WorkerError(f"the fleet can't start: {first_line(message)}; expected another fleet.yaml")
 
 
 def sentence_in(message: str) -> OutriderError | None:
@@ -240,17 +222,6 @@ def sentence_in(message: str) -> OutriderError | None:
 def first_line(message: str) -> str:
     """Returns the first line of a message."""
     return next((line.strip() for line in message.splitlines() if line.strip()), "no message")[:300]
-
-
-def _check_ingress(http: HttpSettings) -> None:
-    """Raises EndpointError if a new gate could not listen on this host."""
-    try:
-        HttpListener(http).close()
-    except EndpointError:
-        raise EndpointError(
-            f"the gate can't listen at {http.host}:{http.port}: the port is in use, or this host does not have the"
-            " address; expected another gate.port or gate.host in the file"
-        ) from None
 
 
 KINDS = ("placed", "attached")
@@ -309,11 +280,21 @@ def look(address: str) -> Overview:
         found = serve.status().applications.get(NAME)
         if found is None:
             return Overview(hosts)
-        engines = tuple(row for kind in KINDS if kind in found.deployments for row in _engines(kind))
+        engines: list[EngineRow] = []
+        for kind in (kind for kind in KINDS if kind in found.deployments):
+            with suppress(RayError, RayServeException, TimeoutError):  # those that answer
+                handle = serve.get_deployment_handle(kind, NAME)
+                reports = handle.broadcast("report").results(timeout_s=ANSWER_SECONDS)
+                engines += [_engine(kind, place, stats) for place, stats in reports]
         gates: list[str] = []
         with suppress(RayError, RayServeException, TimeoutError):
             gates = gate_urls()
-        return Overview(hosts, str(found.status.value), engines, _parts(found), tuple(gates))
+        parts = []
+        for name, part in sorted(found.deployments.items()):
+            there, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
+            why = sentence_in(part.message) or first_line(part.message) if part.message else ""
+            parts.append(PartRow(name, str(part.status.value).lower(), there, wanted, str(why)))
+        return Overview(hosts, str(found.status.value), tuple(engines), tuple(parts), tuple(gates))
 
 
 def _host(node: RayNode) -> HostRow:
@@ -322,33 +303,7 @@ def _host(node: RayNode) -> HostRow:
     return HostRow(node.name, "there" if node.alive else "gone", str(offers), node.labels.get(LABEL, ""))
 
 
-def _engines(kind: str) -> list[EngineRow]:
-    """Returns the engines that answer."""
-    try:
-        reports = serve.get_deployment_handle(kind, NAME).broadcast("report").results(timeout_s=ANSWER_SECONDS)
-    except (RayError, RayServeException, TimeoutError):
-        return []
-    return [_engine(kind, place, stats) for place, stats in reports]
-
-
 def _engine(kind: str, place: EngineAddress, stats: Stats) -> EngineRow:
     drafters = [f"{worker.name} {worker.state}" for worker in stats.workers if worker.role == "draft"]
-    return EngineRow(
-        kind,
-        place.endpoint,
-        stats.active,
-        stats.queued,
-        stats.finished,
-        stats.failed,
-        stats.generated,
-        ", ".join(drafters) or "none",
-    )
-
-
-def _parts(found: ApplicationStatusOverview) -> tuple[PartRow, ...]:
-    rows = []
-    for name, part in sorted(found.deployments.items()):
-        there, wanted = part.replica_states.get("RUNNING", 0), sum(part.replica_states.values())
-        why = sentence_in(part.message) or first_line(part.message) if part.message else ""
-        rows.append(PartRow(name, str(part.status.value).lower(), there, wanted, str(why)))
-    return tuple(rows)
+    counts = stats.active, stats.queued, stats.finished, stats.failed, stats.generated
+    return EngineRow(kind, place.endpoint, *counts, ", ".join(drafters) or "none")

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -51,10 +51,6 @@ class EngineAddress:
     key: str = ""
     own: str = ""
     host: str = ""
-
-    def seen_from(self, host: str) -> EngineAddress:
-        """Returns the address to use from `host`."""
-        return EngineAddress(self.own) if self.own and host == self.host else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,36 +140,24 @@ class DrafterActor:
             os.close(lifeline)
 
 
-class DrafterKeeper(threading.Thread):
-    """Keeps one drafter for an engine, and places a new one when it is lost."""
-
-    def __init__(self, settings: ServeSettings, endpoint: str, doors: ActorKeyring) -> None:
-        super().__init__(daemon=True, name="drafting")
-        self._settings = ServeSettings(**{name: getattr(settings, name) for name in DRAFTER_SETTINGS})
-        self._endpoint, self._keyring = endpoint, doors
-
-    def run(self) -> None:
-        while True:
-            drafter: Any = _placed().remote()
-            key = ""
-            try:
-                key = ray.get(drafter.key.remote())
-                self._keyring.open(DRAFTER, key)
-                code = ray.get(drafter.draft.remote(self._settings, self._endpoint, self._keyring.key))
-                log.warning("the drafter ended with code %s; it is replaced", code)
-            except RayError as error:
-                log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
-            if key:
-                self._keyring.shut(key)
-            ray.kill(drafter)
-            time.sleep(AGAIN_SECONDS)
-
-
-def _placed() -> Any:
-    """Returns the actor class with the placement of the engine's placement group."""
-    group = get_current_placement_group()
-    there = PlacementGroupSchedulingStrategy(group, BUNDLE)
-    return ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there)
+def keep_drafter(settings: ServeSettings, endpoint: str, keyring: ActorKeyring) -> None:
+    """Keeps one drafter for an engine, and places a new one when it is lost. Never returns."""
+    settings = ServeSettings(**{name: getattr(settings, name) for name in DRAFTER_SETTINGS})
+    there = PlacementGroupSchedulingStrategy(get_current_placement_group(), BUNDLE)
+    while True:
+        drafter: Any = ray.remote(DrafterActor).options(num_cpus=0, scheduling_strategy=there).remote()
+        key = ""
+        try:
+            key = ray.get(drafter.key.remote())
+            keyring.open(DRAFTER, key)
+            code = ray.get(drafter.draft.remote(settings, endpoint, keyring.key))
+            log.warning("the drafter ended with code %s; it is replaced", code)
+        except RayError as error:
+            log.warning("the drafter is lost (%s); it is replaced", type(error).__name__)
+        if key:
+            keyring.shut(key)
+        ray.kill(drafter)
+        time.sleep(AGAIN_SECONDS)
 
 
 ASK_MS, SILENT_MS = 300, 900
@@ -249,11 +233,21 @@ GONE = 3
 """The actor's exit code when its engine has ended."""
 
 
-class EngineActor:
-    """Common parts of engines, once their address is known."""
+def end_after(wait: Callable[[], object], message: str) -> None:
+    """Ends this actor's process when `wait` returns, whose result is in the logged message."""
 
-    def __init__(self, place: EngineAddress, keys: Path | None = None) -> None:
-        self._place = place
+    def watch() -> None:
+        log.error("%s", message.format(wait()))
+        os._exit(GONE)
+
+    threading.Thread(target=watch, daemon=True, name="engine").start()
+
+
+class EngineActor:
+    """Common parts of engines, once their address is known. `keyring` has the gates' keys, if the engine needs any."""
+
+    def __init__(self, place: EngineAddress, keyring: ActorKeyring | None, keys: Path | None = None) -> None:
+        self._place, self._keyring = place, keyring
         self._client = AsyncClient(place.own or place.endpoint, HEALTH_SECONDS, keys=keys)
         self._gone = defaultdict[IngressKey, asyncio.Event](asyncio.Event)
 
@@ -278,53 +272,38 @@ class EngineActor:
         for ingress_key in list(self._gone):
             if not await asyncio.to_thread(ingress_key.is_there):
                 self._gone.pop(ingress_key).set()
-                self.revoke(ingress_key.key)
+                if self._keyring is not None:
+                    self._keyring.shut(ingress_key.key)
 
     def _register(self, ingress_key: IngressKey) -> asyncio.Event:
         """Returns an event that is set when the gate is gone."""
-        if ingress_key not in self._gone:
-            self.allow(ingress_key.key)
+        if ingress_key not in self._gone and self._keyring is not None:
+            self._keyring.open(CLIENT, ingress_key.key)
         return self._gone[ingress_key]
-
-    def allow(self, key: str) -> None:
-        """Accepts a gate's key."""
-
-    def revoke(self, key: str) -> None:
-        """Stops accepting a gate's key."""
 
 
 class PlacedEngine(EngineActor):
     """A cluster on this host. It ends with this actor, and the actor with it."""
 
     def __init__(self, settings: ServeSettings, placed: Placed) -> None:
-        self._keyring = ActorKeyring()
-        ours = ray.util.get_node_ip_address()
+        keyring, ours = ActorKeyring(), ray.util.get_node_ip_address()
         elsewhere = placed.drafter.on == "other-host"
-        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=self._keyring.folder, pin_cores=False)
+        reached = replace(settings, endpoint=f"tcp://{ours}:0", keyed=True, keys=keyring.folder, pin_cores=False)
         if elsewhere:
             reached = replace(reached, workers_endpoint=f"tcp://{ours}:0", draft_backend="ngram", draft_model=None)
         self._cluster = LocalCluster(**cast("Settings", asdict(reached)))
-        threading.Thread(target=self._end_with_it, daemon=True, name="engine").start()
+        end_after(self._cluster.wait, "the engine's server ended with code {}; it is replaced")
         if elsewhere:
-            DrafterKeeper(settings, self._cluster.joining_endpoint, self._keyring).start()
+            drafting = (settings, self._cluster.joining_endpoint, keyring)
+            threading.Thread(target=keep_drafter, args=drafting, daemon=True, name="drafting").start()
         host = ray.get_runtime_context().get_node_id()
-        super().__init__(EngineAddress(self._cluster.endpoint, self._keyring.key, self._cluster.own_endpoint, host))
+        place = EngineAddress(self._cluster.endpoint, keyring.key, self._cluster.own_endpoint, host)
+        super().__init__(place, keyring)
 
     async def check_health(self) -> None:
         """Raises EndpointError if the server hangs."""
         await self._client.stats()
         await super().check_health()
-
-    def allow(self, key: str) -> None:
-        self._keyring.open(CLIENT, key)
-
-    def revoke(self, key: str) -> None:
-        self._keyring.shut(key)
-
-    def _end_with_it(self) -> None:
-        code = self._cluster.wait()
-        log.error("the engine's server ended with code %s; it is replaced", code)
-        os._exit(GONE)
 
 
 class AttachedEngine(EngineActor):
@@ -336,10 +315,5 @@ class AttachedEngine(EngineActor):
         watch = ServerWatch(endpoint, keys)
         watch.wait_until_ready()
         check_same_weights(endpoint, endpoints[:own], keys)
-        threading.Thread(target=self._end_with_it, args=(watch, endpoint), daemon=True, name="engine").start()
-        super().__init__(EngineAddress(endpoint), keys)
-
-    def _end_with_it(self, watch: ServerWatch, endpoint: str) -> None:
-        watch.wait_until_gone()
-        log.error("the engine at %s is lost; waiting for its return", endpoint)
-        os._exit(GONE)
+        end_after(watch.wait_until_gone, f"the engine at {endpoint} is lost; waiting for its return")
+        super().__init__(EngineAddress(endpoint), None, keys)

@@ -75,17 +75,14 @@ class Resources:
 def host_resources() -> Resources:
     """Returns this host's resources."""
     apple = int(sys.platform == "darwin" and platform.machine() == "arm64")
-    return Resources(apple, apple, _nvidia_gpus(), os.cpu_count() or 1, psutil.virtual_memory().total)
+    devices = Path("/dev").iterdir() if sys.platform == "linux" else ()
+    cuda = sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices)
+    return Resources(apple, apple, cuda, os.cpu_count() or 1, psutil.virtual_memory().total)
 
 
 def undetected_resources(host: Resources) -> dict[str, float]:
     """Returns the resources that Ray does not detect: `metal` and `ane`, which are our names."""
     return {name: many for name, many in host.as_ray().items() if name in ONE_A_HOST}
-
-
-def _nvidia_gpus() -> int:
-    devices = Path("/dev").iterdir() if sys.platform == "linux" else ()
-    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in devices)
 
 
 PORT = 6379
@@ -212,19 +209,16 @@ class FleetHost:
         until = time.monotonic() + START_SECONDS
         while STARTED not in self._log_text():
             if process.poll() is not None:
-                raise EndpointError(f"Ray ended instead of starting: {self._last_error()} (all of it: {self.log})")
+                lines = [line.strip() for line in self._log_text().splitlines() if line.strip(" -")]
+                errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+                last = (errors or lines or ["its log is empty"])[-1][:300]
+                raise EndpointError(f"Ray ended instead of starting: {last} (all of it: {self.log})")
             if time.monotonic() > until:
                 raise EndpointError(f"Ray has not started in {START_SECONDS:g} s; see {self.log}")
             time.sleep(0.1)
 
     def _log_text(self) -> str:
         return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text(encoding="utf-8", errors="replace"))
-
-    def _last_error(self) -> str:
-        """Returns the last error in the log, or else its last line."""
-        lines = [line.strip() for line in self._log_text().splitlines() if line.strip(" -")]
-        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-        return (errors or lines or ["its log is empty"])[-1][:300]
 
     def forget(self) -> None:
         """Removes the records of a fleet that was shut down."""

@@ -1,55 +1,187 @@
 """The gate: the HTTP server of `outrider.server` in front of all engines of a fleet. It holds no model weights.
 
-It runs uvicorn itself, because Ray Serve's proxy would delay each chunk (docs/fleet.md).
+It runs uvicorn itself, because Ray Serve's proxy would delay each chunk (docs/fleet.md). For each text it leases an
+engine, and continues with another when that is lost. Ray Serve chooses the engine and reports its end; requests and
+tokens pass by ZeroMQ.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from functools import reduce
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import lru_cache, reduce
+from pathlib import Path
 from typing import Any
 
+import ray
 import uvicorn
 from msgspec import structs
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from outrider.fleet import plan
-from outrider.fleet.engine import IngressKey
-from outrider.fleet.leases import NO_ENGINE, EngineKind, EngineLeases, LeasedClient
-from outrider.orchestrator.client.async_client import AsyncClient
+from outrider.fleet.engine import ActorKeyring, EngineAddress, IngressKey, ingress_key
+from outrider.fleet.engine_selector import EngineSelector
+from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncClient, Grown
+from outrider.orchestrator.client.client import MOVES_ON
+from outrider.orchestrator.client.dialogue import Dialogue
 from outrider.orchestrator.machine.http_process import HttpListener
 from outrider.orchestrator.pairing.model_files import default_model, find_model
 from outrider.orchestrator.settings import ServeSettings
-from outrider.protocol.errors import EndpointError
+from outrider.protocol.errors import EndpointError, ServerStopped
 from outrider.protocol.messages import Stats
 from outrider.protocol.stats import by_name
 from outrider.server.__main__ import DRAIN_SECONDS, config
 from outrider.server.app import application
 from outrider.server.model.served import load_served
 
+WAIT_SECONDS = 2.0
+"""Timeout of a lease."""
+SILENT_SECONDS = 2.0
+"""Timeout of an engine that Ray considers alive."""
+MOST_KNOWN = 1024
+SESSION = "x-session-id"
+NO_ENGINE = "no engine of the fleet answers; try again later (`outrider fleet status` shows why)"
 
-async def total_stats(engines: Sequence[AsyncClient]) -> Stats:
-    """Adds the statistics of the engines that answer.
 
-    Raises:
-        EndpointError: none answers.
+class EngineLeases:
+    """Completes the gate's texts on engines of all kinds, each a deployment of Ray Serve with about `many` engines.
+
+    `keys`: the folder of keys for attached engines.
     """
-    answers = await asyncio.gather(*(engine.stats() for engine in engines), return_exceptions=True)
-    found = [_named(one, str(number)) for number, one in enumerate(answers) if isinstance(one, Stats)]
-    if not found:
-        raise EndpointError("no engine of the fleet answers; try again later")
-    return reduce(_sum, found)
+
+    def __init__(
+        self, gate: plan.IngressPlan, kinds: Sequence[DeploymentHandle[Any]], many: Sequence[int], keys: Path | None
+    ) -> None:
+        self._gate = gate
+        self._kinds = kinds
+        self._keys = keys
+        self._keyring = ActorKeyring()
+        self.ingress_key = ingress_key(self._keyring.key)
+        self._host = ray.get_runtime_context().get_node_id()
+        self._client_of = lru_cache(MOST_KNOWN)(self._connect_to)
+        self._turns = EngineSelector(many)
+
+    def client(self, request: Request) -> LeasedClient:
+        session = request.headers.get(SESSION, "") if self._gate.sessions else ""
+        return LeasedClient(self, session, self._gate.tries)
+
+    async def stats(self) -> Stats:
+        """Returns the sum of the statistics of the engines that answer. Raises EndpointError if none does."""
+        places: list[EngineAddress] = []
+        for kind in self._kinds:
+            with suppress(RayError, RayServeException, TimeoutError):
+                places += await kind.broadcast("place", self.ingress_key).results_async(timeout_s=WAIT_SECONDS)
+        if not places:
+            raise EndpointError(NO_ENGINE)
+        answers = await asyncio.gather(*(self._client_of(place).stats() for place in places), return_exceptions=True)
+        found = []
+        for number, stats in enumerate(answers):
+            if isinstance(stats, Stats):  # worker names become unique across engines
+                workers = tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
+                found.append(structs.replace(stats, workers=workers))
+        if not found:
+            raise EndpointError("no engine of the fleet answers; try again later")
+        return reduce(_sum, found)
+
+    async def complete(self, session: str, ask: Callable[[AsyncClient], Coroutine[Any, Any, None]]) -> None:
+        """Leases the engine that Serve chooses, the same for a `session` where possible, and awaits `ask` with its
+        client.
+
+        Raises:
+            EndpointError: there is none.
+            ServerStopped: it ends before `ask` does.
+        """
+        kind = self._turns.choose(session)
+        response = self._kinds[kind].options(stream=True, session_id=session).lease.remote(self.ingress_key)
+        gone: asyncio.Task[None] | None = None
+        try:
+            with self._turns.under_way(kind):
+                place = await self._first_address(response, kind)
+                gone = asyncio.create_task(_until_gone(response))
+                task = asyncio.create_task(ask(self._client_of(place)))
+                try:
+                    await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+                    if not task.done():
+                        raise ServerStopped("the engine stopped during this request; send it again")
+                    task.result()
+                finally:
+                    task.cancel()
+                    await asyncio.wait((task,))
+        except (EndpointError, ServerStopped):
+            if gone is not None:
+                self._turns.lost(kind, place)
+            raise
+        finally:
+            response.cancel()
+            if gone is not None:
+                gone.cancel()
+
+    def connect(self) -> None:
+        """Has Serve resolve the engines, which the first request would wait for otherwise."""
+        for kind in self._kinds:
+            with suppress(RayError, RayServeException, TimeoutError):
+                kind.broadcast("place", self.ingress_key).results(timeout_s=WAIT_SECONDS)
+
+    def _connect_to(self, place: EngineAddress) -> AsyncClient:
+        where = EngineAddress(place.own) if place.own and place.host == self._host else place
+        keys = self._keyring.folder if where.key else self._keys
+        return AsyncClient(where.endpoint, SILENT_SECONDS, server_key=where.key or None, keys=keys)
+
+    async def _first_address(self, response: Any, kind: int) -> EngineAddress:
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                place: EngineAddress = await anext(response)
+                return place
+        except TimeoutError:
+            self._turns.silent(kind)
+            raise EndpointError(NO_ENGINE) from None
+        except (RayError, RayServeException):
+            raise EndpointError(NO_ENGINE) from None
 
 
-def _named(stats: Stats, number: str) -> Stats:
-    """Makes worker names unique across engines."""
-    return structs.replace(
-        stats, workers=tuple(structs.replace(one, name=f"{number}/{one.name}") for one in stats.workers)
-    )
+class LeasedClient(AsyncBaseClient):
+    """Completes texts on leased engines. `sources`: the number of engines tried until a text has begun.
+
+    After the first try the engine is chosen randomly, because the session or load would select the failing one again.
+    """
+
+    moves_on = MOVES_ON
+
+    def __init__(self, engines: EngineLeases, session: str, sources: int) -> None:
+        super().__init__()
+        self.sources = sources
+        self._engines = engines
+        self._session = session
+        self._asked: dict[str, AsyncClient] = {}
+        self._tried = Counter[str]()
+
+    async def once(self, dialogue: Dialogue, grown: Grown) -> None:
+        tried = self._tried[dialogue.request]
+        self._tried[dialogue.request] += 1
+        session = f"{self._session} {dialogue.request} {tried}" if tried else self._session
+
+        async def ask(client: AsyncClient) -> None:
+            self._asked[dialogue.request] = client
+            await client.once(dialogue, grown)
+
+        await self._engines.complete(session, ask)
+
+    async def end(self, dialogue: Dialogue) -> None:
+        if dialogue.request in self._asked:
+            await self._asked[dialogue.request].end(dialogue)
+
+
+async def _until_gone(response: Any) -> None:
+    with suppress(RayError, RayServeException):
+        async for _ in response:
+            pass
 
 
 def _sum(left: Stats, right: Stats) -> Stats:
@@ -59,27 +191,6 @@ def _sum(left: Stats, right: Stats) -> Stats:
     return structs.replace(left, endings=by_name(left.endings, right.endings), **sums)
 
 
-SESSION = "x-session-id"
-
-
-class FleetBackend:
-    """Completes the gate's texts on leased engines."""
-
-    def __init__(self, engines: EngineLeases, gate: plan.IngressPlan) -> None:
-        self._engines = engines
-        self._gate = gate
-
-    def client(self, request: Request) -> LeasedClient:
-        session = request.headers.get(SESSION, "") if self._gate.sessions else ""
-        return LeasedClient(self._engines, session, self._gate.tries)
-
-    async def stats(self) -> Stats:
-        places = await self._engines.places()
-        if not places:
-            raise EndpointError(NO_ENGINE)
-        return await total_stats([self._engines.client(place) for place in places])
-
-
 class Ingress:
     """Serves HTTP in a thread of its own, from creation on."""
 
@@ -87,17 +198,12 @@ class Ingress:
     """None if the constructor failed."""
 
     def __init__(
-        self,
-        gate: plan.IngressPlan,
-        engine: ServeSettings,
-        handles: list[DeploymentHandle[Any]],
-        many: list[int],
+        self, gate: plan.IngressPlan, engine: ServeSettings, handles: list[DeploymentHandle[Any]], many: list[int]
     ) -> None:
         files = find_model(engine.model or default_model()[0], weights=False)
         model = load_served(files.name, files.folder, gate.http.model_names, gate.http.tool_fallback)
-        kinds = [EngineKind(handle, number) for handle, number in zip(handles, many, strict=True)]
-        self._engines = EngineLeases(kinds, engine.keys)
-        app = application(model, FleetBackend(self._engines, gate), gate.http)
+        self._engines = EngineLeases(gate, handles, many, engine.keys)
+        app = application(model, self._engines, gate.http)
         self._listener = HttpListener(gate.http)
         self._server = server = uvicorn.Server(config(app, gate.http))
         self._thread = threading.Thread(target=self._serve, args=(server,), daemon=True, name="http")

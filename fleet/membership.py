@@ -32,15 +32,6 @@ MODELS = b"models"
 
 
 @dataclass(frozen=True, slots=True)
-class Versions:
-    """The versions that all hosts must share."""
-
-    ray: str
-    python: str
-    outrider: str
-
-
-@dataclass(frozen=True, slots=True)
 class RayNode:
     """A host in Ray's cluster."""
 
@@ -70,11 +61,19 @@ class FleetHead:
         except RpcError:
             raise EndpointError(f"no fleet's head answers at {address}; {EXPECTED}") from None
 
-    def versions(self) -> Versions:
-        """Returns the head's versions."""
+    def check_versions(self) -> None:
+        """Raises VersionMismatch if this host's versions differ from the head's, as far as these are known."""
         metadata = get_cluster_metadata(self._gcs) or {}
-        ours = next((node.labels[LABEL] for node in self.nodes() if node.alive and LABEL in node.labels), "")
-        return Versions(metadata.get("ray_version", ""), metadata.get("python_version", ""), ours)
+        outrider = next((node.labels[LABEL] for node in self.nodes() if node.alive and LABEL in node.labels), "")
+        for name, there, here in (
+            ("Ray", metadata.get("ray_version"), ray.__version__),
+            ("Python", metadata.get("python_version"), platform.python_version()),
+            ("Outrider", outrider, PACKAGE_VERSION),
+        ):
+            if there and here != there:
+                raise VersionMismatch(
+                    f"the head has {name} {there} and this host {here}; expected the same on every host"
+                )
 
     def nodes(self) -> list[RayNode]:
         """Returns all current and former hosts."""
@@ -91,17 +90,6 @@ class FleetHead:
     def store_models(self, names: list[str]) -> None:
         """Stores the models that joining hosts need."""
         self._gcs.internal_kv_put(MODELS, "\n".join(names).encode(), True, ROOM)
-
-
-def check_versions(theirs: Versions) -> None:
-    """Raises VersionMismatch if this host's versions differ."""
-    ours = Versions(ray.__version__, platform.python_version(), PACKAGE_VERSION)
-    for name in ("ray", "python", "outrider"):
-        here, there = getattr(ours, name), getattr(theirs, name)
-        if there and here != there:
-            raise VersionMismatch(
-                f"the head has {name.capitalize()} {there} and this host {here}; expected the same on every host"
-            )
 
 
 def check_models(names: list[str]) -> None:

@@ -1,5 +1,7 @@
 """The description of a fleet: frozen, checked records, and the reader of fleet.yaml.
 
+A record raises InvalidRequest if a value is out of range, or two contradict; the message names the key and the remedy.
+
 YAML 1.2 rules apply: `on`, `off`, `yes` and `no` are strings, and duplicate keys are errors. Every error names the file
 and the key. Nothing here asks Ray or another host.
 """
@@ -10,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,9 +38,6 @@ A_DAY = 86_400.0
 class DrafterPlan:
     """Who drafts for each placed engine. `on`: same-host, a worker beside the engine; other-host, one on a host that
     offers `needs`; none, only n-grams.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
     """
 
     on: str = "same-host"
@@ -55,9 +55,6 @@ class Scale:
 
     Load is averaged over 30 s. An engine is added after `upscale_delay_s` seconds of too much load, and removed after
     `downscale_delay_s` of too little.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
     """
 
     min: int = 1
@@ -78,11 +75,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
-    """
+    """Engines that Ray starts: `replicas`, each on a host that offers `needs`, and their drafters."""
 
     replicas: int = 1
     needs: Resources = field(default_factory=Resources)
@@ -90,18 +83,13 @@ class Placed:
 
     def __post_init__(self) -> None:
         values.whole("replicas", self.replicas, 1, MOST_ENGINES)
-        if self.drafter.on == "same-host":
-            self._check_one_host()
-
-    def _check_one_host(self) -> None:
-        """Engine and drafter on one host need their resources together."""
         try:
             self.bundle()
         except InvalidRequest as error:
             raise InvalidRequest(f"needs and drafter.needs on one host: {error}; or use on: other-host") from None
 
     def bundle(self) -> Resources:
-        """Returns what an engine needs of its host."""
+        """Returns what an engine needs of its host, its drafter's needs included if that is on the same one."""
         if self.drafter.on != "same-host":
             return self.needs
         ours, theirs = self.needs, self.drafter.needs
@@ -113,9 +101,6 @@ class IngressPlan:
     """The gate: `count` processes that serve HTTP on one port, with the settings `http`.
 
     `sessions`: requests with the same `x-session-id` go to the same engine. `tries`: engines tried for a text.
-
-    Raises:
-        InvalidRequest: see `FleetPlan`.
     """
 
     count: int = 1
@@ -135,9 +120,6 @@ class FleetPlan:
 
     `engine`: settings of placed engines, model names included; without placed engines, the gate tokenizes with its
     `model`. `scale`: the number of placed engines by load, instead of `placed.replicas`.
-
-    Raises:
-        InvalidRequest: a value is out of range, or two contradict; the message names the key and the remedy.
     """
 
     engine: ServeSettings = field(default_factory=ServeSettings)
@@ -154,10 +136,6 @@ class FleetPlan:
             )
         if self.scale is not None and self.placed is None:
             raise InvalidRequest("scale adds placed engines, but there is no placed; expected both, or no scale")
-        self._check_attached()
-        self._check_drafter()
-
-    def _check_attached(self) -> None:
         for one in self.attached:
             try:
                 reachable(one)
@@ -166,11 +144,7 @@ class FleetPlan:
         twice = [one for one, times in Counter(self.attached).items() if times > 1]
         if twice:
             raise InvalidRequest(f"attached names {twice[0]} twice; expected each server once")
-
-    def _check_drafter(self) -> None:
-        if self.placed is None:
-            return
-        on = self.placed.drafter.on
+        on = self.placed.drafter.on if self.placed is not None else ""
         if on == "none" and (model := self.engine.draft_model) is not None:
             raise InvalidRequest(f"draft_model is {model!r}, and placed.drafter is none; expected one or the other")
         if on == "other-host" and not self.engine.has_draft_worker:
@@ -180,11 +154,6 @@ class FleetPlan:
             )
         if on == "other-host" and self.engine.draft_model is None and self.engine.model is not None:
             raise InvalidRequest("placed.drafter has nothing to draft with; expected draft_model beside model")
-
-
-def without_drafter(engine: ServeSettings) -> ServeSettings:
-    """Returns the settings without a drafter, unless they choose one."""
-    return replace(engine, draft_backend="none") if engine.draft_backend == "mlx" else engine
 
 
 Offers = Mapping[str, float]
@@ -261,12 +230,10 @@ def _engine(given: Mapping[str, Any], placed: Placed | None) -> ServeSettings:
     section = _section("engine", given.get("engine"), ENGINE)
     models = {name: given[name] for name in ("model", "draft_model") if given.get(name) is not None}
     settings = _record("engine", ServeSettings, {**models, **section})
-    drafts = placed is None or placed.drafter.on != "none"
-    return (
-        settings
-        if drafts or settings.draft_model
-        else _record("placed.drafter is none", without_drafter, {"engine": settings})
-    )
+    drafts = placed is None or placed.drafter.on != "none" or settings.draft_model is not None
+    if drafts or settings.draft_backend != "mlx":
+        return settings
+    return _record("placed.drafter is none", partial(replace, settings), {"draft_backend": "none"})
 
 
 _INNER: dict[str, type[Any]] = {"needs": Resources, "drafter": DrafterPlan}
@@ -316,15 +283,12 @@ def _section(name: str, found: object, known: tuple[str, ...]) -> dict[str, Any]
         raise InvalidRequest(f"{name} is {found!r}; expected keys and values, of {', '.join(known)}")
     for key in found:
         if key not in known:
-            raise InvalidRequest(f"{name} has the key {key!r}; {_meant(str(key), known)}")
+            close = get_close_matches(str(key), known, n=1)
+            why = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
+            if key in RESERVED:
+                why = "the fleet sets it itself, or another part of the file does; omit it"
+            raise InvalidRequest(f"{name} has the key {key!r}; {why}")
     return dict(found)
-
-
-def _meant(word: str, known: tuple[str, ...]) -> str:
-    if word in RESERVED:
-        return "the fleet sets it itself, or another part of the file does; omit it"
-    close = get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
 
 
 def _record(name: str, made: Callable[..., Record], given: Mapping[str, Any]) -> Record:

@@ -44,9 +44,6 @@ class AccessLog:
         self._salt = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else fresh_id()
         scope.setdefault("state", {})["request_id"] = request_id
@@ -73,16 +70,12 @@ class AccessLog:
             if span is not None:
                 span.ended(route_of(scope), status)
             if log.isEnabledFor(logging.INFO):
-                self._log_line(scope, status, 1000 * (time.monotonic() - began))
-
-    def _log_line(self, scope: Scope, status: int, ms: float) -> None:
-        """Writes one log line. `caller` is a salted hash of the API key, stable while this process runs."""
-        path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LONGEST_PATH]
-        fields = {"method": scope["method"], "path": path, "status": status, "ms": round(ms, 1)}
-        key = key_of(scope)
-        if key is not None:
-            fields["caller"] = hashlib.blake2b(key.encode(), key=self._salt, digest_size=6).hexdigest()
-        log.info("%s %s %d in %.1f ms", scope["method"], path, status, ms, extra=fields)
+                ms = 1000 * (time.monotonic() - began)
+                path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")[:LONGEST_PATH]
+                fields = {"method": scope["method"], "path": path, "status": status, "ms": round(ms, 1)}
+                if (key := key_of(scope)) is not None:  # a salted hash, stable while this process runs
+                    fields["caller"] = hashlib.blake2b(key.encode(), key=self._salt, digest_size=6).hexdigest()
+                log.info("%s %s %d in %.1f ms", scope["method"], path, status, ms, extra=fields)
 
 
 def fresh_id() -> str:

@@ -9,9 +9,8 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-from collections import Counter, OrderedDict
 from collections.abc import MutableMapping
-from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -48,9 +47,6 @@ class AuthMiddleware:
         self._hosts = {"localhost", settings.host.lower()} if settings.is_loopback and not settings.api_keys else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             self._authorize(scope)
             receive = await self._with_body(scope, receive)
@@ -79,14 +75,23 @@ class AuthMiddleware:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         stated = Headers(scope=scope).get("content-length", "")
+        too_large = Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
         if stated.isdigit() and int(stated) > self._most:
-            raise self._too_large()
+            raise too_large
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message.get("body", b"")
+                    if len(body) > self._most:
+                        raise too_large
+                    more = message.get("more_body", False)
         except TimeoutError:
             raise Refused(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
-        waiting = [body]
+        waiting = [bytes(body)]
 
         async def receive_body() -> MutableMapping[str, Any]:
             if waiting:
@@ -94,23 +99,6 @@ class AuthMiddleware:
             return await receive()
 
         return receive_body
-
-    async def _read(self, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    def _too_large(self) -> Refused:
-        return Refused(f"the body is larger than {self._most // 2**20} MB (--max-body-mb)", status=413)
 
 
 class ClientDisconnected(Exception):
@@ -170,48 +158,11 @@ class CallerClients:
     used is dropped."""
 
     def __init__(self, endpoint: str) -> None:
-        self._endpoint = endpoint
-        self._clients: OrderedDict[str, AsyncClient] = OrderedDict()
+        self._client_of = lru_cache(MAX_CLIENTS)(lambda caller: AsyncClient(endpoint, TIMEOUT_SECONDS))
         self._stats_client = AsyncClient(endpoint, TIMEOUT_SECONDS)
 
     def client(self, request: Request) -> AsyncClient:
-        caller = caller_of(request)
-        if caller not in self._clients:
-            self._clients[caller] = AsyncClient(self._endpoint, TIMEOUT_SECONDS)
-            if len(self._clients) > MAX_CLIENTS:
-                self._clients.popitem(last=False)
-        self._clients.move_to_end(caller)
-        return self._clients[caller]
+        return self._client_of(caller_of(request))
 
     async def stats(self) -> Stats:
         return await self._stats_client.stats()
-
-
-class StreamLimiter:
-    """Limits concurrent requests per caller. `most` None: no limit."""
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._taken: Counter[str] = Counter()
-
-    def take(self, caller: str) -> ExitStack:
-        """Takes a slot for the caller; closing the returned stack releases it.
-
-        Raises:
-            Refused: the caller has no slot left.
-        """
-        if self._most is not None and self._taken[caller] >= self._most:
-            raise Refused(
-                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
-        self._taken[caller] += 1
-        slot = ExitStack()
-        slot.callback(self._release, caller)
-        return slot
-
-    def _release(self, caller: str) -> None:
-        self._taken[caller] -= 1
-        if not self._taken[caller]:
-            del self._taken[caller]

@@ -77,8 +77,9 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
             self._await_headers()
-        else:
-            self._headers_arrived()
+        elif self._waiting is not None:  # the headers have arrived
+            self._waiting.cancel()
+            self._waiting = None
 
     def handle_events(self) -> None:
         """Adds each new HTTP/1.1 request's cycle to its scope, for `chunk_writer`; HTTP/1.0 has no chunks."""
@@ -138,11 +139,6 @@ class Connection(H11Protocol):
     def _await_headers(self) -> None:
         if self._waiting is None:
             self._waiting = self.loop.call_later(HEADER_SECONDS, self.transport.close)
-
-    def _headers_arrived(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
 
     def _give_up(self) -> None:
         log.warning("a client read nothing for %g s; closing its response", READER_SECONDS)

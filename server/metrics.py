@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -29,7 +29,8 @@ REASONS = ("eos", "stop", "length", "cancelled")
 STATES = ("starting", "ready", "refused", "frozen", "restarting", "lost")
 KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type))
 _PREFIX = "outrider:"
-Values = Iterable[tuple[tuple[str, ...], float]]
+Values = float | Mapping[Any, float]
+"""A value, or values by the tuples of their labels."""
 
 
 class OrchestratorMetrics(Collector):
@@ -44,7 +45,6 @@ class OrchestratorMetrics(Collector):
         stats = self.stats
         yield GaugeMetricFamily(f"{_PREFIX}up", "Whether the orchestrator answers", value=float(stats is not None))
         if stats is not None:
-            yield self._gauge("build_info", "Always 1; the label is the release", [((stats.version,), 1)], "version")
             yield from self._now(stats)
             yield from self._counts(stats)
             yield from self._speculation(stats)
@@ -52,81 +52,66 @@ class OrchestratorMetrics(Collector):
             yield self._durations("verify", "The target's forwards", stats.verify_seconds)
 
     def _now(self, stats: Stats) -> Iterator[Metric]:
-        limit = max(stats.kv.limit, 1)
-        for name, doc, value in (
-            ("num_requests_running", "Requests in flight", stats.active),
-            ("num_requests_waiting", "Waiting requests", stats.queued),
-            ("kv_cache_usage_perc", "Share of KV memory that running requests use; 1: all", stats.kv.used / limit),
-            (
-                "kv_cache_reserved_perc",
-                "Share of KV memory that running requests may grow to",
-                stats.kv.reserved / limit,
-            ),
-            ("kv_cache_limit_bytes", "KV memory of all workers", stats.kv.limit),
-            ("peak_memory_bytes", "The most MLX held in all workers during a request", stats.totals.peak_bytes),
-        ):
-            yield self._gauge(name, doc, [((), value)])
-        workers = stats.workers
-        states = [((w.name, w.role, state), w.state == state) for w in workers for state in STATES]
-        yield self._gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
-        again = [((worker.name, worker.role), worker.restarts) for worker in workers]
-        yield self._counter("worker_restarts", "Restarts of the worker", again, "worker", "role")
-        lies = [((worker.name, lie.name), lie.count) for worker in workers for lie in worker.lies]
-        yield self._counter("worker_lies", "Invalid messages of the worker", lies, "worker", "kind")
-        trips = [((worker.name,), worker.round_trip_ms / 1000) for worker in workers if worker.round_trip_ms]
-        yield self._gauge("worker_round_trip_seconds", "Round-trip time of a ping to the worker", trips, "worker")
-        held = [((worker.name,), worker.cache.bytes) for worker in workers]
-        yield self._gauge("prompt_cache_bytes", "Prompt cache of the worker", held, "worker")
+        kv, workers, gauge, counter = stats.kv, stats.workers, self._gauge, self._counter
+        limit = max(kv.limit, 1)
+        yield gauge("build_info", "Always 1; the label is the release", {(stats.version,): 1}, "version")
+        yield gauge("num_requests_running", "Requests in flight", stats.active)
+        yield gauge("num_requests_waiting", "Waiting requests", stats.queued)
+        yield gauge("kv_cache_usage_perc", "Share of KV memory that running requests use; 1: all", kv.used / limit)
+        reserved = "Share of KV memory that running requests may grow to"
+        yield gauge("kv_cache_reserved_perc", reserved, kv.reserved / limit)
+        yield gauge("kv_cache_limit_bytes", "KV memory of all workers", kv.limit)
+        peak = stats.totals.peak_bytes
+        yield gauge("peak_memory_bytes", "The most MLX held in all workers during a request", peak)
+        states = {(w.name, w.role, state): w.state == state for w in workers for state in STATES}
+        yield gauge("worker_state", "Whether the worker is in this state", states, "worker", "role", "state")
+        again = {(worker.name, worker.role): worker.restarts for worker in workers}
+        yield counter("worker_restarts", "Restarts of the worker", again, "worker", "role")
+        lies = {(worker.name, lie.name): lie.count for worker in workers for lie in worker.lies}
+        yield counter("worker_lies", "Invalid messages of the worker", lies, "worker", "kind")
+        trips = {(worker.name,): worker.round_trip_ms / 1000 for worker in workers if worker.round_trip_ms}
+        yield gauge("worker_round_trip_seconds", "Round-trip time of a ping to the worker", trips, "worker")
+        held = {(worker.name,): worker.cache.bytes for worker in workers}
+        yield gauge("prompt_cache_bytes", "Prompt cache of the worker", held, "worker")
 
     def _counts(self, stats: Stats) -> Iterator[Metric]:
-        totals, endings = stats.totals, {one.name: one.count for one in stats.endings}
-        ended = [((reason,), endings.get(reason, 0)) for reason in REASONS]
-        yield self._counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
-        failed = [((kind,), endings.get(kind, 0)) for kind in KINDS]
-        yield self._counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
-        for name, doc, count in (
-            ("prompt_tokens", "Prompt tokens read, of requests that ended", totals.prompt_n),
-            ("prefix_cache_queries", "Prompt cache queries, in tokens", totals.prompt_n + totals.cache_n),
-            ("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n),
-            ("generation_tokens", "Generated tokens, including running requests", stats.generated),
-            ("texts_resumed", "Texts that continued on a replaced target", totals.resumed),
-            ("drafters_rejoined", "Drafters that rejoined within a text", totals.rejoined),
-            ("stale_messages", "Stale messages of workers", stats.stale_messages),
-            (
-                "dropped_branches",
-                "Drafters' messages dropped because the speculation cache was full",
-                stats.dropped_branches,
-            ),
-            ("rejected_frames", "Invalid frames", stats.rejected_frames),
-        ):
-            yield self._counter(name, doc, [((), count)])
+        totals, counter, endings = stats.totals, self._counter, {one.name: one.count for one in stats.endings}
+        ended = {(reason,): endings.get(reason, 0) for reason in REASONS}
+        yield counter("request_success", "Completed requests by finish reason", ended, "finished_reason")
+        failed = {(kind,): endings.get(kind, 0) for kind in KINDS}
+        yield counter("request_failure", "Requests that were refused or failed, by error", failed, "error")
+        yield counter("prompt_tokens", "Prompt tokens read, of requests that ended", totals.prompt_n)
+        asked = totals.prompt_n + totals.cache_n
+        yield counter("prefix_cache_queries", "Prompt cache queries, in tokens", asked)
+        yield counter("prefix_cache_hits", "Prompt cache hits, in tokens", totals.cache_n)
+        yield counter("generation_tokens", "Generated tokens, including running requests", stats.generated)
+        yield counter("texts_resumed", "Texts that continued on a replaced target", totals.resumed)
+        yield counter("drafters_rejoined", "Drafters that rejoined within a text", totals.rejoined)
+        yield counter("stale_messages", "Stale messages of workers", stats.stale_messages)
+        dropped = "Drafters' messages dropped because the speculation cache was full"
+        yield counter("dropped_branches", dropped, stats.dropped_branches)
+        yield counter("rejected_frames", "Invalid frames", stats.rejected_frames)
 
     def _speculation(self, stats: Stats) -> Iterator[Metric]:
-        totals = stats.totals
-        for name, doc, count in (
-            ("rounds", "Verifies, plain steps included", totals.rounds),
-            ("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds),
-            ("spec_decode_num_draft_tokens", "Draft tokens verified", totals.draft_n),
-            ("spec_decode_num_accepted_tokens", "Accepted draft tokens", totals.draft_n_accepted),
-            ("speculation_cache_hits", "Speculation cache hits", totals.cache_hits),
-        ):
-            yield self._counter(name, doc, [((), count)])
+        totals, counter = stats.totals, self._counter
+        yield counter("rounds", "Verifies, plain steps included", totals.rounds)
+        yield counter("spec_decode_num_drafts", "Verifies that carried a chain", totals.draft_rounds)
+        yield counter("spec_decode_num_draft_tokens", "Draft tokens verified", totals.draft_n)
+        yield counter("spec_decode_num_accepted_tokens", "Accepted draft tokens", totals.draft_n_accepted)
+        yield counter("speculation_cache_hits", "Speculation cache hits", totals.cache_hits)
         for name, doc, counts in (
-            ("spec_decode_num_draft_tokens_per_pos", "Draft tokens by position", totals.drafted_by_position),
-            (
-                "spec_decode_num_accepted_tokens_per_pos",
-                "Accepted draft tokens by position",
-                totals.accepted_by_position,
-            ),
+            ("draft", "Draft tokens by position", totals.drafted_by_position),
+            ("accepted", "Accepted draft tokens by position", totals.accepted_by_position),
         ):
-            yield self._counter(name, doc, [((str(place),), count) for place, count in enumerate(counts)], "position")
-        held = [((one.name,), one.count) for one in totals.draft_n_accepted_by]
-        yield self._counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
-        misses = [(("branch",), totals.cache_late)]
-        misses += [((then,), getattr(totals, f"missed_then_{then}")) for then in ("copied", "drafted", "plain")]
+            places = {(str(place),): count for place, count in enumerate(counts)}
+            yield counter(f"spec_decode_num_{name}_tokens_per_pos", doc, places, "position")
+        held = {(one.name,): one.count for one in totals.draft_n_accepted_by}
+        yield counter("drafter_accepted_tokens", "Accepted draft tokens by drafter", held, "worker")
+        misses = {(then,): getattr(totals, f"missed_then_{then}") for then in ("copied", "drafted", "plain")}
         doc = "Outcomes whose branch was not there, by what followed: the branch after a wait, copied text, a chain"
         doc += " drafted just in time, a plain step"
-        yield self._counter("speculation_cache_misses", doc, misses, "followed_by")
+        misses = {("branch",): totals.cache_late, **misses}
+        yield counter("speculation_cache_misses", doc, misses, "followed_by")
 
     def _gauge(self, name: str, doc: str, values: Values, *labels: str) -> Metric:
         return self._filled(GaugeMetricFamily(_PREFIX + name, doc, labels=("model_name", *labels)), values)
@@ -142,7 +127,7 @@ class OrchestratorMetrics(Collector):
         return family
 
     def _filled(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
-        for labels, value in values:
+        for labels, value in values.items() if isinstance(values, Mapping) else [((), values)]:
             family.add_metric((self._model, *labels), value)
         return family
 
@@ -159,8 +144,13 @@ class ProcessMetrics(Collector):
         cpu = CounterMetricFamily("outrider:process_cpu_seconds", "CPU time, user and system", labels=labels)
         memory = GaugeMetricFamily("outrider:process_resident_memory_bytes", "Resident memory", labels=labels)
         files = GaugeMetricFamily("outrider:process_open_fds", "Open files and sockets", labels=labels)
-        for name, process in self._all():
+        parent = os.getppid()
+        workers = self.stats.workers if self.stats is not None else ()
+        for name, number in [("http", os.getpid()), ("orchestrator", parent), *((w.name, w.pid) for w in workers)]:
             try:
+                process = psutil.Process(number)
+                if number not in (os.getpid(), parent) and process.ppid() != parent:
+                    continue
                 with process.oneshot():
                     times, resident, opened = process.cpu_times(), process.memory_info().rss, process.num_fds()
             except psutil.Error:  # it has ended
@@ -169,18 +159,6 @@ class ProcessMetrics(Collector):
             memory.add_metric((name,), resident)
             files.add_metric((name,), opened)
         yield from (cpu, memory, files)
-
-    def _all(self) -> Iterator[tuple[str, psutil.Process]]:
-        parent = os.getppid()
-        workers = self.stats.workers if self.stats is not None else ()
-        named = [("http", os.getpid()), ("orchestrator", parent), *((worker.name, worker.pid) for worker in workers)]
-        for name, number in named:
-            try:
-                process = psutil.Process(number)
-                if number in (os.getpid(), parent) or process.ppid() == parent:
-                    yield name, process
-            except psutil.Error:  # it has ended
-                continue
 
 
 _SECONDS = (
@@ -214,14 +192,16 @@ class Metrics:
         self.running = Gauge(
             "outrider:http_choices_running", "Choices in progress", ("model_name",), registry=self.registry
         ).labels(model)
-        self.first = self._times("time_to_first_token", "Time to first token of a choice", _SECONDS)
+        self.first = self._histogram("time_to_first_token_seconds", "Time to first token of a choice", _SECONDS)
         doc = "Between tokens; those that come together evenly"
-        self.gaps = self._times("inter_token_latency", doc, _GAPS)
-        self.whole = self._times("e2e_request_latency", "Duration of a choice", _WHOLE)
-        self.queue = self._times("request_queue_time", "Time in the queue", _WHOLE)
-        self.prefill = self._times("request_prefill_time", "From the turn to the first token", _WHOLE)
-        self.decode = self._times("request_decode_time", "From the first token to the last", _WHOLE)
-        tokens = _one_two_five(context or _MOST_TOKENS)
+        self.gaps = self._histogram("inter_token_latency_seconds", doc, _GAPS)
+        self.whole = self._histogram("e2e_request_latency_seconds", "Duration of a choice", _WHOLE)
+        self.queue = self._histogram("request_queue_time_seconds", "Time in the queue", _WHOLE)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From the turn to the first token", _WHOLE)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE)
+        most = context or _MOST_TOKENS
+        steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
+        tokens = tuple(step for step in steps if step <= most)
         self.prompt = self._histogram("request_prompt_tokens", "A choice's prompt, remembered tokens included", tokens)
         self.made = self._histogram("request_generation_tokens", "Tokens of a choice", tokens)
 
@@ -237,9 +217,6 @@ class Metrics:
         """Returns the text that Prometheus reads, including `stats` if given."""
         self._totals.stats = self._processes.stats = stats
         return generate_latest(self.registry)
-
-    def _times(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._histogram(f"{name}_seconds", doc, buckets)
 
     def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
         labels = ("model_name",)
@@ -284,9 +261,3 @@ class ChoiceTimer:
         metrics.decode.observe(times.predicted_ms / 1000)
         metrics.prompt.observe(result.prompt_tokens)
         metrics.made.observe(len(result.token_ids))
-
-
-def _one_two_five(most: int) -> tuple[float, ...]:
-    """Returns 1, 2, 5, 10, 20 ... up to `most`."""
-    steps = (float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5))
-    return tuple(step for step in steps if step <= most)

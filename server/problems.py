@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -52,7 +53,16 @@ class Problem:
 
     def body(self, anthropic: bool, request_id: str) -> bytes:
         """Returns the JSON body in one API's format."""
-        shape = self._anthropic(request_id) if anthropic else self._openai(request_id)
+        shape: BaseModel
+        if anthropic:
+            kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            details = ErrorDetails(error_code=self.details) if self.details is not None else None
+            wrong = AnthropicError(type=kind, message=self.message, details=details)
+            shape = AnthropicProblem(error=wrong, request_id=request_id)
+        else:
+            kind = _OPENAI.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+            error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
+            shape = OpenAIProblem(error=error, request_id=request_id)
         return shape.model_dump_json().encode()
 
     def response(self, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
@@ -68,17 +78,6 @@ class Problem:
         if self.status in (408, 413):
             return {"connection": "close"}  # the rest of the body is not read
         return {"retry-after": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
-
-    def _openai(self, request_id: str) -> OpenAIProblem:
-        kind = _OPENAI.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        error = OpenAIError(message=self.message, type=kind, param=self.param, code=self.code)
-        return OpenAIProblem(error=error, request_id=request_id)
-
-    def _anthropic(self, request_id: str) -> AnthropicProblem:
-        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-        details = ErrorDetails(error_code=self.details) if self.details is not None else None
-        error = AnthropicError(type=kind, message=self.message, details=details)
-        return AnthropicProblem(error=error, request_id=request_id)
 
 
 class Refused(HTTPException):

@@ -23,20 +23,9 @@ def _within(name: str) -> Any:
     return Field(ge=low, le=high)
 
 
-Temperature = Annotated[float, _within("temp")]
-TopP = Annotated[float, _within("top_p")]
-MinP = Annotated[float, _within("min_p")]
-TopK = Annotated[int, Field(ge=-1, le=WHOLE["top_k"][1], description="0 and -1 are off")]
-Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 MaxTokens = Annotated[int, _within("max_tokens")]
-MinTokens = Annotated[int, _within("min_tokens")]
 Penalty = Annotated[float, _within("presence_penalty")]
-RepetitionPenalty = Annotated[float, _within("repetition_penalty")]
 ContextSize = Annotated[int, _within("repetition_context_size")]
-TokenBias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
-DraftTokens = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
-Branches = Annotated[int, Field(ge=1, le=MAX_BRANCHES_ASKED)]
-Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds until the request is cancelled")]
 
 
 MAX_CHOICES = 128
@@ -102,7 +91,7 @@ def absent() -> Any:
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], bounded(MAX_STOPS)]
 LogitBias = Annotated[
-    dict[str, TokenBias],
+    dict[str, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]],
     Field(max_length=MAX_BIASES),
     BeforeValidator(lambda given: check_field_count(given, MAX_BIASES)),
 ]
@@ -115,8 +104,8 @@ class Speculation(StrictShape):
     """Outrider's extension: how to speculate. The text is the same in every mode."""
 
     mode: Literal["auto", "ar", "sd", "ssd"] = "auto"
-    num_draft_tokens: DraftTokens | None = None
-    branches: Branches | None = None
+    num_draft_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)] | None = None
+    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES_ASKED)] | None = None
     drafter: str = Field(default="", max_length=64, description="draft, ngram, or a head's name; empty: any")
 
 
@@ -146,23 +135,25 @@ class StructuredOutputs(StrictShape):
 class Generation(ApiRequest):
     """Common fields of all APIs that generate."""
 
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    seed: Seed | None = None
+    temperature: Annotated[float, _within("temp")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=WHOLE["top_k"][1], description="0 and -1 are off")] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     speculation: Speculation | None = None
-    timeout: Timeout | None = None
+    timeout: (
+        Annotated[float, Field(gt=0, le=MOST_SECONDS, description="seconds until the request is cancelled")] | None
+    ) = None
     stream: bool | None = None
 
 
 class OpenAIGeneration(Generation):
     """Common fields of OpenAI's APIs, and additional fields of llama.cpp, vLLM and mlx-lm."""
 
-    min_p: MinP | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
     stop: Stop | Stops | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
 
 
@@ -171,7 +162,7 @@ class Sampling(OpenAIGeneration):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
-    min_tokens: MinTokens | None = None
+    min_tokens: Annotated[int, _within("min_tokens")] | None = None
     logit_bias: LogitBias | None = None
     presence_context_size: ContextSize | None = None
     frequency_context_size: ContextSize | None = None

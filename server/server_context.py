@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,13 +16,11 @@ from starlette.responses import Response
 from outrider.orchestrator.http_settings import HttpSettings
 from outrider.server.answers.formatter import AnswerFormatter, AnswerInfo
 from outrider.server.answers.parts import splitter
-from outrider.server.answers.run import ChoiceJob, RequestRun, job
-from outrider.server.answers.sse import EventStream, while_connected
+from outrider.server.answers.run import ChoiceJob, EventStream, RequestRun, job, while_connected
 from outrider.server.answers.usage import counter, schema_checker, speller
-from outrider.server.auth_middleware import CompletionBackend, StreamLimiter, caller_hash, caller_of
+from outrider.server.auth_middleware import CompletionBackend, caller_hash, caller_of
 from outrider.server.endpoints.json_route import IgnoredFields
-from outrider.server.mapping.conversation import Toolbox
-from outrider.server.mapping.generation_params import generation_params, room
+from outrider.server.mapping.generation_params import room, sampling_params
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar, resolve_output_format
 from outrider.server.metrics import ChoiceTimer, Metrics
 from outrider.server.model.served import ServedModel, TemplateInput
@@ -48,7 +49,8 @@ class ServerContext:
         self.model = model
         self.backend = backend
         self.metrics = metrics
-        self._stream_limiter = StreamLimiter(settings.max_streams_per_key)
+        self._most = settings.max_streams_per_key
+        self._running = Counter[str]()
         self._longest = settings.request_timeout
         self.ignored = IgnoredFields()
         self.draining = False
@@ -65,7 +67,6 @@ class ServerContext:
         self,
         asked: Generation,
         talk: TemplateInput,
-        box: Toolbox,
         form: OutputFormat | None,
         stop: str | Sequence[str] | None,
         max_tokens: int | None,
@@ -80,29 +81,27 @@ class ServerContext:
             Refused, InvalidRequest, ModelError: a value is out of range, the template rejects the conversation, or the
                 format or the tools can't be enforced.
         """
-        form = resolve_output_format(self.model, form)
+        box, form = talk.box, resolve_output_format(self.model, form)
         prompt = self.model.prompt(talk)
         grammar = answer_grammar(self.model, prompt, box, form)
         most = room(self.model, len(prompt.tokens), max_tokens)
-        params = generation_params(self.model, asked, most, stop, grammar, logprobs)
-        jobs = [
-            job(
-                self.model.codec,
-                prompt.tokens,
-                params.another(index),
-                splitter(self.model, prompt, box, form is not None, grammar is not None),
-            )
-            for index in range(count)
-        ]
+        sampling = sampling_params(self.model, asked, most, stop, grammar, logprobs)
+        jobs = []
+        for index in range(count):
+            split = splitter(self.model, prompt, box, form is not None, grammar is not None)
+            jobs.append(job(self.model.codec, asked, prompt.tokens, sampling, index, split))
         info = AnswerInfo(
             self.model.id,
-            params.sampling.seed or 0,
             len(prompt.tokens),
             counter(self.model, prompt),
-            speller(self.model, params.sampling),
+            speller(self.model, sampling),
             schema_checker(form, box),
         )
         return AnswerPlan(info, jobs, box.one)
+
+    async def count_tokens(self, talk: TemplateInput) -> int:
+        """Counts the tokens of a conversation. Raises as `plan`."""
+        return len((await asyncio.to_thread(self.model.prompt, talk)).tokens)
 
     async def respond(
         self, request: Request, plan: AnswerPlan, formatter: AnswerFormatter, stream: bool | None
@@ -110,42 +109,47 @@ class ServerContext:
         """Generates the answers, and returns the response or the stream.
 
         Raises:
+            Refused: the server is draining, or the caller has too many requests.
             OutriderError: a choice failed; of a stream, before its status 200 was sent.
             ClientDisconnected: the client left; the request is cancelled.
         """
-        run = self._begin(request, plan)
-        if stream:
-            return await self._streaming(run, formatter)
-        try:
-            choices = await while_connected(run.whole(), request.receive)
-            return as_json(formatter.whole(choices))
-        finally:
-            await run.close()
-
-    async def _streaming(self, run: RequestRun, formatter: AnswerFormatter) -> Response:
-        """Waits up to FIRST_SECONDS for the first result, so that early errors get their own HTTP status."""
-        try:
-            await run.begun(FIRST_SECONDS)
-        except BaseException:
-            await run.close()
-            raise
-        return EventStream(run, formatter)
-
-    def _begin(self, request: Request, plan: AnswerPlan) -> RequestRun:
-        """Submits the jobs. Raises Refused while the server is draining, and if the caller has too many requests."""
         if self.draining:
             raise Refused("the server is shutting down; retry after it restarts", status=503)
         caller = caller_of(request)
-        place = self._stream_limiter.take(caller)
+        if self._most is not None and self._running[caller] >= self._most:
+            raise Refused(
+                f"{self._most} of your requests are running, the maximum (--max-streams-per-key); try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self._running[caller] += 1
+        place = ExitStack()
+        place.callback(self._release, caller)
         span = request.scope["state"]["span"]
         operation = "text_completion" if request.url.path in ("/v1/completions", "/completions") else "chat"
 
         def watch(index: int, job: ChoiceJob) -> ChoiceTimer:
-            inner = span.choice(operation, index, job.params.sampling) if span is not None else None
+            inner = span.choice(operation, index, job.sampling) if span is not None else None
             return self.metrics.watch(inner)
 
         client, name = self.backend.client(request), caller_hash(caller)
-        return RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
+        run = RequestRun(client, plan.jobs, plan.one_call, watch, place, self._longest, name)
+        try:
+            if stream:
+                await run.begun(FIRST_SECONDS)  # early errors get their own HTTP status
+                return EventStream(run, formatter)
+            choices = await while_connected(run.whole(), request.receive)
+            response = as_json(formatter.whole(choices))
+        except BaseException:
+            await run.close()
+            raise
+        await run.close()
+        return response
+
+    def _release(self, caller: str) -> None:
+        self._running[caller] -= 1
+        if not self._running[caller]:
+            del self._running[caller]
 
 
 async def _server_context(request: Request) -> ServerContext:

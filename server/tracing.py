@@ -22,7 +22,6 @@ from starlette.types import Scope
 
 from outrider.orchestrator.client.dialogue import GenerationResult
 from outrider.protocol.clock import MILLISECOND_NS
-from outrider.protocol.messages import Timings
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.version import PACKAGE_VERSION
 
@@ -150,7 +149,9 @@ class ChoiceSpan:
         )
         at_ns = self._part("queue", self._began_ns, times.queue_ms, {})
         at_ns = self._part("prefill", at_ns, times.prompt_ms, {"outrider.prompt_n": times.prompt_n})
-        self._part("decode", at_ns, times.predicted_ms, _speculation(times))
+        fields = {f"outrider.draft_n_accepted_from.{tally.name}": tally.count for tally in times.draft_n_accepted_from}
+        fields |= {f"outrider.{name}": getattr(times, name) for name in SPECULATION}
+        self._part("decode", at_ns, times.predicted_ms, fields)
 
     def _part(self, name: str, began_ns: int, milliseconds: float, fields: dict[str, Any]) -> int:
         """Adds a child span, and returns its end."""
@@ -158,8 +159,3 @@ class ChoiceSpan:
         span = self._tracer.start_span(name, set_span_in_context(self._span), attributes=fields, start_time=began_ns)
         span.end(ended_ns)
         return ended_ns
-
-
-def _speculation(times: Timings) -> dict[str, Any]:
-    held = {f"outrider.draft_n_accepted_from.{tally.name}": tally.count for tally in times.draft_n_accepted_from}
-    return held | {f"outrider.{name}": getattr(times, name) for name in SPECULATION}

@@ -8,8 +8,8 @@ footprint afterwards.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -28,15 +28,13 @@ from outrider.bench.comparison.runners import (
     BOTH_CORES,
     FEWEST_TRIAL_PROMPTS,
     TRIAL_PROMPTS,
-    RunnerFamilies,
     main_table_runs,
     second_table_runs,
     start_runners,
 )
-from outrider.bench.comparison.runs import PromptRunner, Run, run_interleaved
-from outrider.bench.comparison.summary import RunnerSummary, compare_all, lines, shares, summaries_of
-from outrider.bench.timing.loops import IsolatedTimes, Stopwatch
-from outrider.bench.timing.workbench import Workbench, workbench
+from outrider.bench.comparison.runs import Run, run_interleaved
+from outrider.bench.comparison.summary import FormulaComparison, compare_all, lines, shares, summaries_of
+from outrider.bench.timing import Stopwatch, workbench
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen
@@ -115,13 +113,35 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise InvalidRequest(f"{name} is only used with concurrency")
     plan, out = _plan(options, pair, samplings), writable_folder(options.out, "choose another --out")
-    screen, threads = Screen(), pair.settings.threads
+    screen, settings, given = Screen(), pair.settings, flags.settings_of(options)
     sections: list[report.Section] = []
     ratios: dict[str, list[report.Ratio]] = {}
     raw: dict[str, Any] = {}
-    with _started(options, plan, pair, screen) as session:
+    conditions = ""
+    with ExitStack() as stack:
+        families = stack.enter_context(
+            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite)
+        )
+        bench = None
+        if settings.has_draft_worker and not plan.suite:
+            bench = stack.enter_context(workbench(settings, screen.show))
+        if options.contended:
+            conditions = "; " + stack.enter_context(Contention(settings)).describe()
         for group, sampling in product(plan.groups, plan.samplings):
-            found, runs = session.run(group, sampling)
+            best = families.best(group.trials, sampling, lambda message: screen.show(f"trial, {message}"))
+            stopwatch = Stopwatch(bench, plan.depths, settings.breadth) if bench else None
+            sample = stopwatch.sample if stopwatch else None
+            runs = run_interleaved(best, group.prompts, sampling, screen.show, sample)
+            alone = stopwatch.read() if stopwatch else None
+            subjects = summaries_of(best, runs, BOTH_CORES)
+            if plan.suite:
+                notes = [shares(subject) for subject in subjects]
+            elif alone is None:
+                notes = ["- no draft worker: no step was timed in isolation, so there is no prediction"]
+            else:
+                notes = lines(alone, subjects, settings.breadth, families.weight_bytes)
+            comparison = compare_all(subjects, alone) if alone else {}
+            found = _sections(plan, group, sampling.temp, runs, settings.threads, conditions, comparison, notes)
             at = f"T={sampling.temp:g}" if plan.suite else f"{group.name} T={sampling.temp:g}"
             raw[at] = {name: list(map(_plain, group.classes, of_name)) for name, of_name in runs.items()}
             sections += found
@@ -129,14 +149,14 @@ def run(options: argparse.Namespace) -> int:
             for section in found:
                 print(report.table(section) + "\n", flush=True)
             if plan.suite:
-                ratios[at] = report.ratios(runs, group.classes, threads)
+                ratios[at] = report.ratios(runs, group.classes, settings.threads)
                 print(f"ratios, {at}\n\n{report.ratio_table(ratios[at])}\n", flush=True)
-    used = _footprint(pair, plan, flags.settings_of(options), screen) if plan.suite else None
+    used = _footprint(pair, plan, given, screen) if plan.suite else None
     for line in (*(footprint_lines(used) if used else ()), *plan.peers.left_out):
         print(line)
-    title = f"outrider bench: K chosen per family, B = {pair.settings.breadth}"
+    title = f"outrider bench: K chosen per family, B = {settings.breadth}"
     if plan.suite:
-        title = f"outrider bench --suite: {options.max_tokens} tokens, B = {pair.settings.breadth}"
+        title = f"outrider bench --suite: {options.max_tokens} tokens, B = {settings.breadth}"
     results = {
         "sections": [asdict(found) for found in sections],
         "ratios": {at: [asdict(ratio) for ratio in found] for at, found in ratios.items()},
@@ -144,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
         "runs": raw,
     }
     name = "suite" if plan.suite else "bench"
-    files.write(out, name, title, pair.settings, results, lambda path: report.draw(sections, path, title))
+    files.write(out, name, title, settings, results, lambda path: report.draw(sections, path, title))
     return 0
 
 
@@ -183,55 +203,26 @@ def _plan(options: argparse.Namespace, pair: ChosenPair, samplings: list[Samplin
     return BenchPlan(groups, samplings, depths, peers, suite, options.both_cores)
 
 
-@dataclass(frozen=True, slots=True)
-class BenchSession:
-    """All processes of a bench. `bench`: workers that are timed in isolation; None without a draft worker, and in a
-    suite."""
-
-    plan: BenchPlan
-    settings: ServeSettings
-    families: RunnerFamilies
-    bench: Workbench | None
-    conditions: str
-    tell: Callable[[str], None]
-
-    def run(self, group: PromptGroup, sampling: SamplingParams) -> tuple[list[report.Section], dict[str, list[Run]]]:
-        """Returns the tables of one group at one temperature, and the runs."""
-        best = self.families.best(group.trials, sampling, lambda message: self.tell(f"trial, {message}"))
-        stopwatch = Stopwatch(self.bench, self.plan.depths, self.settings.breadth) if self.bench else None
-        runs = run_interleaved(best, group.prompts, sampling, self.tell, stopwatch.sample if stopwatch else None)
-        alone = stopwatch.read() if stopwatch else None
-        return self._sections(group, sampling.temp, runs, best, alone), runs
-
-    def _sections(
-        self,
-        group: PromptGroup,
-        temp: float,
-        runs: dict[str, list[Run]],
-        best: Sequence[PromptRunner],
-        alone: IsolatedTimes | None,
-    ) -> list[report.Section]:
-        threads = self.settings.threads
-        subjects = summaries_of(best, runs, BOTH_CORES)
-        comparison = compare_all(subjects, alone) if alone else {}
-        notes = self._notes(alone, subjects)
-        here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{self.conditions}"
-        main = runs if self.plan.suite else main_table_runs(runs)
-        found = [report.section(group.name, temp, here, main, BASELINE, comparison, notes)]
-        for kind in dict.fromkeys(group.classes) if self.plan.suite else ():
-            found.append(report.section(kind, temp, here, report.of_class(runs, group.classes, kind), BASELINE, {}))
-        if self.plan.both_cores:
-            there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above{self.conditions}"
-            second = second_table_runs(runs)
-            found.append(report.section(group.name, temp, there, second, BASELINE + BOTH_CORES, {}))
-        return found
-
-    def _notes(self, alone: IsolatedTimes | None, subjects: Sequence[RunnerSummary]) -> list[str]:
-        if self.plan.suite:
-            return [shares(subject) for subject in subjects]
-        if alone is None:
-            return ["- no draft worker: no step was timed in isolation, so there is no prediction"]
-        return lines(alone, subjects, self.settings.breadth, self.families.weight_bytes)
+def _sections(
+    plan: BenchPlan,
+    group: PromptGroup,
+    temp: float,
+    runs: dict[str, list[Run]],
+    threads: int,
+    conditions: str,
+    comparison: dict[str, FormulaComparison],
+    notes: Sequence[str],
+) -> list[report.Section]:
+    """Returns the tables of one group at one temperature."""
+    here = f"{threads} BLAS thread{'s' * (threads > 1)} per worker{conditions}"
+    main = runs if plan.suite else main_table_runs(runs)
+    found = [report.section(group.name, temp, here, main, BASELINE, comparison, notes)]
+    for kind in dict.fromkeys(group.classes) if plan.suite else ():
+        found.append(report.section(kind, temp, here, report.of_class(runs, group.classes, kind), BASELINE, {}))
+    if plan.both_cores:
+        there = f"{BOTH_CORES[2:]}: {2 * threads} BLAS threads, not pinned; others as above{conditions}"
+        found.append(report.section(group.name, temp, there, second_table_runs(runs), BASELINE + BOTH_CORES, {}))
+    return found
 
 
 def _footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen: Screen) -> Footprint | None:
@@ -243,23 +234,6 @@ def _footprint(pair: ChosenPair, plan: BenchPlan, given: dict[str, Any], screen:
         return measure_footprint(given, pair.settings, plan.peers, words, screen.show)
     finally:
         screen.clear()
-
-
-@contextmanager
-def _started(options: argparse.Namespace, plan: BenchPlan, pair: ChosenPair, screen: Screen) -> Iterator[BenchSession]:
-    settings = pair.settings
-    given = flags.settings_of(options)
-    with ExitStack() as stack:
-        started = stack.enter_context(
-            start_runners(given, settings, plan.depths, plan.both_cores, plan.peers, screen.show, plan.suite)
-        )
-        bench = None
-        if settings.has_draft_worker and not plan.suite:
-            bench = stack.enter_context(workbench(settings, screen.show))
-        conditions = ""
-        if options.contended:
-            conditions = "; " + stack.enter_context(Contention(settings)).describe()
-        yield BenchSession(plan, settings, started, bench, conditions, screen.show)
 
 
 def _plain(kind: str, run: Run) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, zip_longest
@@ -48,29 +48,23 @@ def write(
     print(f"{title}\nwritten: {', '.join(map(str, written))}")
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def machine(settings: ServeSettings) -> dict[str, Any]:
+    """Describes this machine. Kernels differ by the vector instructions of the CPU."""
+    processor: dict[str, Any] = {"name": platform.processor(), "cores": os.cpu_count()}
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+        processor["name"] = fields.get("model name", processor["name"])
+        processor["vectors"] = [one for one in fields.get("flags", "").split() if one.startswith(("avx", "amx"))]
+    versions = {}
     for name in MEASURED:
         with suppress(PackageNotFoundError):  # not installed
-            yield name, version(name)
-
-
-def _processor() -> dict[str, Any]:
-    """Describes the CPU. Kernels differ by its vector instructions."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split("\n\n")[0]
-    except OSError:
-        return {"name": platform.processor(), "cores": os.cpu_count()}
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    vectors = [flag for flag in fields.get("flags", "").split() if flag.startswith(("avx", "amx"))]
-    return {"name": fields.get("model name", platform.processor()), "cores": os.cpu_count(), "vectors": vectors}
-
-
-def machine(settings: ServeSettings) -> dict[str, Any]:
+            versions[name] = version(name)
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "processor": _processor(),
-        "versions": dict(_versions()),
+        "processor": processor,
+        "versions": versions,
         "blas": system.notes(),
         "threads": settings.threads,
         "branches": settings.breadth,

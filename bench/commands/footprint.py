@@ -31,8 +31,7 @@ PROMPT, ROUNDS = 1024, 6
 SHORT, STARTS = 64, 3
 SAMPLING_S = 0.2
 MEBIBYTE = 1 << 20
-
-Tell = Callable[[str], None]
+TWO = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +50,48 @@ class Footprint:
 
 
 def measure_footprint(
-    given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
+    given: dict[str, Any],
+    settings: ServeSettings,
+    peers: ChosenPeers,
+    words: Sequence[int],
+    tell: Callable[[str], None],
 ) -> Footprint:
     """Measures the footprint. `given` are the cluster's settings as keywords; prompts are cut from the tokens `words`.
 
     Raises:
         OutriderError: a cluster or a peer can't be started.
     """
-    given = {**given, "memory": False}
-    starts = [_start(given, words, tell) for _ in range(STARTS)]
-    return Footprint(
-        _memory(given, settings, peers, words, tell),
-        _first_tokens(given, settings, peers, words, tell),
-        statistics.median(start for start, _, _ in starts),
-        (statistics.median(first for _, first, _ in starts), statistics.median(second for _, _, second in starts)),
-    )
+    given = {"progress": tell, **given, "memory": False}
+    starts = []
+    for _ in range(STARTS):
+        begun = time.perf_counter()
+        with LocalCluster(**given) as cluster:
+            ready = time.perf_counter() - begun
+            short = _prompts(words, 2, SHORT)
+            starts.append((ready, *(ModeBatch(OURS, cluster.client(), 1).run([p], TWO)[0].first_ms for p in short)))
+    start_s, first, second = map(statistics.median, zip(*starts, strict=True))
+
+    tell(f"memory of {REQUESTS} concurrent requests")
+    texts = _prompts(words, REQUESTS, LENGTH - MADE)
+    sampling = SamplingParams(max_tokens=MADE, ignore_eos=True, seed=0)
+    with LocalCluster(**{"max_active": REQUESTS, **given}) as cluster:
+        ours = ModeBatch(OURS, cluster.client(), REQUESTS)
+        memory = {OURS: peak(cluster.pid, lambda: ours.run(texts, sampling))}
+    if peers.gguf is not None:
+        with llama_cpp(settings, peers.gguf, slots=REQUESTS) as process:
+            theirs = PeerBatch(llama_name(settings.threads), process)
+            memory[theirs.name] = peak(process.pid, lambda: theirs.run(texts, sampling))
+
+    with ExitStack() as stack:
+        runners: list[BatchRunner] = [ModeBatch(OURS, stack.enter_context(LocalCluster(**given)).client(), 1)]
+        if peers.gguf is not None:
+            for threads in (settings.threads, 2 * settings.threads):
+                process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
+                runners.append(PeerBatch(llama_name(threads), process))
+        prompts: list[Texts] = [[prompt] for prompt in _prompts(words, ROUNDS + 1, PROMPT)]
+        runs = run_interleaved(runners, prompts, TWO, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
+    first_ms = {name: statistics.median(round_[0].first_ms for round_ in of[1:]) for name, of in runs.items()}
+    return Footprint(memory, first_ms, start_s, (first, second))
 
 
 def footprint_lines(found: Footprint) -> list[str]:
@@ -108,48 +134,6 @@ def peak(pid: int, work: Callable[[], object]) -> int:
         done.set()
         sampler.join()
     return max(samples)
-
-
-def _start(given: dict[str, Any], words: Sequence[int], tell: Tell) -> tuple[float, float, float]:
-    begun = time.perf_counter()
-    with LocalCluster(progress=tell, **given) as cluster:
-        ready = time.perf_counter() - begun
-        runner = ModeBatch(OURS, cluster.client(), 1)
-        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        first, second = (runner.run([prompt], sampling)[0].first_ms for prompt in _prompts(words, 2, SHORT))
-    return ready, first, second
-
-
-def _memory(
-    given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
-) -> dict[str, int]:
-    tell(f"memory of {REQUESTS} concurrent requests")
-    texts = _prompts(words, REQUESTS, LENGTH - MADE)
-    sampling = SamplingParams(max_tokens=MADE, ignore_eos=True, seed=0)
-    with LocalCluster(progress=tell, **{"max_active": REQUESTS, **given}) as cluster:
-        ours = ModeBatch(OURS, cluster.client(), REQUESTS)
-        found = {OURS: peak(cluster.pid, lambda: ours.run(texts, sampling))}
-    if peers.gguf is not None:
-        with llama_cpp(settings, peers.gguf, slots=REQUESTS) as process:
-            theirs = PeerBatch(llama_name(settings.threads), process)
-            found[theirs.name] = peak(process.pid, lambda: theirs.run(texts, sampling))
-    return found
-
-
-def _first_tokens(
-    given: dict[str, Any], settings: ServeSettings, peers: ChosenPeers, words: Sequence[int], tell: Tell
-) -> dict[str, float]:
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-    with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(progress=tell, **given))
-        runners: list[BatchRunner] = [ModeBatch(OURS, cluster.client(), 1)]
-        if peers.gguf is not None:
-            for threads in (settings.threads, 2 * settings.threads):
-                process = stack.enter_context(llama_cpp(replace(settings, threads=threads), peers.gguf))
-                runners.append(PeerBatch(llama_name(threads), process))
-        prompts: list[Texts] = [[prompt] for prompt in _prompts(words, ROUNDS + 1, PROMPT)]
-        runs = run_interleaved(runners, prompts, sampling, lambda message: tell(f"first token, {message}"), seeds=SEEDS)
-    return {name: statistics.median(round_[0].first_ms for round_ in rounds[1:]) for name, rounds in runs.items()}
 
 
 def _prompts(words: Sequence[int], count: int, length: int) -> list[tuple[int, ...]]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.bench import picture
-from outrider.bench.timing.loops import WARM_UP, aheads, milliseconds, numbers_of, positions_of, verifies
-from outrider.bench.timing.workbench import Workbench, workbench
+from outrider.bench.timing import (
+    WARM_UP,
+    aheads,
+    milliseconds,
+    numbers_of,
+    positions_of,
+    verifies,
+    workbench,
+)
 from outrider.bench.trace import Bar, breakdown, draw, read, table
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
@@ -21,7 +27,6 @@ from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.messages import Span
 from outrider.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, ignore_eos=True)
@@ -49,38 +54,6 @@ class Overlap:
     @property
     def speedup(self) -> float:
         return (self.verify + self.ahead) / self.both
-
-
-def measure(bench: Workbench, prompt: Sequence[int], rounds: int, depth: int, branches: int) -> Overlap:
-    """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
-
-    Raises:
-        WorkerError: there is no drafter, or a worker was lost or did not answer.
-    """
-    bench.need_drafter()
-    numbers = numbers_of(rounds)
-    known = (len(prompt), bench.text(prompt, len(numbers) * (depth + 1) + 1, GREEDY)[0])
-    verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
-    ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
-    bench.open(prompt, GREEDY, target=True, drafter=True)
-    positions = positions_of(known, depth, numbers)
-    parallel = [bench.both(at.number, at.base_len, at.new, at.chain, depth, branches) for at in positions]
-    bench.close()
-    counted = parallel[WARM_UP:]
-    return Overlap(
-        rounds,
-        depth,
-        branches,
-        statistics.median(verify),
-        statistics.median(ahead),
-        _median([both.whole for both in counted]),
-        _median([both.verify for both in counted]),
-        _median([both.ahead for both in counted]),
-    )
-
-
-def _median(spans: Sequence[Span]) -> float:
-    return statistics.median(map(milliseconds, spans))
 
 
 PROMPT = "def read_lines(path):\n"
@@ -116,7 +89,13 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"rounds is {options.rounds}; expected a whole number from 1 to 1000")
     pair = choose_pair(ServeSettings(**flags.settings_of(options)))
     settings = pair.settings
-    _check(settings)
+    if settings.drafts_by_head:
+        raise InvalidRequest(
+            f"overlap times a drafter that runs in parallel with the target, but a head ({settings.draft_backend}) and"
+            " the target take turns; expected a draft model; `outrider generate --trace FILE` records a head's rounds"
+        )
+    if not settings.has_draft_worker:
+        raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
     prompt, out = read_prompt(options.prompt), options.out
     drawn = out if out.suffix.lower() in PICTURES and not out.is_dir() else out / "rounds.png"
     writable_folder(drawn.parent, "choose another --out")
@@ -136,22 +115,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(settings: ServeSettings) -> None:
-    """Raises InvalidRequest if there is no draft worker to time alone."""
-    if settings.drafts_by_head:
-        raise InvalidRequest(
-            f"overlap times a drafter that runs in parallel with the target, but a head ({settings.draft_backend}) and"
-            " the target take turns; expected a draft model; `outrider generate --trace FILE` records a head's rounds"
-        )
-    if not settings.has_draft_worker:
-        raise InvalidRequest(f"overlap needs a draft model; draft_backend {settings.draft_backend} has none")
-
-
 def _measure(pair: ChosenPair, prompt: str, rounds: int, screen: Screen) -> Overlap:
+    """Runs `rounds` rounds of each kind over text that the target generated, so that each verify accepts its chain.
+
+    Raises:
+        WorkerError: a worker was lost or did not answer.
+    """
+    depth, branches, numbers = pair.settings.depth, pair.settings.breadth, numbers_of(rounds)
     with workbench(pair.settings, screen.show) as bench:
         screen.show("timing rounds")
         tokens = load_codec(pair.target).encode(prompt)
-        return measure(bench, tokens, rounds, pair.settings.depth, pair.settings.breadth)
+        known = (len(tokens), bench.text(tokens, len(numbers) * (depth + 1) + 1, GREEDY)[0])
+        verify = [verify_ms for _, verify_ms in verifies(bench, known, GREEDY, [depth + 1] * rounds)]
+        ahead = [milliseconds(span) for span in aheads(bench, known, GREEDY, depth, branches, numbers)]
+        bench.open(tokens, GREEDY, target=True, drafter=True)
+        positions = positions_of(known, depth, numbers)
+        parallel = [bench.both(at, depth, branches) for at in positions]
+    both = [map(milliseconds, spans) for spans in zip(*parallel[WARM_UP:], strict=True)]
+    return Overlap(rounds, depth, branches, *map(statistics.median, (verify, ahead, *both)))
 
 
 def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: Screen) -> list[Bar]:
@@ -165,22 +146,18 @@ def _real_rounds(options: argparse.Namespace, prompt: str, trace: Path, screen: 
 
 
 def _table(o: Overlap) -> str:
+    scale = "1: the shorter is fully hidden; 0: no overlap"
+    if o.efficiency > 1:
+        scale += ". Above 1: other load or a changing clock rate slowed the times alone; measure again"
+    if o.efficiency < 0:
+        scale += ". Below 0: together they take longer than one after the other"
     rows = [
         ("verify alone", f"{o.verify:.2f} ms", f"one forward over {o.depth + 1} tokens"),
         ("work ahead alone", f"{o.ahead:.2f} ms", f"{o.branches} branches, {o.depth} tokens deep"),
         ("both together", f"{o.both:.2f} ms", f"verify {o.verify_in_both:.2f}, work ahead {o.ahead_in_both:.2f}"),
-        ("overlap efficiency", f"{o.efficiency:.2f}", _meaning(o.efficiency)),
+        ("overlap efficiency", f"{o.efficiency:.2f}", scale),
         ("speedup", f"{o.speedup:.2f}x", "sequential time over parallel time"),
     ]
     return f"medians of {o.rounds} rounds\n" + "\n".join(
         f"  {name:20}{value:>10}   {note}" for name, value, note in rows
     )
-
-
-def _meaning(efficiency: float) -> str:
-    scale = "1: the shorter is fully hidden; 0: no overlap"
-    if efficiency > 1:
-        return f"{scale}. Above 1: other load or a changing clock rate slowed the times alone; measure again"
-    if efficiency < 0:
-        return f"{scale}. Below 0: together they take longer than one after the other"
-    return scale

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ import psutil
 
 from outrider.bench.comparison.arms import PLAIN, ArmCosts, MeasuredArm, arms_of, measure
 from outrider.bench.comparison.runs import ModeRunner, run_interleaved, total_rate
+from outrider.bench.timing import Curve
 from outrider.orchestrator.cli import flags
 from outrider.orchestrator.cli.flags import writable_folder
 from outrider.orchestrator.cli.terminal import Screen, say
+from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.client.cluster import LocalCluster
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.machine import spawn, system
 from outrider.orchestrator.machine.spawn import MODULES
-from outrider.orchestrator.pairing.model_files import in_process_drafters
+from outrider.orchestrator.pairing.model_files import ModelFiles, in_process_drafters
 from outrider.orchestrator.pairing.pairing import ChosenPair, choose_pair
 from outrider.orchestrator.pairing.tokenizer import load_codec
 from outrider.orchestrator.settings import ServeSettings
@@ -34,59 +36,40 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 ROUNDS = 5
 NEVER = 2**31 - 1
 PREFILL_SHARE = 0.95  # of the target's time, from which a prefill worker pays
-_FIRST = SamplingParams(max_tokens=1, ignore_eos=True)
-
-Show = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTimes:
-    """Median milliseconds to the first token for prompts of `lengths`, read by the target and by a prefill worker."""
-
-    lengths: tuple[int, ...]
-    own_ms: tuple[float, ...]
-    worker_ms: tuple[float, ...]
-
-    @property
-    def least(self) -> int:
-        """The shortest length from which on the worker is always faster; `NEVER` if there is none."""
-        least = NEVER
-        for length, own, worker in reversed(list(zip(self.lengths, self.own_ms, self.worker_ms, strict=True))):
-            if worker >= PREFILL_SHARE * own:
-                break
-            least = length
-        return least
-
-    @property
-    def sentence(self) -> str:
-        rows = zip(self.lengths, self.own_ms, self.worker_ms, strict=True)
-        times = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
-        verdict = "never" if self.least == NEVER else f"for prompts of at least {self.least} tokens"
-        return f"a prefill worker pays: {verdict} ({times})"
-
-
-def measure_prefill(settings: dict[str, Any], context: int, vocab_size: int, show: Show) -> PrefillTimes:
+def measure_prefill(settings: dict[str, Any], target: ModelFiles, show: Callable[[str], None]) -> tuple[int, str]:
     """Times random prompts in a cluster without a prefill worker, and in one with a prefill worker.
+
+    Returns the shortest length from which on the worker is always faster, `NEVER` if there is none, and a sentence.
 
     Raises:
         OutriderError: a cluster does not start.
     """
+    context, vocab_size = target.context_length or USUAL_CONTEXT, target.vocab_size or USUAL_VOCABULARY
     lengths = tuple(length for length in LENGTHS if length < context) or (context - 1,)
     alone = {**settings, "prompt_cache": False, "draft_backend": "none", "draft_model": None, "mode": "ar"}
+    first = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def median_ms(client: Client, length: int) -> float:
+        rng = np.random.default_rng(length)
+        prompts = [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
+        _, *times = [client.generate(tokens, first).timings.prompt_ms for tokens in prompts]  # the first one warms up
+        return statistics.median(times)
+
     times = []
     for workers in (0, 1):
         show(f"tune: prefill by {'a prefill worker' if workers else 'the target'}")
-        settings = {**alone, "prefill_workers": workers, "prefill_from": 1}
-        with LocalCluster(progress=show, **settings) as cluster:
-            times.append(tuple(_median_ms(cluster, length, vocab_size) for length in lengths))
-    return PrefillTimes(lengths, *times)
-
-
-def _median_ms(cluster: LocalCluster, length: int, vocab_size: int) -> float:
-    client, rng = cluster.client(), np.random.default_rng(length)
-    prompts = [rng.integers(0, vocab_size, length).tolist() for _ in range(ROUNDS + 1)]
-    _, *times = [client.generate(tokens, _FIRST).timings.prompt_ms for tokens in prompts]  # the first one warms up
-    return statistics.median(times)
+        with LocalCluster(progress=show, **{**alone, "prefill_workers": workers, "prefill_from": 1}) as cluster:
+            times.append([median_ms(cluster.client(), length) for length in lengths])
+    rows, least = list(zip(lengths, *times, strict=True)), NEVER
+    for length, own, worker in reversed(rows):
+        if worker >= PREFILL_SHARE * own:
+            break
+        least = length
+    verdict = "never" if least == NEVER else f"for prompts of at least {least} tokens"
+    medians = "  ".join(f"{length}: {worker:.0f}, target {own:.0f} ms" for length, own, worker in rows)
+    return least, f"a prefill worker pays: {verdict} ({medians})"
 
 
 PROMPTS = (
@@ -136,7 +119,8 @@ def run(options: argparse.Namespace) -> int:
         lines = _description(pair.settings, found)
         if options.measure:
             lines += _in_one_process(options, pair, screen)
-        prefill = _prefill(options, pair, screen) if settings.prefill_workers else None
+        given = flags.settings_of(options)
+        prefill = measure_prefill(given, pair.target, screen.show) if settings.prefill_workers else None
     except KeyboardInterrupt:
         screen.clear()
         say("outrider tune: interrupted; nothing was saved")
@@ -145,8 +129,9 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join(lines))
     record = found.record(options.temp)
     if prefill is not None:
-        print(prefill.sentence)
-        record = replace(record, prefill_from=prefill.least)
+        least, sentence = prefill
+        print(sentence)
+        record = replace(record, prefill_from=least)
     if doubts := found.doubts(waited):
         why = f"this machine was busy: {' and '.join(doubts)}"
         say(f"outrider tune: nothing was saved, because {why}; run it again on an idle machine")
@@ -154,11 +139,6 @@ def run(options: argparse.Namespace) -> int:
     tuning.save(record, path)
     print(f"saved for --mode auto at {'T = 0' if options.temp == 0 else 'any T above 0'}: {path}")
     return 0
-
-
-def _texts(pair: ChosenPair) -> list[list[int]]:
-    codec = load_codec(pair.target)
-    return [list(codec.encode(text)) for text in PROMPTS]
 
 
 def _measured(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> tuple[ArmCosts, float]:
@@ -174,7 +154,8 @@ def _measured(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> 
     with LocalCluster(progress=screen.show, **chosen) as cluster:
         ran, waited = _scheduled()
         arms = arms_of(settings.has_draft_worker, heads)
-        found = measure(cluster.client(), arms, _texts(pair), sampling, lambda step: screen.show(f"tune: {step}"))
+        texts = list(map(load_codec(pair.target).encode, PROMPTS))
+        found = measure(cluster.client(), arms, texts, sampling, lambda step: screen.show(f"tune: {step}"))
         ran, waited = (now - before for now, before in zip(_scheduled(), (ran, waited), strict=True))
     if len(found.bests()) == 1:
         raise WorkerError("no head drafts anything for this target; `outrider doctor` shows the reason")
@@ -191,24 +172,17 @@ def _scheduled() -> tuple[int, int]:
     return sum(int(ran) for ran, _, _ in tasks), sum(int(waited) for _, waited, _ in tasks)
 
 
-def _prefill(options: argparse.Namespace, pair: ChosenPair, screen: Screen) -> PrefillTimes:
-    context, vocabulary = pair.target.context_length, pair.target.vocab_size
-    settings = flags.settings_of(options)
-    return measure_prefill(settings, context or USUAL_CONTEXT, vocabulary or USUAL_VOCABULARY, screen.show)
-
-
 def _description(settings: ServeSettings, found: ArmCosts) -> list[str]:
-    verify_ms, tree_ms = found.verify_ms, found.tree_ms
-    rows = "  ".join(f"{rows}: {ms / verify_ms(1):.2f}" for rows, ms in verify_ms.points)
+    one = found.verify_ms(1)
     lines = [
         f"one token of plain decoding  {found.step_ms:.2f} ms",
-        f"verify of M tokens, alone    {verify_ms(1):.2f} ms times  {rows}",
+        f"verify of M tokens, alone    {one:.2f} ms times  {_points(found.verify_ms, one)}",
     ]
     if settings.has_draft_worker:
-        chains = f"{_points(found.chain_ms.points)} ms by length, including the link"
+        chains = f"{_points(found.chain_ms)} ms by length, including the link"
         lines += [
             f"chain after a verify         {chains}; link {found.link_ms:.2f} ms",
-            f"next token of all branches   {_points(tree_ms.points)} ms by number of branches",
+            f"next token of all branches   {_points(found.tree_ms)} ms by number of branches",
             f"turnaround of a hit          {found.turnaround_ms:.2f} ms",
         ]
     if settings.has_draft_worker and settings.draft_backend == "mlx":
@@ -217,8 +191,8 @@ def _description(settings: ServeSettings, found: ArmCosts) -> list[str]:
     return [*lines, *_verdict(found), *_other_devices(settings)]
 
 
-def _points(points: Sequence[tuple[int, float]]) -> str:
-    return "  ".join(f"{at}: {ms:.2f}" for at, ms in points)
+def _points(curve: Curve, unit: float = 1.0) -> str:
+    return "  ".join(f"{at}: {ms / unit:.2f}" for at, ms in curve.points)
 
 
 def _line(found: ArmCosts, best: MeasuredArm) -> str:
@@ -290,9 +264,13 @@ def _in_one_process(options: argparse.Namespace, pair: ChosenPair, screen: Scree
         LocalCluster(progress=screen.show, **{**given, "colocate": True, "threads": threads}) as together,
     ):
         runners = [ModeRunner(name, one.client(), "auto") for name, one in (("apart", apart), ("together", together))]
-        runs = run_interleaved(runners, _texts(pair), sampling, lambda step: screen.show(f"tune: {step}"))
+        texts = list(map(load_codec(pair.target).encode, PROMPTS))
+        runs = run_interleaved(runners, texts, sampling, lambda step: screen.show(f"tune: {step}"))
     screen.clear()
     rates = {name: total_rate([run.timed for run in of_name]) for name, of_name in runs.items()}
-    lines = ["", "auto, by placement (tok/s):", f"  a process for each model               {rates['apart']:7.1f}"]
-    lines.append(f"  --colocate --threads {threads:<3}               {rates['together']:7.1f}")
-    return lines
+    return [
+        "",
+        "auto, by placement (tok/s):",
+        f"  a process for each model               {rates['apart']:7.1f}",
+        f"  --colocate --threads {threads:<3}               {rates['together']:7.1f}",
+    ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from outrider.bench.comparison.runs import require_pace
 from outrider.bench.comparison.summary import Summary, summary
-from outrider.bench.timing.loops import Curve, medians, milliseconds
+from outrider.bench.timing import Curve, medians, milliseconds
 from outrider.orchestrator.client.client import Client
 from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.tuning import InProcessKnown, TunedArm, Tuning
@@ -77,11 +77,6 @@ class MeasuredArm:
         chains = [work for record in self.rounds for work in record.drafting if not work.branches]
         return sum(milliseconds(work.work) for work in chains) / max(sum(work.depth for work in chains), 1)
 
-    @property
-    def choice(self) -> TunedArm:
-        arm = self.arm
-        return TunedArm(arm.mode, arm.depth, arm.branches, self.rate, measured=True, drafter=arm.drafter)
-
 
 _Run = tuple[Timings, Sequence[RoundRecord]]
 """One text with one arm."""
@@ -106,7 +101,8 @@ def measure(
     sampling = replace(sampling, max_tokens=min(max(affordable, FEWEST_TOKENS), MOST_TOKENS))
     for number, text in enumerate(texts, 1):
         for arm in left:
-            tell(f"{_name(arm)}, K = {arm.depth}, text {number} of {len(texts)}")
+            name = "plain decoding" if arm == PLAIN else arm.drafter or f"{arm.mode}, B = {arm.branches}"
+            tell(f"{name}, K = {arm.depth}, text {number} of {len(texts)}")
             runs[arm].append(_run(client, arm, text, sampling))
         spent_s = (clock.now() - begun_ns) / 1e9
         if spent_s > SECONDS:
@@ -115,10 +111,6 @@ def measure(
             rates = {arm: _measured(arm, runs[arm]).rate for arm in left[1:]}
             left = [PLAIN, *sorted(rates, key=lambda arm: -rates[arm])[: -(-len(rates) // 2)]]
     return ArmCosts({arm: _measured(arm, found) for arm, found in runs.items()})
-
-
-def _name(arm: Arm) -> str:
-    return arm.drafter or {"ar": "plain decoding"}.get(arm.mode, f"{arm.mode}, B = {arm.branches}")
 
 
 def _run(client: Client, arm: Arm, text: Sequence[int], sampling: SamplingParams) -> _Run:
@@ -150,7 +142,7 @@ class ArmCosts:
     @property
     def verify_ms(self) -> Curve:
         """A verify alone, by its rows. The few chains that the text's end cut short are left out."""
-        return _medians(
+        return medians(
             (record.drafted + 1, milliseconds(record.verify))
             for found in self.arms.values()
             if found.arm.mode != "ssd"
@@ -161,7 +153,7 @@ class ArmCosts:
     @property
     def chain_ms(self) -> Curve:
         """A chain on request by its length, from the outcome to the next verify."""
-        return _medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
+        return medians((len_, wait_ms) for len_, wait_ms, _ in self._requests())
 
     @property
     def link_ms(self) -> float:
@@ -179,7 +171,7 @@ class ArmCosts:
     @property
     def tree_ms(self) -> Curve:
         """One more token for all branches, by their number."""
-        return _medians(
+        return medians(
             (found.arm.branches, milliseconds(work.work))
             for found in self.of("ssd")
             for record in found.rounds
@@ -224,7 +216,11 @@ class ArmCosts:
             turnaround_ms=self.turnaround_ms,
             acceptance=sd.acceptance,
             hit_rate=(ssd[0].summary.hit_rate or 0.0) if ssd else 0.0,
-            choices=tuple(best.choice for best in bests),
+            choices=tuple(
+                TunedArm(a.mode, a.depth, a.branches, best.rate, measured=True, drafter=a.drafter)
+                for best in bests
+                for a in [best.arm]
+            ),
             temp=temp,
             own=tuple(heads),
         )
@@ -255,10 +251,3 @@ class ArmCosts:
         if least < LEAST_SLOWDOWN:
             found.append(f"a verify took {least:.2f} times as long while the drafter worked as alone")
         return found
-
-
-def _medians(samples: Iterator[tuple[int, float]]) -> Curve:
-    by_place = defaultdict[int, list[float]](list)
-    for place, ms in samples:
-        by_place[place].append(ms)
-    return medians(by_place)

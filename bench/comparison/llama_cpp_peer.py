@@ -24,28 +24,25 @@ CONTEXT = 2560
 
 
 class LlamaCpp:
-    """One server. `options.speculation`: llama.cpp's name of a kind; `options.settings`: its parameters as JSON."""
+    """One server. `kind`: llama.cpp's name of a kind of speculation; `settings`: its parameters."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(
+        self, model: str, draft_model: str | None, threads: int, slots: int, kind: str = "",
+        settings: Mapping[str, int] = {},
+    ) -> None:  # fmt: skip
         given = xllamacpp.CommonParams()
-        given.model.path = options.model
-        given.n_parallel, given.n_ctx = options.slots, CONTEXT * options.slots
-        given.cpuparams.n_threads = given.cpuparams_batch.n_threads = options.threads
+        given.model.path = model
+        given.n_parallel, given.n_ctx = slots, CONTEXT * slots
+        given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
         given.verbosity, given.warmup, given.cache_prompt, given.cache_ram_mib = 0, True, False, 0
-        if options.speculation:
-            _speculate(given, options.speculation, json.loads(options.settings), options.draft_model, options.threads)
+        if kind:
+            _speculate(given, kind, settings, draft_model, threads)
         self._server = xllamacpp.Server(given)
-        self._slots = options.slots
+        self._slots = slots
 
     def run(self, tokens: list[int], max_tokens: int, temp: float, seed: int, ignore_eos: bool) -> dict[str, Any]:
         timings = self._server.handle_completions(_request(tokens, max_tokens, temp, seed, ignore_eos))["timings"]
-        return {
-            "tokens": [],
-            "count": timings["predicted_n"],
-            "decode_seconds": timings["predicted_ms"] / 1000,
-            "drafted": timings.get("draft_n", 0),
-            "accepted": timings.get("draft_n_accepted", 0),
-        }
+        return {"tokens": [], "count": timings["predicted_n"], "decode_seconds": timings["predicted_ms"] / 1000}
 
     def batch(self, batch: list[list[int]], max_tokens: int, temp: float, seed: int) -> dict[str, Any]:
         """Completes all prompts, at most one per slot at a time."""
@@ -98,18 +95,11 @@ def _speculate(given: Any, kind: str, settings: Mapping[str, Any], draft: str | 
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--slots", type=int, default=1)
-    parser.add_argument("--speculation", default="")
-    parser.add_argument("--settings", default="{}")
+    parser.add_argument("given", type=json.loads, help="arguments of the engine, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    peer = LlamaCpp(options)
-    answer_all(lambda request: peer.batch(**request) if "batch" in request else peer.run(**request))
-    return 0
+    return answer_all(LlamaCpp(**options.given))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Both models use float32 on a CPU, as ours do where MLX computes them.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from typing import Any
 
@@ -68,14 +69,11 @@ class MlxLm:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--draft-model")
+    parser.add_argument("given", type=json.loads, help="arguments of the engine, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    peer = MlxLm(options.model, options.draft_model)
-    answer_all(lambda request: peer.batch(**request) if "batch" in request else peer.run(**request))
-    return 0
+    return answer_all(MlxLm(**options.given))
 
 
 if __name__ == "__main__":

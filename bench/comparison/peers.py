@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,16 @@ WITH_DRAFT = tuple(LlamaSpeculation("draft-simple", {"n_max": most}) for most in
 
 
 class PeerProcess(HelperProcess):
-    """Another engine's process, with our target's BLAS, threads and core."""
+    """Another engine's process, with our target's BLAS, threads and core. `given` are the engine's arguments."""
 
-    def __init__(self, module: str, settings: ServeSettings, *arguments: str) -> None:
-        super().__init__(f"outrider.bench.comparison.{module}", *arguments, threads=settings.threads)
+    def __init__(self, module: str, settings: ServeSettings, **given: Any) -> None:
+        super().__init__(f"outrider.bench.comparison.{module}", json.dumps(given), threads=settings.threads)
         system.place(self.pid, "target", settings)
 
 
 def mlx_lm(settings: ServeSettings) -> PeerProcess:
     """Starts mlx-lm. `settings` must name folders (see `pairing`)."""
-    draft = ["--draft-model", settings.draft_model] if settings.draft_model is not None else []
-    return PeerProcess("mlx_lm_peer", settings, "--model", str(settings.model), *draft)
+    return PeerProcess("mlx_lm_peer", settings, model=settings.model, draft_model=settings.draft_model)
 
 
 def llama_cpp(
@@ -76,13 +75,17 @@ def llama_cpp(
     draft: Path | None = None,
 ) -> PeerProcess:
     """Starts llama.cpp on a GGUF file, with the threads of the settings."""
-    more: list[str] = []
-    if speculation is not None:
-        more += ["--speculation", speculation.kind, "--settings", json.dumps(dict(speculation.settings))]
-    if draft is not None:
-        more += ["--draft-model", str(draft)]
-    flags = ("--model", str(file), "--threads", str(settings.threads), "--slots", str(slots), *more)
-    return PeerProcess("llama_cpp_peer", settings, *flags)
+    given = asdict(speculation) if speculation is not None else {}
+    draft_model = str(draft) if draft is not None else None
+    return PeerProcess(
+        "llama_cpp_peer",
+        settings,
+        model=str(file),
+        draft_model=draft_model,
+        threads=settings.threads,
+        slots=slots,
+        **given,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,8 @@ class PeerRunner:
 
     def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Run:
         answer = self.process.ask({
-            "tokens": list(prompt),
-            "max_tokens": sampling.max_tokens,
-            "temp": sampling.temp,
-            "seed": sampling.seed or 0,
-            "ignore_eos": sampling.ignore_eos,
-            **self.extra,
+            "tokens": list(prompt), "max_tokens": sampling.max_tokens, "temp": sampling.temp,
+            "seed": sampling.seed or 0, "ignore_eos": sampling.ignore_eos, **self.extra,
         })  # fmt: skip
         return Run(tuple(answer["tokens"]), Timed(max(answer["count"] - 1, 0), answer["decode_seconds"]))
 
@@ -128,8 +127,14 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
     names = list(PEERS) if wanted is None else wanted.split(",")
     if unknown := [name for name in names if name not in PEERS]:
         raise InvalidRequest(f"peers is {unknown[0]!r}; expected none, or comma-separated names of {', '.join(PEERS)}")
-    file = gguf_of(model)
-    why = {name: reason for name in names if (reason := _missing(name, file)) is not None}
+    name = model or default_model()[0]
+    file = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
+    has_gguf, why = is_gguf(file), dict[str, str]()
+    for name in names:
+        if find_spec(PEERS[name]) is None:
+            why[name] = f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
+        elif name == LLAMA_CPP and not has_gguf:
+            why[name] = f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
     if wanted is not None and why:
         raise InvalidRequest(next(iter(why.values())))
     return ChosenPeers(
@@ -138,19 +143,3 @@ def choose(wanted: str | None, settings: ServeSettings, model: str | None, draft
         draft=Path(draft).expanduser() if draft is not None and is_gguf(Path(draft).expanduser()) else None,
         left_out=tuple(why.values()),
     )
-
-
-def gguf_of(model: str | None) -> Path | None:
-    """Returns the GGUF file that a model's name or path stands for, or None."""
-    name = model or default_model()[0]
-    path = pull(PULLED[name]) if name in PULLED else Path(name).expanduser()
-    return path if is_gguf(path) else None
-
-
-def _missing(name: str, file: Path | None) -> str | None:
-    """Returns a sentence that says why a peer can't run, or None."""
-    if find_spec(PEERS[name]) is None:
-        return f"{name} is left out: {PEERS[name]} is not installed; run {install('bench')}"
-    if name == LLAMA_CPP and file is None:
-        return f"{name} is left out: it reads GGUF files; expected --model FILE.gguf"
-    return None

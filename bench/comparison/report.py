@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ from outrider.bench.comparison.runs import (
     Interval,
     Run,
     bootstrap,
-    median_rate,
     nested_bootstrap,
     ratio,
     repeated_share,
@@ -88,20 +87,24 @@ def table(found: Section) -> str:
     has_formula = any(row.comparison for row in found.rows)
     titles = ["", "tok/s (median)", f"relative to {found.baseline} [95 %]"]
     titles += [*(["of predicted"] if has_formula else []), "acceptance", "tokens per round", "hit rate"]
-    lines = [f"{head}; {found.conditions}", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    rows = []
     for row in found.rows:
-        cells = [row.name, f"{row.median:.1f}", str(row.against)]
-        cells += [_number(row.comparison.share if row.comparison else None)] if has_formula else []
-        cells += [_percent(row.acceptance), _number(row.tokens_per_round), _percent(row.hit_rate)]
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append([row.name, f"{row.median:.1f}", str(row.against)])
+        rows[-1] += [_format(row.comparison.share if row.comparison else None)] if has_formula else []
+        rows[-1] += [_format(row.acceptance, ".0%"), _format(row.tokens_per_round), _format(row.hit_rate, ".0%")]
+    lines = [f"{head}; {found.conditions}", "", _markdown(titles, rows)]
     return "\n".join([*lines, *(["", *found.notes] if found.notes else [])])
+
+
+def _markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows))
 
 
 def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], comparison: FormulaComparison | None) -> RunnerRow:
     found = summary([run.timings for run in runs if run.timings is not None])
     return RunnerRow(
         name,
-        median_rate([run.timed for run in runs]),
+        statistics.median(run.timed.rate for run in runs),
         ratio([run.timed for run in runs], [run.timed for run in baseline]),
         found.acceptance,
         found.tokens_per_round,
@@ -110,26 +113,11 @@ def _row(name: str, runs: Sequence[Run], baseline: Sequence[Run], comparison: Fo
     )
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _format(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
 
 
 ALL = "all"
-
-
-@dataclass(frozen=True, slots=True)
-class RatioSpec:
-    """A ratio of the best runner of one set of families to the best of another. `threads`: only runners of `theirs`
-    with this many; None: all."""
-
-    name: str
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,33 +130,27 @@ class Ratio:
     value: Interval
 
 
-def ratio_specs(threads: int) -> tuple[RatioSpec, ...]:
-    """Returns the ratios that a suite reports. `threads`: of each of our workers."""
-    return (
-        RatioSpec(f"ar over {LLAMA_CPP}, same number of threads", ("ar",), (LLAMA_CPP,), threads),
-        RatioSpec("ssd over ar", ("ssd",), ("ar",)),
-        RatioSpec("ssd over the best sd", ("ssd",), ("sd",)),
-        RatioSpec("auto over the best mode", ("auto",), ("ar", "sd", "ssd")),
-        RatioSpec(f"auto over the best of {LLAMA_CPP}, both cores", ("auto",), (LLAMA_CPP,), 2 * threads),
-        RatioSpec(f"{ONE_PROCESS} over the same", (ONE_PROCESS,), (LLAMA_CPP,), 2 * threads),
-        RatioSpec(f"{ONE_PROCESS} over auto", (ONE_PROCESS,), ("auto",)),
-        RatioSpec(f"auto over the best of {MLX_LM}", ("auto",), (MLX_LM,)),
-    )
-
-
 def ratios(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], threads: int) -> list[Ratio]:
-    """Returns every ratio that has runners on both sides, for all classes together and for each class. `classes`: the
-    class of each prompt."""
+    """Returns ratios of the best runner of a family to the best of others, for all classes together and for each class,
+    if there are runners on both sides. `classes`: the class of each prompt. `threads`: of each of our workers."""
+    same, twice = (f", {n} thread{'s' * (n > 1)}" for n in (threads, 2 * threads))
     ratios = []
-    for spec in ratio_specs(threads):
-        for kind in (ALL, *dict.fromkeys(classes)):
-            of_kind = {name: [run.timed for run in found] for name, found in of_class(runs, classes, kind).items()}
-            rates = {name: total_rate(timed) for name, timed in of_kind.items()}
-            ours = [name for name in runs if _is_one_of(name, spec.ours, None)]
-            theirs = [name for name in runs if _is_one_of(name, spec.theirs, spec.threads)]
-            if ours and theirs:
-                best, against = (max(names, key=rates.__getitem__) for names in (ours, theirs))
-                ratios.append(Ratio(spec.name, kind, against, ratio(of_kind[best], of_kind[against])))
+    for name, family, others, cores in (
+        (f"ar over {LLAMA_CPP}, same number of threads", "ar", [LLAMA_CPP], same),
+        ("ssd over ar", "ssd", ["ar"], ""),
+        ("ssd over the best sd", "ssd", ["sd"], ""),
+        ("auto over the best mode", "auto", ["ar", "sd", "ssd"], ""),
+        (f"auto over the best of {LLAMA_CPP}, both cores", "auto", [LLAMA_CPP], twice),
+        (f"{ONE_PROCESS} over the same", ONE_PROCESS, [LLAMA_CPP], twice),
+        (f"{ONE_PROCESS} over auto", ONE_PROCESS, ["auto"], ""),
+        (f"auto over the best of {MLX_LM}", "auto", [MLX_LM], ""),
+    ):
+        ours = [runner for runner in runs if _is_of(runner, family)]
+        theirs = [one for one in runs if one.endswith(cores) and any(_is_of(one, other) for other in others)]
+        for kind in (ALL, *dict.fromkeys(classes)) if ours and theirs else ():
+            of_kind = {one: [run.timed for run in found] for one, found in of_class(runs, classes, kind).items()}
+            best, against = (max(names, key=lambda one: total_rate(of_kind[one])) for names in (ours, theirs))
+            ratios.append(Ratio(name, kind, against, ratio(of_kind[best], of_kind[against])))
     return ratios
 
 
@@ -183,19 +165,17 @@ def of_class(runs: Mapping[str, Sequence[Run]], classes: Sequence[str], kind: st
 def ratio_table(found: Sequence[Ratio]) -> str:
     """Returns a Markdown table: a line per ratio, a column per class, and the runner compared with."""
     kinds = list(dict.fromkeys(r.kind for r in found))
-    lines = [f"| | {' | '.join(kinds)} | compared with |", "|---" * (len(kinds) + 2) + "|"]
+    rows = []
     for name in dict.fromkeys(r.name for r in found):
         of_name = {r.kind: r for r in found if r.name == name}
         cells = [str(of_name[ALL].value), *(f"{of_name[kind].value.value:.2f}" for kind in kinds if kind != ALL)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {of_name[ALL].against} |")
-    return "\n".join(lines)
+        rows.append([name, *cells, of_name[ALL].against])
+    return _markdown(["", *kinds, "compared with"], rows)
 
 
-def _is_one_of(name: str, families: Sequence[str], threads: int | None) -> bool:
-    """Whether a runner belongs to one of the families. A family is a name's first word: "sd n-gram K=3" is "sd"."""
-    if threads is not None and not name.endswith(f", {threads} thread{'s' * (threads > 1)}"):
-        return False
-    return any(name == family or name.startswith((f"{family} ", f"{family},")) for family in families)
+def _is_of(name: str, family: str) -> bool:
+    """Whether a runner is of the family, its name's first word: "sd n-gram K=3" is of "sd"."""
+    return name == family or name.startswith((f"{family} ", f"{family},"))
 
 
 OURS = "#2a9d4e"
@@ -254,8 +234,9 @@ class Percentiles:
     p50: Interval
     p99: Interval
 
-    def __str__(self) -> str:
-        return f"{self.p50.value:.0f} / {self.p99.value:.0f}"
+    def __format__(self, form: str) -> str:
+        form = form or ".0f"
+        return f"{self.p50.value:{form}} / {self.p99.value:{form}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,17 +301,14 @@ def _latency(rounds: Sequence[Sequence[Sequence[float]]]) -> Percentiles:
 
 def concurrent_table(found: ConcurrentSection) -> str:
     """Returns a Markdown table with a title line."""
-    lines = [
-        f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds",
-        "",
-        f"| | total tok/s [95 %] | relative to {found.peer} | first token, ms p50 / p99 | per token, ms p50 / p99 |",
-        "|---|---|---|---|---|",
+    titles = ["", "total tok/s [95 %]", f"relative to {found.peer}"]
+    titles += ["first token, ms p50 / p99", "per token, ms p50 / p99"]
+    rows = [
+        (row.name, f"{row.rate:.0f}", str(row.against_peer or ""), f"{row.first_ms}", f"{row.token_ms:.1f}")
+        for row in found.rows
     ]
-    for row in found.rows:
-        rate = f"{row.rate.value:.0f} [{row.rate.low:.0f}, {row.rate.high:.0f}]"
-        token = f"{row.token_ms.p50.value:.1f} / {row.token_ms.p99.value:.1f}"
-        against = "" if row.against_peer is None else str(row.against_peer)
-        lines.append(f"| {row.name} | {rate} | {against} | {row.first_ms} | {token} |")
+    head = f"{found.width} concurrent requests, T = {found.temp:g}, {found.rounds} rounds"
+    lines = [head, "", _markdown(titles, rows)]
     if found.auto_over_best is not None:
         lines += ["", f"- auto over {found.best}, the best fixed mode: {found.auto_over_best}"]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +44,7 @@ BOTH_CORES = ", both cores"
 TRIAL_PROMPTS = 4
 FEWEST_TRIAL_PROMPTS = 2
 
-Families = list[list[PromptRunner]]
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerFamilies:
-    """All runners by family. `weight_bytes`: what the target reads in one forward."""
-
-    families: Families
-    weight_bytes: int
-
-    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
-        """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
-        is partly luck. SD with only the model is always kept, because the formula describes it."""
-        trial = run_interleaved([runner for family in self.families for runner in family], prompts, sampling, tell)
-        rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
-        chosen: dict[str, PromptRunner] = {}
-        for family in self.families:
-            models = [runner for runner in family if runner.name.startswith("sd model")]
-            for candidates in (family, models):
-                if candidates:
-                    best = max(candidates, key=lambda runner: rates[runner.name])
-                    chosen.setdefault(best.name, best)
-        return list(chosen.values())
 
 
 @contextmanager
@@ -88,104 +65,102 @@ def start_runners(
         OutriderError: a cluster or a peer can't be started.
     """
     with ExitStack() as stack:
-        start = _Starter(stack, given, settings, depths, tell)
-        families, weight_bytes = start.ours("", given)
+        found = RunnerFamilies(stack, settings, depths, tell)
+        found.add_ours("", given)
         if peers.mlx_lm:
-            families += start.mlx_lm("", settings)
-        families += start.llama_cpp(peers)
+            found.add_mlx_lm("", settings)
+        if peers.gguf is not None:
+            found.add_llama_cpp(peers.gguf, peers.draft)
         # SSD uses one core per worker; here the other runners get as many.
         threads = 2 * settings.threads
-        if one_process:
-            families += start.one_process(threads)
+        if one_process and settings.can_colocate:
+            client = found.cluster({**given, "colocate": True, "threads": threads}).client()
+            found.families.append([ModeRunner(ONE_PROCESS, client, "auto")])
         if both_cores:
-            families += start.ours(BOTH_CORES, {**given, "threads": threads}, plain=True)[0]
+            found.add_ours(BOTH_CORES, {**given, "threads": threads}, plain=True)
             if peers.mlx_lm:
-                families += start.mlx_lm(BOTH_CORES, replace(settings, threads=threads))
-        yield RunnerFamilies(families, weight_bytes)
+                found.add_mlx_lm(BOTH_CORES, replace(settings, threads=threads))
+        yield found
 
 
-@dataclass(frozen=True, slots=True)
-class _Starter:
-    """Starts clusters and peers, which `stack` ends."""
+class RunnerFamilies:
+    """All runners by family. `stack` ends their clusters and peers. `weight_bytes`: what the target reads in one
+    forward."""
 
-    stack: ExitStack
-    given: dict[str, Any]
-    settings: ServeSettings
-    depths: Sequence[int]
-    tell: Tell
+    weight_bytes = 0
 
-    def ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> tuple[Families, int]:
-        """Returns AR, SD with every draft source and, unless `plain`, SSD and auto; and the bytes of the target's
-        weights.
+    def __init__(self, stack: ExitStack, settings: ServeSettings, depths: Sequence[int], tell: Tell) -> None:
+        self.families: list[list[PromptRunner]] = []
+        self._stack, self._settings, self._depths, self._tell = stack, settings, depths, tell
+
+    def best(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tell: Tell) -> list[PromptRunner]:
+        """Returns the best of each family in a trial on prompts that are not measured later, because the best of many
+        is partly luck. SD with only the model is always kept, because the formula describes it."""
+        trial = run_interleaved([runner for family in self.families for runner in family], prompts, sampling, tell)
+        rates = {name: total_rate([run.timed for run in runs]) for name, runs in trial.items()}
+        chosen: dict[str, PromptRunner] = {}
+        for family in self.families:
+            models = [runner for runner in family if runner.name.startswith("sd model")]
+            for candidates in (family, models):
+                if candidates:
+                    best = max(candidates, key=lambda runner: rates[runner.name])
+                    chosen.setdefault(best.name, best)
+        return list(chosen.values())
+
+    def add_ours(self, suffix: str, given: dict[str, Any], plain: bool = False) -> None:
+        """Adds AR, SD with every draft source and, unless `plain`, SSD and auto.
 
         Without a draft model, n-grams are the only source, and SSD is omitted.
         """
+        depths, drafts = self._depths, self._settings.draft_backend != "ngram"
         without_drafter = {k: v for k, v in given.items() if k not in ("draft_model", "draft_backend", "replay")}
-        cluster, drafts = self._cluster(given), self.settings.draft_backend != "ngram"
-        ngrams = self._cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}) if drafts else cluster
-        if not plain:
-            # A target without a drafter would not be pinned; all targets use the same core here.
-            pin_process(_target(ngrams.client()).pid, system.core_of("target", self.settings))
-        clients = {"n-gram": ngrams.client()}
+        client = self.cluster(given).client()
+        clients = {"n-gram": client}
         if drafts:
-            clients = {"model": self._cluster({**given, "ngrams": False}).client(), **clients, "both": cluster.client()}
-        families: Families = [
-            [ModeRunner(BASELINE + suffix, cluster.client(), "ar")],
-            [
-                ModeRunner(f"sd {source} K={depth}{suffix}", client, "sd", depth)
-                for depth in self.depths
-                for source, client in clients.items()
-            ],
+            ngrams = self.cluster({**without_drafter, "draft_backend": "ngram", "ngrams": True}).client()
+            model = self.cluster({**given, "ngrams": False}).client()
+            clients = {"model": model, "n-gram": ngrams, "both": client}
+        self.weight_bytes = _target(client).weight_bytes
+        self.families += [
+            [ModeRunner(BASELINE + suffix, client, "ar")],
+            [ModeRunner(f"sd {name} K={k}{suffix}", one, "sd", k) for k in depths for name, one in clients.items()],
         ]
-        if not plain:
-            families += self._colocated(given)
-            if drafts:
-                families.append([ModeRunner(f"ssd K={depth}", cluster.client(), "ssd", depth) for depth in self.depths])
-            families.append([ModeRunner("auto", cluster.client(), "auto")])
-        return families, _target(cluster.client()).weight_bytes
+        if plain:
+            return
+        self._pin(clients["n-gram"])
+        if self._settings.can_colocate:
+            together = self.cluster({**given, "colocate": True}).client()
+            self._pin(together)
+            self.families.append([ModeRunner(f"sd {COLOCATED} K={k}", together, "sd", k) for k in depths])
+        if drafts:
+            self.families.append([ModeRunner(f"ssd K={k}", client, "ssd", k) for k in depths])
+        self.families.append([ModeRunner("auto", client, "auto")])
 
-    def one_process(self, threads: int) -> Families:
-        """Returns `auto` with both models in one process, or nothing if that is impossible."""
-        if not self.settings.can_colocate:
-            return []
-        client = self._cluster({**self.given, "colocate": True, "threads": threads}).client()
-        return [[ModeRunner(ONE_PROCESS, client, "auto")]]
-
-    def _colocated(self, given: dict[str, Any]) -> Families:
-        """Returns SD with the draft model in the target's process, or nothing if that is impossible."""
-        if not self.settings.can_colocate:
-            return []
-        client = self._cluster({**given, "colocate": True}).client()
-        pin_process(_target(client).pid, system.core_of("target", self.settings))
-        return [[ModeRunner(f"sd {COLOCATED} K={depth}", client, "sd", depth) for depth in self.depths]]
-
-    def mlx_lm(self, suffix: str, settings: ServeSettings) -> Families:
-        process = self.stack.enter_context(mlx_lm(settings))
-        families: Families = [[PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})]]
+    def add_mlx_lm(self, suffix: str, settings: ServeSettings) -> None:
+        process = self._stack.enter_context(mlx_lm(settings))
+        self.families.append([PeerRunner(f"{MLX_LM}{suffix}", process, {"num_draft_tokens": 0})])
         if settings.draft_model is not None:
-            families.append(
-                [PeerRunner(f"{MLX_LM} sd K={n}{suffix}", process, {"num_draft_tokens": n}) for n in self.depths]
-            )
-        return families
+            names = {f"{MLX_LM} sd K={n}{suffix}": {"num_draft_tokens": n} for n in self._depths}
+            self.families.append([PeerRunner(name, process, extra) for name, extra in names.items()])
 
-    def llama_cpp(self, peers: ChosenPeers) -> Families:
-        """Returns llama.cpp with our target's threads, and with twice as many without and with its own speculation."""
-        if peers.gguf is None:
-            return []
-        twice = replace(self.settings, threads=2 * self.settings.threads)
-        families: Families = []
-        for settings in (self.settings, twice):
-            process = self.stack.enter_context(llama_cpp(settings, peers.gguf))
-            families.append([PeerRunner(llama_name(settings.threads), process)])
-        speculative: list[PromptRunner] = []
-        for speculation in (*SPECULATIONS, *(WITH_DRAFT if peers.draft is not None else ())):
-            self.tell(f"{LLAMA_CPP} {speculation.name}")
-            process = self.stack.enter_context(llama_cpp(twice, peers.gguf, speculation=speculation, draft=peers.draft))
-            speculative.append(PeerRunner(llama_name(twice.threads, speculation.name), process))
-        return [*families, speculative]
+    def add_llama_cpp(self, gguf: Path, draft: Path | None) -> None:
+        """Adds llama.cpp with our target's threads, and with twice as many without and with its own speculation."""
+        twice = replace(self._settings, threads=2 * self._settings.threads)
+        for settings in (self._settings, twice):
+            process = self._stack.enter_context(llama_cpp(settings, gguf))
+            self.families.append([PeerRunner(llama_name(settings.threads), process)])
+        self.families.append([])
+        for speculation in (*SPECULATIONS, *(WITH_DRAFT if draft is not None else ())):
+            self._tell(f"{LLAMA_CPP} {speculation.name}")
+            process = self._stack.enter_context(llama_cpp(twice, gguf, speculation=speculation, draft=draft))
+            self.families[-1].append(PeerRunner(llama_name(twice.threads, speculation.name), process))
 
-    def _cluster(self, given: dict[str, Any]) -> LocalCluster:
-        return self.stack.enter_context(LocalCluster(progress=self.tell, **{"memory": False, **given}))
+    def cluster(self, given: dict[str, Any]) -> LocalCluster:
+        return self._stack.enter_context(LocalCluster(progress=self._tell, **{"memory": False, **given}))
+
+    def _pin(self, client: Client) -> None:
+        """Pins a target without a drafter, which would not be pinned: all targets use the same core here."""
+        pin_process(_target(client).pid, system.core_of("target", self._settings))
 
 
 def _target(client: Client) -> WorkerStats:

@@ -7,8 +7,6 @@ the first generated token to the last. Bootstrap intervals use a fixed seed.
 from __future__ import annotations
 
 import random
-import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, TypeVar
@@ -36,7 +34,11 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return format(self, ".2f")
+
+    def __format__(self, form: str) -> str:
+        form = form or ".2f"
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,6 @@ class Timed:
 def total_rate(runs: Sequence[Timed]) -> float:
     """Returns the tokens per second of all runs together."""
     return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
-
-
-def median_rate(runs: Sequence[Timed]) -> float:
-    return statistics.median(run.rate for run in runs)
 
 
 def ratio(ours: Sequence[Timed], theirs: Sequence[Timed]) -> Interval:
@@ -97,9 +95,8 @@ def _interval(value: float, resampled: Sequence[float]) -> Interval:
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
     """Returns the share of n-grams that occurred before in the same text; near 1, the text loops."""
-    counts = Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
-    total = sum(counts.values())
-    return (total - len(counts)) / total if total else 0.0
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
 
 
 T = TypeVar("T", contravariant=True)

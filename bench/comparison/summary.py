@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.comparison.runs import COLOCATED, ModeRunner, PromptRunner, Run
-from outrider.bench.timing.loops import IsolatedTimes
+from outrider.bench.timing import IsolatedTimes
 from outrider.orchestrator.core.policy.forecasts import RoundKind, ar_rate, ceiling, mixed_rate
 from outrider.protocol.messages import Timings
 from outrider.protocol.stats import each
@@ -183,17 +183,32 @@ def lines(alone: IsolatedTimes, subjects: Sequence[RunnerSummary], branches: int
     """Returns the notes. `weight_bytes`: what the target reads in one forward."""
     comparison = compare_all(subjects, alone)
     depth = next((subject.depth for subject in subjects if subject.mode == "ssd"), None)
-    notes = [_costs(alone)]
+    first = alone.verify_ms(1)
+    rows = ", ".join(f"{rows}: {ms / first:.2f}" for rows, ms in alone.verify_ms.points)
+    notes = [
+        f"- in isolation: a token of plain decoding {alone.step_ms:.2f} ms; c(M), a verify of M tokens, {first:.2f} ms"
+        f" times {rows}"
+    ]
     if depth is not None:
-        notes.append(_ceiling(alone, depth, branches))
+        costs = alone.costs()
+        ahead, bound = costs.tree_ms(depth) / alone.verify_ms(depth + 1), ceiling(costs, depth)
+        notes.append(
+            f"- in isolation, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p ="
+            f" {ahead:.2f}; a chain {alone.chain_ms(depth):.2f} ms, T_SD = {bound - 1:.2f}; upper bound of SSD over SD:"
+            f" {bound:.2f}x"
+        )
     notes += [_round(subject, comparison[subject.name]) for subject in subjects if subject.name in comparison]
     read = {s.name: weight_bytes * s.summary.rounds / (s.summary.verify_ms / 1000) / GIGA for s in subjects}
     streamed = ", ".join(f"{name} {rate:.1f}" for name, rate in read.items())
     notes.append(f"- target weights read during verifies, GB/s ({weight_bytes / 1e6:.0f} MB per forward): {streamed}")
-    notes += [f"- acceptance by position, {s.name}: {_positions(s.summary)}" for s in subjects if s.depth is not None]
-    notes += [
-        f"- hit rate by accepted tokens, {s.name}: {_hits(s.summary)}" for s in subjects if sum(s.summary.looked_up) > 0
-    ]
+    for subject in (subject for subject in subjects if subject.depth is not None):
+        pairs = zip(subject.summary.accepted, subject.summary.drafted, strict=True)
+        text = "  ".join(f"{at}: {held / tried:.2f}" for at, (held, tried) in enumerate(pairs, 1) if tried)
+        notes.append(f"- acceptance by position, {subject.name}: {text}")
+    for subject in (subject for subject in subjects if sum(subject.summary.looked_up) > 0):
+        found = enumerate(zip(subject.summary.hits, subject.summary.looked_up, strict=False))
+        text = "  ".join(f"{k}: {hits / tried:.2f} of {tried}" for k, (hits, tried) in found if tried >= FEWEST)
+        notes.append(f"- hit rate by accepted tokens, {subject.name}: {text}")
     return notes
 
 
@@ -208,24 +223,6 @@ def shares(subject: RunnerSummary) -> str:
     )
 
 
-def _costs(alone: IsolatedTimes) -> str:
-    first = alone.verify_ms(1)
-    rows = ", ".join(f"{rows}: {ms / first:.2f}" for rows, ms in alone.verify_ms.points)
-    return (
-        f"- in isolation: a token of plain decoding {alone.step_ms:.2f} ms; c(M), a verify of M tokens, {first:.2f} ms"
-        f" times {rows}"
-    )
-
-
-def _ceiling(alone: IsolatedTimes, depth: int, branches: int) -> str:
-    costs, verify_ms = alone.costs(), alone.verify_ms(depth + 1)
-    ahead, bound = costs.tree_ms(depth) / verify_ms, ceiling(costs, depth)
-    return (
-        f"- in isolation, K = {depth}, B = {branches}: work ahead {alone.ahead_ms(depth):.2f} ms, T_p = {ahead:.2f};"
-        f" a chain {alone.chain_ms(depth):.2f} ms, T_SD = {bound - 1:.2f}; upper bound of SSD over SD: {bound:.2f}x"
-    )
-
-
 def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
     whole_ms = 1000 * subject.summary.tokens / subject.summary.rounds / comparison.measured
     slower = comparison.verify_ms / comparison.verify_alone_ms
@@ -235,14 +232,3 @@ def _round(subject: RunnerSummary, comparison: FormulaComparison) -> str:
         f" {comparison.verify_alone_ms:.2f} in isolation){between if comparison.between_alone_ms else ''};"
         f" predicted {comparison.predicted:.1f} tok/s, measured {comparison.measured:.1f}"
     )
-
-
-def _positions(summary: Summary) -> str:
-    """Returns how often chain tokens 1 to i were accepted, of the chains with i tokens."""
-    pairs = zip(summary.accepted, summary.drafted, strict=True)
-    return "  ".join(f"{i}: {held / tried:.2f}" for i, (held, tried) in enumerate(pairs, 1) if tried)
-
-
-def _hits(summary: Summary) -> str:
-    pairs = zip(summary.hits, summary.looked_up, strict=False)
-    return "  ".join(f"{k}: {hits / tried:.2f} of {tried}" for k, (hits, tried) in enumerate(pairs) if tried >= FEWEST)

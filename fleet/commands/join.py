@@ -34,11 +34,11 @@ def run(options: argparse.Namespace) -> int:
     host.require_none()
     token = read_token(host.folder)
     enter(host.environment(options.address, token))
-    from outrider.fleet.membership import FleetHead, check_models, check_versions
+    from outrider.fleet.membership import FleetHead, check_models
 
     screen.show(f"asking the head at {options.address}")
     head = FleetHead(options.address)
-    check_versions(head.versions())
+    head.check_versions()
     models = options.model or head.models()
     check_models(models)
     screen.show("starting Ray")

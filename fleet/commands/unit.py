@@ -11,7 +11,7 @@ import getpass
 import plistlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from outrider.orchestrator import settings
@@ -26,58 +26,47 @@ END_SECONDS = 40
 """Longer than `outrider serve` drains."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Runs `command` as `user`, whose keys and models are in `home`."""
+def launchd(command: Sequence[str], user: str, home: str) -> str:
+    """Returns the property list of a daemon that runs `command` as `user`, whose keys and models are in `home`. From
+    macOS 15 on, agents have no access to the local network until a person allows it."""
+    return plistlib.dumps(
+        {
+            "Label": NAME,
+            "ProgramArguments": list(command),
+            "UserName": user,
+            "EnvironmentVariables": {"HOME": home},
+            "WorkingDirectory": home,
+            "RunAtLoad": True,
+            "KeepAlive": True,
+            "ThrottleInterval": AGAIN_SECONDS,
+            "ExitTimeOut": END_SECONDS,
+            "ProcessType": "Interactive",
+            "StandardErrorPath": f"{home}/Library/Logs/outrider.log",
+            "StandardOutPath": f"{home}/Library/Logs/outrider.log",
+        },
+        sort_keys=False,
+    ).decode()
 
-    command: Sequence[str]
-    user: str
-    home: str
 
-    def launchd(self) -> str:
-        """Returns a daemon's property list. From macOS 15 on, agents have no access to the local network until a person
-        allows it."""
-        return plistlib.dumps(
-            {
-                "Label": NAME,
-                "ProgramArguments": list(self.command),
-                "UserName": self.user,
-                "EnvironmentVariables": {"HOME": self.home},
-                "WorkingDirectory": self.home,
-                "RunAtLoad": True,
-                "KeepAlive": True,
-                "ThrottleInterval": AGAIN_SECONDS,
-                "ExitTimeOut": END_SECONDS,
-                "ProcessType": "Interactive",
-                "StandardErrorPath": f"{self.home}/Library/Logs/outrider.log",
-                "StandardOutPath": f"{self.home}/Library/Logs/outrider.log",
-            },
-            sort_keys=False,
-        ).decode()
+def systemd(command: Sequence[str], user: str, home: str) -> str:
+    """Returns the system unit of the same."""
+    return f"""[Unit]
+Description=An engine of an Outrider fleet
+Wants=network-online.target
+After=network-online.target
 
-    def systemd(self) -> str:
-        """Returns a system unit."""
-        return "\n".join(
-            [
-                "[Unit]",
-                "Description=An engine of an Outrider fleet",
-                "Wants=network-online.target",
-                "After=network-online.target",
-                "",
-                "[Service]",
-                f"ExecStart={' '.join(map(_quoted, self.command))}",
-                f"User={self.user}",
-                f"Environment={_quoted(f'HOME={self.home}')}",
-                f"WorkingDirectory={self.home}",
-                "Restart=always",
-                f"RestartSec={AGAIN_SECONDS}",
-                f"TimeoutStopSec={END_SECONDS}",
-                "",
-                "[Install]",
-                "WantedBy=multi-user.target",
-                "",
-            ]
-        )
+[Service]
+ExecStart={" ".join(map(_quoted, command))}
+User={user}
+Environment={_quoted(f"HOME={home}")}
+WorkingDirectory={home}
+Restart=always
+RestartSec={AGAIN_SECONDS}
+TimeoutStopSec={END_SECONDS}
+
+[Install]
+WantedBy=multi-user.target
+"""
 
 
 def _quoted(word: str) -> str:
@@ -112,17 +101,14 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest(f"{options.endpoint} is reachable only from this host; expected tcp://HOST:PORT")
     chosen = settings.ServeSettings(**{**flags.settings_of(options), "endpoint": str(where)})
     chosen = replace(chosen, model=_absolute(chosen.model), draft_model=_absolute(chosen.draft_model))
-    unit = Unit(
-        (sys.executable, "-m", "outrider", "serve", "--no-http", *settings.flags(chosen)),
-        options.user,
-        str(options.home),
-    )
+    command = (sys.executable, "-m", "outrider", "serve", "--no-http", *settings.flags(chosen))
+    unit = (command, options.user, str(options.home))
     if options.kind == "launchd":
-        print(unit.launchd(), end="")
+        print(launchd(*unit), end="")
         file = f"/Library/LaunchDaemons/{NAME}.plist"
         say(f"Put it at {file}, owned by root, then: sudo launchctl bootstrap system {file}")
     else:
-        print(unit.systemd(), end="")
+        print(systemd(*unit), end="")
         say("Put it at /etc/systemd/system/outrider-engine.service, then: sudo systemctl enable --now outrider-engine")
     if not is_local(where):
         say("It requires keys: here run `outrider keys make` and `outrider keys allow KEY head` with the head's key;")

@@ -31,7 +31,7 @@ from outrider.server.answers.parts import (
     timings,
     total_timings,
 )
-from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, no_notes, usage
+from outrider.server.answers.usage import LogprobFormatter, SchemaChecker, ThoughtCounter, about, usage
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem
 
@@ -50,11 +50,6 @@ def typed_event(kind: str, /, **fields: Any) -> bytes:
     return event(json.dumps({"type": kind, **fields}, ensure_ascii=False, default=BaseModel.model_dump), kind)
 
 
-def comment(text: str) -> bytes:
-    """Returns a comment, which keeps the connection alive and which clients ignore."""
-    return f": {text}\n\n".encode()
-
-
 class Stencil:
     """An event that is serialized once and then filled with each chunk's text.
 
@@ -71,18 +66,17 @@ class Stencil:
 
 @dataclass(frozen=True, slots=True)
 class AnswerInfo:
-    """What is known before generation. `seed` is the request's.
+    """What is known before generation.
 
     `thoughts` counts thinking tokens; None: they are not reported. `speller` is None without log-probabilities. `notes`
     checks schemas.
     """
 
     model: str
-    seed: int
     prompt_tokens: int
     thoughts: ThoughtCounter | None = None
     speller: LogprobFormatter | None = None
-    notes: SchemaChecker = no_notes
+    notes: SchemaChecker = lambda _choices: []
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -119,7 +113,8 @@ class AnswerFormatter(ABC):
         """Writes an error."""
 
     def _keep_alive(self, note: str) -> bytes:
-        return comment(note)
+        """Writes a comment, which keeps the connection alive and which clients ignore."""
+        return f": {note}\n\n".encode()
 
     @abstractmethod
     def _part(self, update: PartUpdate) -> bytes: ...
@@ -223,7 +218,7 @@ class CompletionFormatter(AnswerFormatter):
         return choices
 
     def _about(self, choices: Sequence[ChoiceState]) -> BaseModel:
-        return about(choices[0].result, self.info.seed, self.info.notes(choices))
+        return about(choices[0], self.info.notes(choices))
 
     def _event(self, choices: list[BaseModel], ended: Sequence[ChoiceState] = (), **more: Any) -> bytes:
         """Returns an event. `ended`: the choices whose timings it reports."""

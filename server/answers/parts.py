@@ -17,8 +17,7 @@ from msgspec import structs, to_builtins
 
 from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
 from outrider.protocol.messages import Timings
-from outrider.server.mapping.conversation import Toolbox
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import InvalidToolCall, SpanTags, ToolCall, ToolFormat
 from outrider.server.schemas import Round, TokenOrigin
 
@@ -89,13 +88,14 @@ class Splitter:
             if self._in_form and self._words_begin():
                 self._text_only = True
             marks = self._marks()
-            place, mark = _first(self._held, marks, self._looked)
-            if mark is None:
+            found = [(place, mark) for mark in marks if (place := self._held.find(mark, self._looked)) >= 0]
+            if not found:
                 if not self._in_call:
                     shown = len(self._held) - _begun(self._held, marks)
                     yield from self._shown(self._held[:shown])
                     self._forget(shown)
                 return
+            place, mark = min(found)
             before = self._held[:place]
             if not self._in_call:
                 yield from self._shown(before)
@@ -162,11 +162,6 @@ def splitter(model: ServedModel, prompt: TokenizedPrompt, box: Toolbox, in_form:
     return Splitter(thinking, model.tools, box, prompt.thoughts is Thoughts.BEGUN, in_form, by_grammar)
 
 
-def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str | None]:
-    places = [(place, mark) for mark in marks if (place := text.find(mark, start)) >= 0]
-    return min(places) if places else (-1, None)
-
-
 def _begun(text: str, marks: tuple[str, ...]) -> int:
     """Returns the length of the longest suffix of `text` that begins a tag."""
     longest = max((len(mark) for mark in marks), default=1) - 1
@@ -212,6 +207,9 @@ class PartUpdate:
     extras: Extras = NO_EXTRAS
 
 
+UNFINISHED = GenerationResult("", (), "", Timings(), 0, "", 0, "", "")
+
+
 @dataclass(slots=True)
 class ChoiceState:
     """Everything received of choice `index`. `finish` is eos, stop, length, cancelled or tool; empty while it runs.
@@ -228,7 +226,7 @@ class ChoiceState:
     grown: list[Extras] = field(default_factory=list)
     untold: Extras = NO_EXTRAS
     finish: str = ""
-    result: GenerationResult | None = None
+    result: GenerationResult = UNFINISHED
 
     @property
     def parts(self) -> list[Part]:
@@ -259,10 +257,6 @@ class ChoiceState:
     @property
     def extras(self) -> Extras:
         return joined(self.grown)
-
-    @property
-    def timings(self) -> Timings:
-        return self.result.timings if self.result is not None else Timings()
 
     def add(self, text: str, tokens: Sequence[int], extras: Extras) -> list[StreamItem]:
         """Adds text, and returns its parts. Does nothing after the end."""
@@ -307,7 +301,7 @@ StreamItem = KeepAlive | PartUpdate | ChoiceState
 
 def total_timings(choices: Sequence[ChoiceState]) -> Timings:
     """Adds the timings of all choices."""
-    return reduce(add, (choice.timings for choice in choices))
+    return reduce(add, (choice.result.timings for choice in choices))
 
 
 def timings(times: Timings) -> dict[str, Any]:

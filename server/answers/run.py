@@ -1,31 +1,43 @@
 """Runs one HTTP request's choices at the orchestrator, concurrently, and returns their parts in one order.
 
 The queue is unbounded: a slow reader gets all text since its last read at once, and delays nobody else.
+
+`EventStream` is the streamed response, server-sent events, which ends when its client disconnects. A stream that fails
+after its start reports the error in an event of its API.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from outrider.orchestrator.client.async_client import AsyncBaseClient, AsyncStream
 from outrider.orchestrator.client.dialogue import Chunk, GenerationResult
 from outrider.orchestrator.pairing.tokenizer import TextCodec, TextStream
 from outrider.protocol.errors import OutriderError
 from outrider.protocol.messages import RoundRecord
+from outrider.protocol.sampling import SamplingParams
 from outrider.server import schemas
-from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
-from outrider.server.mapping.generation_params import GenerationParams
+from outrider.server.answers.formatter import AnswerFormatter
+from outrider.server.answers.parts import NO_EXTRAS, UNFINISHED, ChoiceState, Extras, KeepAlive, Splitter, StreamItem
+from outrider.server.auth_middleware import ClientDisconnected
+from outrider.server.connection import chunk_writer
+from outrider.server.mapping.generation_params import seed_of
 from outrider.server.metrics import ChoiceTimer
-from outrider.server.problems import Refused
+from outrider.server.problems import Refused, problem_of
+from outrider.server.schemas import Generation, Watched
 
 
 def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
     """Returns what `job` requests of a chunk."""
-    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.params.ids:
+    if chunk.logprobs is None and chunk.origins is None and chunk.rounds is None and not job.ids:
         return NO_EXTRAS
     origins: list[schemas.TokenOrigin] = []
     if job.words is not None:
@@ -36,7 +48,7 @@ def extras_of(chunk: Chunk, job: ChoiceJob) -> Extras:
         chunk.logprobs or (),
         tuple(origins),
         tuple(map(_round, chunk.rounds or ())),
-        chunk.token_ids if job.params.ids else (),
+        chunk.token_ids if job.ids else (),
     )
 
 
@@ -57,28 +69,41 @@ def _round(record: RoundRecord) -> schemas.Round:
     return schemas.Round(**given, verify=schemas.Work.of(record.verify), decided=decided, drafting=drafting)
 
 
-SILENCE_SECONDS = 2.5
-"""A stream sends a keep-alive after once to twice as long without a result."""
+SILENCE_SECONDS = 4.0
+"""A stream sends a keep-alive after as long without a result."""
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceJob:
-    """One choice: its prompt and parameters. `words` detokenizes, if token origins are requested."""
+    """One choice: its prompt and parameters. `timeout` is in seconds. `ids`: return the tokens' ids. `words`
+    detokenizes, if token origins are requested."""
 
     tokens: tuple[int, ...]
-    params: GenerationParams
+    sampling: SamplingParams
     splitter: Splitter
-    words: TextStream | None = None
+    speculation: Watched
+    timeout: float | None
+    words: TextStream | None
+    ids: bool = False
 
 
-def job(codec: TextCodec, tokens: tuple[int, ...], params: GenerationParams, splitter: Splitter) -> ChoiceJob:
-    """Returns the job of a choice."""
-    sampling = params.sampling
+def job(
+    codec: TextCodec,
+    asked: Generation,
+    tokens: tuple[int, ...],
+    sampling: SamplingParams,
+    index: int,
+    splitter: Splitter,
+) -> ChoiceJob:
+    """Returns the job of choice `index`. The choices of a request differ in the seed."""
+    sampling = replace(sampling, seed=seed_of(sampling.seed or 0, index))
+    speculation = Watched(**dict(asked.speculation or {}))
     ends = frozenset[int]() if sampling.ignore_eos else codec.eos
-    words = TextStream(codec, tokens, sampling.stop, ends) if params.speculation.origins else None
-    return ChoiceJob(tokens, params, splitter, words)
+    words = TextStream(codec, tokens, sampling.stop, ends) if speculation.origins else None
+    return ChoiceJob(tokens, sampling, splitter, speculation, asked.timeout, words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +154,14 @@ class RequestRun:
         self._place = place
         self._longest = longest
         self._line = asyncio.Queue[News | Exception]()
-        self._is_silent = False
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
         self._first: list[News] = []
-        self._open = set(range(len(jobs)))
         self._streams: dict[int, AsyncStream] = {}
         self._tasks = [asyncio.create_task(self._complete(index, job)) for index, job in enumerate(jobs)]
 
     @property
     def over(self) -> bool:
         """Whether all choices are complete and their results were returned."""
-        return not self._open and not self._first
+        return not self._first and all(choice.result is not UNFINISHED for choice in self._choices)
 
     async def begun(self, patience: float) -> None:
         """Waits for the first result, at most `patience` seconds.
@@ -160,11 +182,15 @@ class RequestRun:
         first, self._first = self._first, []
         found: list[StreamItem] = []
         for one in first or await self.news():
-            found += self._items(one)
-            if isinstance(one, ChoiceEnded):
-                self._open.discard(one.index)
-            elif isinstance(one, ChoiceText) and self._choices[one.index].finish and one.index in self._streams:
-                await self._streams.pop(one.index).end()  # its result follows
+            match one:
+                case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
+                    found += self._choices[index].add(text, tokens, extras)
+                    if self._choices[index].finish and index in self._streams:
+                        await self._streams.pop(index).end()  # its result follows
+                case ChoiceEnded(index=index, result=result):
+                    found += self._choices[index].end(result)
+                case KeepAlive():
+                    found.append(one)
         return found
 
     async def whole(self) -> list[ChoiceState]:
@@ -178,89 +204,128 @@ class RequestRun:
         return self._choices
 
     async def news(self) -> list[News]:
-        """Waits for new results, and returns them in order.
+        """Waits for new results, and returns them in order, or a keep-alive; texts of one choice are joined.
 
         Raises:
             OutriderError: a choice failed.
         """
         found: list[News] = []
-        _add(found, await self._line.get())
+        try:
+            async with asyncio.timeout(SILENCE_SECONDS):
+                ready = [await self._line.get()]
+        except TimeoutError:
+            return [KeepAlive("still here")]
         while not self._line.empty():
-            _add(found, self._line.get_nowait())
+            ready.append(self._line.get_nowait())
+        for one in ready:
+            last = found[-1] if found else None
+            if isinstance(one, Exception):
+                raise one
+            if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
+                text, tokens = last.text + one.text, last.tokens + one.tokens
+                found[-1] = ChoiceText(one.index, text, tokens, last.extras + one.extras)
+            else:
+                found.append(one)
         return found
-
-    def _items(self, news: News) -> list[StreamItem]:
-        match news:
-            case ChoiceText(index=index, text=text, tokens=tokens, extras=extras):
-                return self._choices[index].add(text, tokens, extras)
-            case ChoiceEnded(index=index, result=result):
-                return self._choices[index].end(result)
-            case KeepAlive():
-                return [news]
 
     async def close(self) -> None:
         """Cancels unfinished choices, and waits until they are cancelled."""
         self._place.close()
-        self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _put(self, one: News | Exception) -> None:
-        self._is_silent = False
-        self._line.put_nowait(one)
-
-    def _keep_alive(self) -> None:
-        """Adds a keep-alive if nothing was added since the last call, and sets the timer for the next call."""
-        if self._is_silent:
-            self._line.put_nowait(KeepAlive("still here"))
-        self._is_silent = True
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._keep_alive)
 
     async def _complete(self, index: int, job: ChoiceJob) -> None:
         watch = self._watch(index, job)
         result: GenerationResult | None = None
         failed: Exception | None = None
-        limits = [limit for limit in (job.params.timeout, self._longest) if limit is not None]
+        limits = [limit for limit in (job.timeout, self._longest) if limit is not None]
 
         def grown(chunk: Chunk) -> None:
             watch.grown(len(chunk.token_ids))
-            self._put(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
+            self._line.put_nowait(ChoiceText(index, chunk.text, chunk.token_ids, extras_of(chunk, job)))
 
         try:
-            stream = self._streams[index] = self._stream(job)
+            stream = self._streams[index] = self._client.stream(
+                job.tokens,
+                job.sampling,
+                **job.speculation.model_dump(),
+                client=self._caller,
+                progress=lambda done, total: self._line.put_nowait(KeepAlive(f"prompt {done}/{total}")),
+            )
             log.info("choice %d is %s", index, stream.request, extra={"client_request": stream.request})
             async with asyncio.timeout(min(limits, default=None)):
                 result = await stream.follow(grown)
-            self._put(ChoiceEnded(index, result))
+            self._line.put_nowait(ChoiceEnded(index, result))
         except OutriderError as error:
-            self._put(failed := error)
+            self._line.put_nowait(failed := error)
         except TimeoutError:
             late = f"the answer was not complete after {min(limits):g} s and was cancelled; set a longer timeout"
-            self._put(failed := Refused(late, "timeout", 504, "timeout"))
+            self._line.put_nowait(failed := Refused(late, "timeout", 504, "timeout"))
         except Exception as error:
-            self._put(failed := error)  # ends the reader's wait
+            self._line.put_nowait(failed := error)  # ends the reader's wait
             raise
         finally:
             watch.ended(result, failed)
 
-    def _stream(self, job: ChoiceJob) -> AsyncStream:
-        params = job.params
-        return self._client.stream(
-            job.tokens,
-            params.sampling,
-            **params.speculation.model_dump(),
-            client=self._caller,
-            progress=lambda done, total: self._put(KeepAlive(f"prompt {done}/{total}")),
-        )
+
+END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-def _add(found: list[News], one: News | Exception) -> None:
-    """Joins consecutive texts of one choice."""
-    if isinstance(one, Exception):
-        raise one
-    last = found[-1] if found else None
-    if isinstance(one, ChoiceText) and isinstance(last, ChoiceText) and one.index == last.index:
-        found[-1] = ChoiceText(one.index, last.text + one.text, last.tokens + one.tokens, last.extras + one.extras)
-    else:
-        found.append(one)
+class EventStream(Response):
+    """A response that writes the items of `run` as `events` formats them, and closes `run` at its end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: RequestRun, events: AnswerFormatter) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._run = run
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(self._write(chunk_writer(scope, send), send), receive)
+        except ClientDisconnected:
+            pass
+        finally:
+            await self._run.close()
+
+    async def _write(self, write: Callable[[bytes], Awaitable[None]], send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await write(self._events.begin())
+            while not self._run.over:
+                for one in await self._run.next():
+                    await write(self._events.of(one))
+            await write(self._events.end())
+        except (OutriderError, Refused) as error:
+            await write(self._events.failed(problem_of(error)))
+        except Exception as error:
+            await write(self._events.failed(problem_of(error)))
+            await send(END)
+            raise
+        await send(END)
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Returns the result of `work`.
+
+    Raises:
+        ClientDisconnected: the client left; `work` is cancelled.
+    """
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnect())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnected
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from outrider.orchestrator.client.dialogue import GenerationResult, TokenLogprob
+from outrider.orchestrator.client.dialogue import TokenLogprob
 from outrider.orchestrator.pairing.tokenizer import Spelling, TextCodec
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import NEVER
 from outrider.server.answers.parts import ChoiceState, TextPart
-from outrider.server.mapping.conversation import Toolbox
 from outrider.server.mapping.output_format import OutputFormat
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags
 from outrider.server.schemas import (
     CachedTokens,
@@ -29,11 +28,9 @@ from outrider.server.schemas import (
 )
 
 
-def about(result: GenerationResult | None, seed: int, notes: Sequence[str] = ()) -> Outrider:
-    """Returns the `outrider` field. `seed` is used if there is no result, as when a choice ended at its first tool
-    call."""
-    if result is None:
-        return Outrider(seed=seed, mode="", notes=list(notes))
+def about(choice: ChoiceState, notes: Sequence[str] = ()) -> Outrider:
+    """Returns the `outrider` field of an answer that begins with this choice."""
+    result = choice.result
     return Outrider(seed=result.seed, mode=result.mode, notes=[*notes, *result.notes])
 
 
@@ -42,14 +39,8 @@ ThoughtCounter = Callable[[ChoiceState], int]
 
 def counter(model: ServedModel, prompt: TokenizedPrompt) -> ThoughtCounter:
     """Returns a function that counts an answer's thinking tokens."""
-    begun = prompt.thoughts is Thoughts.BEGUN
-
-    def count(choice: ChoiceState) -> int:
-        if model.thinking is None or not choice.thought:
-            return 0
-        return thought_tokens(model.codec.spelling, model.thinking, begun, choice.tokens)
-
-    return count
+    spelling, tags, begun = model.codec.spelling, model.thinking, prompt.thoughts is Thoughts.BEGUN
+    return lambda choice: thought_tokens(spelling, tags, begun, choice.tokens) if tags and choice.thought else 0
 
 
 def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list[int]) -> int:
@@ -70,7 +61,7 @@ def thought_tokens(spelling: Spelling, tags: SpanTags, begun: bool, tokens: list
 def usage(prompt_tokens: int, choices: Sequence[ChoiceState], thoughts: ThoughtCounter | None = None) -> Usage:
     """Returns OpenAI's usage. A prompt shared by several choices counts once."""
     made = sum(len(choice.tokens) for choice in choices)
-    held = max((choice.timings.cache_n for choice in choices), default=0)
+    held = max((choice.result.timings.cache_n for choice in choices), default=0)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=made,
@@ -149,19 +140,26 @@ SchemaChecker = Callable[[Sequence[ChoiceState]], list[str]]
 _LONGEST = 300
 
 
-def no_notes(_choices: Sequence[ChoiceState]) -> list[str]:
-    return []
-
-
 def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> SchemaChecker:
     """Returns a function that checks answers and non-strict tool calls against what the grammar did not enforce of
     their schemas, such as uniqueItems. Violations become notes."""
     loose = form if form is not None and form.loose else None
-    tools = [tool["function"] for tool in box.tools] if box is not None else []
-    schemas = {tool["name"]: tool["parameters"] for tool in tools if box is not None and tool["name"] not in box.strict}
+    tools = [tool["function"] for tool in box.tools if tool["function"]["name"] not in box.strict] if box else []
+    schemas = {tool["name"]: tool["parameters"] for tool in tools}
 
     def notes(choices: Sequence[ChoiceState]) -> list[str]:
-        found = _text_notes(loose, choices) if loose is not None else []
+        found = []
+        if loose is not None:
+            try:
+                validator = _validator(json.loads(loose.grammar.text))
+                for choice in (choice for choice in choices if choice.finish != "length" and not choice.calls):
+                    if (why := _fault(validator, choice.text)) is not None:
+                        found.append(
+                            f"{loose.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no"
+                            " grammar holds this part of it, and strict would have refused it"
+                        )
+            except ValueError as error:
+                found.append(f"{loose.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})")
         for call in (call for choice in choices for call in choice.calls if call.name in schemas):
             try:
                 why = _fault(_validator(schemas[call.name]), call.arguments)
@@ -174,20 +172,6 @@ def schema_checker(form: OutputFormat | None, box: Toolbox | None = None) -> Sch
         return found
 
     return notes
-
-
-def _text_notes(form: OutputFormat, choices: Sequence[ChoiceState]) -> list[str]:
-    try:
-        validator = _validator(json.loads(form.grammar.text))
-    except ValueError as error:
-        return [f"{form.param}: the schema can't be checked afterwards ({str(error)[:_LONGEST]})"]
-    texts = [choice for choice in choices if choice.finish != "length" and not choice.calls]
-    return [
-        f"{form.param}: choice {choice.index} does not satisfy its schema: {why[:_LONGEST]}; no grammar holds this part"
-        " of it, and strict would have refused it"
-        for choice in texts
-        if (why := _fault(validator, choice.text)) is not None
-    ]
 
 
 def _validator(schema: Any) -> Any:

@@ -18,7 +18,6 @@ from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response
 from outrider.server.mapping.conversation import (
     ANY,
     MUST,
-    Toolbox,
     ToolSelection,
     assistant_message,
     function,
@@ -313,16 +312,6 @@ def check_own_turn(messages: list[ChatMessage]) -> None:
         raise Refused("continue_final_message: the last message is not the assistant's", "continue_final_message")
 
 
-def logprobs(asked: ChatRequest) -> int | None:
-    """Returns the number of top log-probabilities; None: no log-probabilities at all."""
-    return asked.top_logprobs or 0 if asked.logprobs else None
-
-
-def tools_of(model: ServedModel, asked: ChatRequest) -> Toolbox:
-    strict = [tool.function.name for tool in asked.tools or () if tool.function is not None and tool.function.strict]
-    return toolbox(model, tools(asked.tools), _tool_choice(asked), strict)
-
-
 def _tool_choice(asked: ChatRequest) -> ToolSelection:
     one = asked.parallel_tool_calls is False
     match asked.tool_choice:
@@ -334,13 +323,16 @@ def _tool_choice(asked: ChatRequest) -> ToolSelection:
             return ToolSelection(allowed.mode, tuple(tool.function.name for tool in allowed.tools), one)
 
 
-def conversation(asked: ChatRequest, box: Toolbox) -> TemplateInput:
+def conversation(model: ServedModel, asked: ChatRequest) -> TemplateInput:
+    refuse(asked)
+    strict = [tool.function.name for tool in asked.tools or () if tool.function is not None and tool.function.strict]
+    box = toolbox(model, tools(asked.tools), _tool_choice(asked), strict)
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning_effort)
     return TemplateInput(
         messages=messages(asked.messages),
-        tools=box.tools,
+        box=box,
         keywords=keywords,
         answer=asked.add_generation_prompt is not False,
         continue_final=bool(asked.continue_final_message),
@@ -379,18 +371,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/chat/completions", response_model=None, responses=response_docs(ChatCompletion, chunk_docs(ChatChunk)))
 async def complete(asked: ChatRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
-    refuse(asked)
-    box, count = tools_of(context.model, asked), asked.n or 1
+    talk, count = conversation(context.model, asked), asked.n or 1
+    logprobs = asked.top_logprobs or 0 if asked.logprobs else None
     plan = await asyncio.to_thread(
-        context.plan,
-        asked,
-        conversation(asked, box),
-        box,
-        output_format_of(asked),
-        stop=asked.stop,
-        max_tokens=_most(asked),
-        logprobs=logprobs(asked),
-        count=count,
+        context.plan, asked, talk, output_format_of(asked), asked.stop, _most(asked), logprobs, count
     )
     return await context.respond(request, plan, ChatFormatter(plan.info, count, include_usage_of(asked)), asked.stream)
 

@@ -20,10 +20,9 @@ from outrider.server.answers.parts import NO_EXTRAS, ChoiceState, Extras, Part, 
 from outrider.server.answers.run import job, speculated
 from outrider.server.answers.usage import LEAST, LogprobFormatter, schema_checker, speller
 from outrider.server.endpoints.json_route import JsonRoute, chunk_docs, response_docs
-from outrider.server.mapping.conversation import Toolbox
-from outrider.server.mapping.generation_params import generation_params, include_usage_of
+from outrider.server.mapping.generation_params import include_usage_of, sampling_params
 from outrider.server.mapping.output_format import answer_grammar, output_format_of, resolve_output_format
-from outrider.server.model.served import ServedModel, TokenizedPrompt
+from outrider.server.model.served import ServedModel, TokenizedPrompt, Toolbox
 from outrider.server.problems import Refused
 from outrider.server.schemas import (
     MAX_CHOICES,
@@ -98,17 +97,16 @@ class CompletionLogprobWriter:
         visible = self._speller.visible(rows)
         if not visible:
             return None
+        offsets = []
+        for row in visible:
+            offsets.append(self._length)
+            self._length += len(self._characters.decode(self._speller.bytes_of(row.token)))
         return CompletionLogprobs(
             tokens=[self._speller.text(row.token) for row in visible],
             token_logprobs=[max(row.logprob, LEAST) for row in visible],
             top_logprobs=[self._top(row) for row in visible],
-            text_offset=[self._offset(row.token) for row in visible],
+            text_offset=offsets,
         )
-
-    def _offset(self, token: int) -> int:
-        before = self._length
-        self._length += len(self._characters.decode(self._speller.bytes_of(token)))
-        return before
 
     def _top(self, row: TokenLogprob) -> dict[str, float]:
         """Top tokens by text. Of tokens with equal text the likeliest is kept; the chosen token is always included."""
@@ -124,15 +122,15 @@ def likeliest(choices: Sequence[ChoiceState], tried: int, kept: int) -> list[Cho
     them."""
     if tried == kept:
         return list(choices)
+
+    def mean(choice: ChoiceState) -> float:
+        rows = choice.extras.logprobs
+        return sum(row.logprob for row in rows) / max(len(rows), 1)
+
     best: list[ChoiceState] = []
     for start in range(0, len(choices), tried):
-        best += sorted(choices[start : start + tried], key=_mean, reverse=True)[:kept]
+        best += sorted(choices[start : start + tried], key=mean, reverse=True)[:kept]
     return [replace(choice, index=index) for index, choice in enumerate(best)]
-
-
-def _mean(choice: ChoiceState) -> float:
-    rows = choice.extras.logprobs
-    return sum(row.logprob for row in rows) / max(len(rows), 1)
 
 
 class TextCompletionFormatter(CompletionFormatter):
@@ -184,7 +182,10 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/completions", response_model=None, responses=response_docs(Completion, chunk_docs(Completion)))
 async def complete(asked: CompletionRequest, request: Request, context: TheServer) -> Response:
     """Completes texts. Choices of several prompts follow one another."""
-    _refuse(asked)
+    if asked.echo and asked.logprobs is not None:
+        raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
+    if asked.suffix:
+        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
     with_usage = include_usage_of(asked)
     plan, echoes = await asyncio.to_thread(_plan, context.model, asked)
     formatter = TextCompletionFormatter(plan.info, echoes, with_usage, _tried(asked), asked.n or 1)
@@ -202,27 +203,21 @@ def _plan(model: ServedModel, asked: CompletionRequest) -> tuple[AnswerPlan, lis
     wanted = asked.logprobs if tried == each else asked.logprobs or 0  # best_of ranks by them
     form = resolve_output_format(model, output_format_of(asked))
     grammar = answer_grammar(model, TokenizedPrompt(()), Toolbox(), form)
-    params = replace(
-        generation_params(model, asked, most, asked.stop, grammar, wanted), ids=bool(asked.return_token_ids)
-    )
-    jobs = [job(model.codec, tokens, params.another(index), Splitter()) for tokens in prompts for index in range(tried)]
+    sampling, ids = sampling_params(model, asked, most, asked.stop, grammar, wanted), bool(asked.return_token_ids)
+    jobs = [
+        replace(job(model.codec, asked, tokens, sampling, index, Splitter()), ids=ids)
+        for tokens in prompts
+        for index in range(tried)
+    ]
     info = AnswerInfo(
         model.id,
-        params.sampling.seed or 0,
         sum(map(len, prompts)),
-        speller=speller(model, params.sampling) if asked.logprobs is not None else None,
+        speller=speller(model, sampling) if asked.logprobs is not None else None,
         notes=schema_checker(form),
     )
     texts = [one if isinstance(one, str) else model.codec.decode(tuple(one)) for one in given] if asked.echo else []
     echoes = [text for text in texts or [""] * len(given) for _ in range(each)]
     return AnswerPlan(info, jobs), echoes
-
-
-def _refuse(asked: CompletionRequest) -> None:
-    if asked.echo and asked.logprobs is not None:
-        raise Refused("logprobs of the prompt are not supported; leave out echo or logprobs", "logprobs")
-    if asked.suffix:
-        raise Refused("suffix: fill-in-the-middle is not supported; leave it out", "suffix")
 
 
 def _tried(asked: CompletionRequest) -> int:

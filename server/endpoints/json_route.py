@@ -107,7 +107,13 @@ class JsonRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             _check_kind(request)
-            asked = _read(shape, await request.body())
+            try:  # strict JSON: UTF-8, no NaN, limited nesting
+                asked = shape.model_validate(from_json(await request.body(), allow_inf_nan=False))
+            except ValidationError as error:
+                wrong = error.errors(include_url=False)
+                raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in wrong]) from None
+            except ValueError as error:
+                raise Refused(f"the body is not JSON: {error}") from None
             context = request.app.state.context
             if asked.model_extra:
                 context.ignored.note(request.url.path, ignorable(asked))
@@ -117,17 +123,6 @@ class JsonRoute(APIRoute):
             return answer
 
         return handle
-
-
-def _read(shape: type[ApiRequest], body: bytes) -> ApiRequest:
-    """Parses strict JSON: UTF-8, no NaN, limited nesting."""
-    try:
-        return shape.model_validate(from_json(body, allow_inf_nan=False))
-    except ValidationError as error:
-        wrong = error.errors(include_url=False)
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in wrong]) from None
-    except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from None
 
 
 def _check_kind(request: Request) -> None:

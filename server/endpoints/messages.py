@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,14 +14,7 @@ from starlette.responses import Response
 
 from outrider.orchestrator.pairing.tokenizer import Detokenizer, TextCodec
 from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, event, typed_event
-from outrider.server.answers.parts import (
-    ChoiceState,
-    Part,
-    PartUpdate,
-    TextPart,
-    ThinkingPart,
-    timings,
-)
+from outrider.server.answers.parts import ChoiceState, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.run import ChoiceJob
 from outrider.server.answers.usage import about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
@@ -30,17 +22,17 @@ from outrider.server.mapping.conversation import (
     ANY,
     MUST,
     NONE,
-    Toolbox,
     ToolSelection,
     assistant_message,
     function,
+    parsed_arguments,
     past_call,
     text_of,
     tool_result,
     toolbox,
 )
 from outrider.server.mapping.output_format import OutputFormat, parse_output_format
-from outrider.server.model.served import ServedModel, TemplateInput
+from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused
 from outrider.server.schemas import (
@@ -184,7 +176,7 @@ class TokenCount(ApiResponse):
 
 def messages_usage(prompt_tokens: int, choice: ChoiceState | None) -> MessagesUsage:
     """Returns Anthropic's usage. `choice` None: nothing was generated yet."""
-    held = choice.timings.cache_n if choice is not None else 0
+    held = choice.result.timings.cache_n if choice is not None else 0
     return MessagesUsage(
         input_tokens=prompt_tokens - held,
         output_tokens=len(choice.tokens) if choice is not None else 0,
@@ -253,8 +245,8 @@ class MessageFormatter(BlockFormatter):
     def _numbers(self, choice: ChoiceState) -> dict[str, Any]:
         return {
             "usage": messages_usage(self.info.prompt_tokens, choice),
-            "timings": timings(choice.timings),
-            "outrider": about(choice.result, self.info.seed),
+            "timings": timings(choice.result.timings),
+            "outrider": about(choice),
         }
 
 
@@ -276,21 +268,15 @@ def _block(part: Part, begun: bool = False) -> AnswerBlock:
         case ThinkingPart(text=text):
             return ThinkingBlock(thinking="" if begun else text)
         case ToolCall(name=name, arguments=arguments, id=own):
-            given = {} if begun else _object(arguments)
+            given = {} if begun else parsed_arguments(arguments)
+            if not isinstance(given, dict):
+                given = {"arguments": arguments}
             return ToolUseBlock(id=own or f"toolu_{secrets.token_hex(12)}", name=name, input=given)
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
 
 
 def stop_that_ended(codec: TextCodec, job: ChoiceJob, choice: ChoiceState) -> str | None:
     """Returns the stop string that occurs first in the choice's text, or None."""
-    sampling = job.params.sampling
+    sampling = job.sampling
     detokenizer = Detokenizer(codec, job.tokens)
     ends = frozenset() if sampling.ignore_eos else codec.eos
     text = "".join(detokenizer.feed(token) for token in choice.tokens if token not in ends) + detokenizer.finish()
@@ -320,13 +306,10 @@ def output_format_of(asked: CountTokensRequest) -> OutputFormat | None:
     """Returns the format of `output_config.format`, or of the older `output_format`. Raises Refused."""
     if asked.output_format is not None:
         return parse_output_format(asked.output_format, "output_format")
-    given = (asked.output_config or {}).get("format")
-    if given is not None and not isinstance(given, dict):
-        raise Refused("output_config.format: expected an object", "output_config")
-    return parse_output_format(given, "output_config.format")
+    return parse_output_format((asked.output_config or {}).get("format"), "output_config.format")
 
 
-def tools_of(model: ServedModel, asked: CountTokensRequest) -> Toolbox:
+def _toolbox(model: ServedModel, asked: CountTokensRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type not in (None, "custom"):
@@ -350,10 +333,18 @@ def _choice(asked: CountTokensRequest) -> ToolSelection:
     return ToolSelection(MUST, (choice.name,), one=True)
 
 
-def conversation(asked: CountTokensRequest, box: Toolbox) -> TemplateInput:
+def conversation(model: ServedModel, asked: CountTokensRequest) -> TemplateInput:
     """Converts to a template's input. A final assistant turn is continued, as in Anthropic's API."""
+    refuse(asked)
+    box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
-    if system := _system(asked.system or ""):
+    # Claude Code's label differs for each request and would defeat the prompt cache.
+    given = (
+        asked.system
+        if not isinstance(asked.system, list)
+        else [block for block in asked.system if not (block.text or "").startswith(_LABEL)]
+    )
+    if system := text_of(given, "system"):
         messages.append({"role": "system", "content": system})
     for place, turn in enumerate(asked.messages):
         messages += _turn(turn, f"messages.{place}.content")
@@ -362,7 +353,7 @@ def conversation(asked: CountTokensRequest, box: Toolbox) -> TemplateInput:
         keywords.setdefault("enable_thinking", asked.thinking.type != "disabled")
     last = messages[-1]
     continue_final = last["role"] == "assistant" and not last.get("tool_calls") and bool(last["content"])
-    return TemplateInput(messages, box.tools, keywords, continue_final=continue_final)
+    return TemplateInput(messages, box, keywords, continue_final=continue_final)
 
 
 def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
@@ -382,31 +373,14 @@ def _turn(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": turn.role, "content": text}
 
 
-def _system(given: str | list[Block]) -> str:
-    """Returns the system prompt without Claude Code's label, which differs for each request and would defeat the prompt
-    cache."""
-    if isinstance(given, str):
-        return given
-    return text_of([block for block in given if not (block.text or "").startswith(_LABEL)], "system")
-
-
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/messages", response_model=None, responses=response_docs(MessageAnswer, event_docs(), anthropic=True))
 async def answer(asked: MessagesRequest, request: Request, context: TheServer) -> Response:
     """Generates an answer to a conversation."""
-    refuse(asked)
-    box = tools_of(context.model, asked)
-    plan = await asyncio.to_thread(
-        context.plan,
-        asked,
-        conversation(asked, box),
-        box,
-        output_format_of(asked),
-        stop=asked.stop_sequences,
-        max_tokens=asked.max_tokens,
-    )
+    talk, form = conversation(context.model, asked), output_format_of(asked)
+    plan = await asyncio.to_thread(context.plan, asked, talk, form, asked.stop_sequences, asked.max_tokens)
     stopped_by = partial(stop_that_ended, context.model.codec, plan.jobs[0])
     return await context.respond(request, plan, MessageFormatter(plan.info, stopped_by), asked.stream)
 
@@ -414,6 +388,4 @@ async def answer(asked: MessagesRequest, request: Request, context: TheServer) -
 @router.post("/messages/count_tokens", response_model=None, responses=response_docs(TokenCount, anthropic=True))
 async def count(asked: CountTokensRequest, context: TheServer) -> Response:
     """Counts the tokens of a conversation."""
-    refuse(asked)
-    prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
-    return as_json(TokenCount(input_tokens=len(prompt.tokens)))
+    return as_json(TokenCount(input_tokens=await context.count_tokens(conversation(context.model, asked))))

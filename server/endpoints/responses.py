@@ -16,21 +16,12 @@ from starlette.responses import Response
 
 from outrider.protocol.sampling import MOST_LOGPROBS, SamplingParams
 from outrider.server.answers.formatter import AnswerInfo, BlockFormatter, typed_event
-from outrider.server.answers.parts import (
-    ChoiceState,
-    Extras,
-    Part,
-    PartUpdate,
-    TextPart,
-    ThinkingPart,
-    timings,
-)
+from outrider.server.answers.parts import ChoiceState, Extras, Part, PartUpdate, TextPart, ThinkingPart, timings
 from outrider.server.answers.usage import TextLogprobs, about
 from outrider.server.endpoints.json_route import JsonRoute, event_docs, response_docs
 from outrider.server.mapping.conversation import (
     ANY,
     MUST,
-    Toolbox,
     ToolSelection,
     assistant_message,
     function,
@@ -39,8 +30,8 @@ from outrider.server.mapping.conversation import (
     tool_result,
     toolbox,
 )
-from outrider.server.mapping.output_format import OutputFormat, parse_output_format
-from outrider.server.model.served import ServedModel, TemplateInput
+from outrider.server.mapping.output_format import parse_output_format
+from outrider.server.model.served import ServedModel, TemplateInput, Toolbox
 from outrider.server.model.tool_format import ToolCall
 from outrider.server.problems import Problem, Refused, refuse_given
 from outrider.server.schemas import (
@@ -226,21 +217,6 @@ class ResponseObject(ApiResponse):
     outrider: Outrider | None = absent()
 
 
-def responses_usage(info: AnswerInfo, choice: ChoiceState) -> ResponsesUsage:
-    """Returns the usage of the responses API."""
-    made = len(choice.tokens)
-    thought = info.thoughts(choice) if info.thoughts is not None else 0
-    return ResponsesUsage(
-        input_tokens=info.prompt_tokens,
-        input_tokens_details=WrittenTokens(
-            cached_tokens=choice.timings.cache_n, cache_write_tokens=choice.timings.prompt_n
-        ),
-        output_tokens=made,
-        output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
-        total_tokens=info.prompt_tokens + made,
-    )
-
-
 class ResponseFormatter(BlockFormatter):
     """Formats a response, and its stream of numbered events. `asked` has the fields that the response repeats.
 
@@ -249,7 +225,9 @@ class ResponseFormatter(BlockFormatter):
 
     def __init__(self, info: AnswerInfo, asked: ResponsesRequest, sampling: SamplingParams) -> None:
         super().__init__(info)
-        self._notes = notes(asked)
+        # Coding agents also offer tools that run at OpenAI.
+        others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
+        self._notes = [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
         self._logprobs = TextLogprobs(info.speller) if info.speller is not None else None
         self._number = -1
         self._items: list[Output] = []
@@ -296,12 +274,21 @@ class ResponseFormatter(BlockFormatter):
         return ResponseObject(**self._common, output=self._items, **more)
 
     def _whole(self, choice: ChoiceState) -> ResponseObject:
+        info, times, made = self.info, choice.result.timings, len(choice.tokens)
+        thought = info.thoughts(choice) if info.thoughts is not None else 0
+        usage = ResponsesUsage(
+            input_tokens=info.prompt_tokens,
+            input_tokens_details=WrittenTokens(cached_tokens=times.cache_n, cache_write_tokens=times.prompt_n),
+            output_tokens=made,
+            output_tokens_details=ReasoningTokens(reasoning_tokens=thought),
+            total_tokens=info.prompt_tokens + made,
+        )
         return self._shape(
             status=_status(choice),
             incomplete_details={"reason": "max_output_tokens"} if choice.finish == "length" else None,
-            usage=responses_usage(self.info, choice),
-            timings=timings(choice.timings),
-            outrider=about(choice.result, self.info.seed, [*self._notes, *self.info.notes([choice])]),
+            usage=usage,
+            timings=timings(times),
+            outrider=about(choice, [*self._notes, *self.info.notes([choice])]),
         )
 
     def _take_logprobs(self, extras: Extras) -> None:
@@ -404,19 +391,11 @@ def logprobs(asked: ResponsesRequest) -> int | None:
     return asked.top_logprobs or 0 if _LOGPROBS in (asked.include or ()) else None
 
 
-def output_format_of(asked: ResponsesRequest) -> OutputFormat | None:
-    """Returns the format of `text.format`. Raises Refused."""
-    given = (asked.text or {}).get("format")
-    if given is not None and not isinstance(given, dict):
-        raise Refused("text.format: expected an object", "text")
-    return parse_output_format(given, "text.format", may_be_loose=True)
-
-
-def tools_of(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
+def _toolbox(model: ServedModel, asked: ResponsesRequest) -> Toolbox:
     given = []
     for place, tool in enumerate(asked.tools or ()):
         if tool.type != "function":
-            continue  # ignored; `notes` mentions it
+            continue  # ignored, with a note
         if not tool.name:
             raise Refused(f"tools.{place}: the function has no name", f"tools.{place}")
         given.append(function(tool.name, tool.description, tool.parameters))
@@ -435,13 +414,9 @@ def _tool_choice(asked: ResponsesRequest) -> ToolSelection:
             return ToolSelection(mode, tuple(tool.name for tool in allowed), one)
 
 
-def notes(asked: ResponsesRequest) -> list[str]:
-    """Notes ignored tools: coding agents also offer tools that run at OpenAI."""
-    others = sorted({tool.type[:40] for tool in asked.tools or () if tool.type != "function"})
-    return [f"tools: {', '.join(others)} ignored; only function tools are supported"] if others else []
-
-
-def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
+def conversation(model: ServedModel, asked: ResponsesRequest) -> TemplateInput:
+    refuse(asked)
+    box = _toolbox(model, asked)
     messages: list[dict[str, Any]] = []
     if asked.instructions:
         messages.append({"role": "system", "content": asked.instructions})
@@ -452,7 +427,7 @@ def conversation(asked: ResponsesRequest, box: Toolbox) -> TemplateInput:
     keywords = dict(asked.chat_template_kwargs or {})
     if asked.reasoning is not None and asked.reasoning.effort is not None:
         keywords.setdefault("reasoning_effort", asked.reasoning.effort)
-    return TemplateInput(messages, box.tools, keywords)
+    return TemplateInput(messages, box, keywords)
 
 
 def _items_in(items: list[Item]) -> list[dict[str, Any]]:
@@ -463,11 +438,16 @@ def _items_in(items: list[Item]) -> list[dict[str, Any]]:
         where = f"input.{place}"
         match item.type:
             case "message" if item.role is not None:
-                _add_message(messages, item.role, text_of(item.content, f"{where}.content", _READABLE))
+                text, last = text_of(item.content, f"{where}.content", _READABLE), messages[-1] if messages else {}
+                if item.role == last.get("role") == "assistant" and not last["content"]:
+                    last["content"] = text  # follows its reasoning
+                else:
+                    messages.append({"role": "system" if item.role == "developer" else item.role, "content": text})
             case "function_call":
-                _last_assistant_message(messages).setdefault("tool_calls", []).append(
-                    past_call(item.name or "", item.arguments or "{}", item.call_id)
-                )
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append(assistant_message("", []))
+                call = past_call(item.name or "", item.arguments or "{}", item.call_id)
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 result = text_of(item.output, f"{where}.output", _READABLE)
                 messages.append(tool_result(result, item.call_id or "", None))
@@ -476,25 +456,7 @@ def _items_in(items: list[Item]) -> list[dict[str, Any]]:
                 messages.append(assistant_message("", [], thought))
             case other:
                 raise Refused(f"{where}: an item of type {other[:40]!r} can't be read here", where)
-    return [message for message in messages if not _is_empty(message)]
-
-
-def _add_message(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    if role == "assistant" and messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
-        messages[-1]["content"] = text  # follows its reasoning
-    else:
-        messages.append({"role": "system" if role == "developer" else role, "content": text})
-
-
-def _last_assistant_message(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the last message if it is the assistant's, else a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append(assistant_message("", []))
-    return messages[-1]
-
-
-def _is_empty(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant" and not any(message.get(k) for k in ("content", "tool_calls"))
+    return [m for m in messages if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
 
 
 router = APIRouter(route_class=JsonRoute)
@@ -503,25 +465,16 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/responses", response_model=None, responses=response_docs(ResponseObject, event_docs()))
 async def respond(asked: ResponsesRequest, request: Request, context: TheServer) -> Response:
     """Generates a response to an input."""
-    refuse(asked)
-    box = tools_of(context.model, asked)
+    talk = conversation(context.model, asked)
+    form = parse_output_format((asked.text or {}).get("format"), "text.format", may_be_loose=True)
     plan = await asyncio.to_thread(
-        context.plan,
-        asked,
-        conversation(asked, box),
-        box,
-        output_format_of(asked),
-        stop=asked.stop,
-        max_tokens=asked.max_output_tokens,
-        logprobs=logprobs(asked),
+        context.plan, asked, talk, form, asked.stop, asked.max_output_tokens, logprobs(asked)
     )
-    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].params.sampling)
+    formatter = ResponseFormatter(plan.info, asked, plan.jobs[0].sampling)
     return await context.respond(request, plan, formatter, asked.stream)
 
 
 @router.post("/responses/input_tokens", response_model=None, responses=response_docs(InputTokens))
 async def count(asked: ResponsesRequest, context: TheServer) -> Response:
     """Counts the tokens of an input."""
-    refuse(asked)
-    prompt = await asyncio.to_thread(context.model.prompt, conversation(asked, tools_of(context.model, asked)))
-    return as_json(InputTokens(input_tokens=len(prompt.tokens)))
+    return as_json(InputTokens(input_tokens=await context.count_tokens(conversation(context.model, asked))))

@@ -178,7 +178,8 @@ async def tokenize(asked: TokenizeRequest, context: TheServer) -> Response:
 @text_router.post("/apply-template", response_model=None, responses=response_docs(Applied))
 async def apply(asked: TemplateRequest, context: TheServer) -> Response:
     """Applies the chat template to a conversation."""
-    return as_json(await asyncio.to_thread(_applied, asked, context.model))
+    prompt = await asyncio.to_thread(context.model.prompt, _talk(asked, asked.messages, context.model))
+    return as_json(Applied(prompt=context.model.codec.decode(prompt.tokens)))
 
 
 @text_router.post("/detokenize", response_model=None, responses=response_docs(Detokenized))
@@ -192,12 +193,15 @@ async def detokenize(asked: DetokenizeRequest, context: TheServer) -> Response:
     return as_json(Detokenized(content=text, prompt=text))
 
 
-def _applied(asked: TemplateRequest, model: ServedModel) -> Applied:
-    return Applied(prompt=model.codec.decode(model.prompt(_talk(asked, asked.messages, model)).tokens))
-
-
 def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
-    tokens = list(_tokens(asked, model))
+    given = [one for one in (asked.content, asked.prompt, asked.messages) if one is not None]
+    if len(given) != 1:
+        raise Refused("expected exactly one of content, prompt and messages")
+    if asked.messages is not None:
+        tokens = list(model.prompt(_talk(asked, asked.messages, model)).tokens)
+    else:
+        special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
+        tokens = list(model.tokens(str(given[0]), special))
     spelled = [model.codec.spelling.of(token) for token in tokens]
     return Tokenized(
         tokens=list(map(_piece, tokens, spelled)) if asked.with_pieces else tokens,
@@ -207,22 +211,12 @@ def _tokenized(asked: TokenizeRequest, model: ServedModel) -> Tokenized:
     )
 
 
-def _tokens(asked: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
-    given = [one for one in (asked.content, asked.prompt, asked.messages) if one is not None]
-    if len(given) != 1:
-        raise Refused("expected exactly one of content, prompt and messages")
-    if asked.messages is not None:
-        return model.prompt(_talk(asked, asked.messages, model)).tokens
-    special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
-    return model.tokens(str(given[0]), special)
-
-
 def _talk(asked: TokenizeRequest | TemplateRequest, messages: list[ChatMessage], model: ServedModel) -> TemplateInput:
     if asked.continue_final_message:
         chat.check_own_turn(messages)
     return TemplateInput(
         chat.messages(messages),
-        toolbox(model, chat.tools(asked.tools), ToolSelection()).tools,
+        toolbox(model, chat.tools(asked.tools), ToolSelection()),
         asked.chat_template_kwargs or {},
         answer=asked.add_generation_prompt,
         continue_final=asked.continue_final_message,

@@ -1,6 +1,6 @@
 """Messages and tools of every API as chat templates take them.
 
-`Toolbox` has the tools that an answer may call. The model sees only these.
+`toolbox` selects the tools that an answer may call. The model sees only these.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outrider.server.model.served import ServedModel
+from outrider.server.model.served import ServedModel, Toolbox
 from outrider.server.problems import Refused
 
 
@@ -37,7 +37,8 @@ def text_of(content: str | Sequence[ContentPart] | None, where: str, readable: C
 
 def past_call(name: str, arguments: str | dict[str, Any], own_id: str | None) -> dict[str, Any]:
     """Returns an earlier tool call. JSON arguments become an object, which templates expect."""
-    return {"type": "function", "id": own_id or "", "function": {"name": name, "arguments": _object(arguments)}}
+    function = {"name": name, "arguments": parsed_arguments(arguments)}
+    return {"type": "function", "id": own_id or "", "function": function}
 
 
 def assistant_message(content: str, calls: list[dict[str, Any]], thought: str = "") -> dict[str, Any]:
@@ -55,7 +56,8 @@ def tool_result(content: str, own_id: str, name: str | None) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": own_id, **({"name": name} if name else {})}
 
 
-def _object(arguments: str | dict[str, Any]) -> Any:
+def parsed_arguments(arguments: str | dict[str, Any]) -> Any:
+    """Returns the value that JSON arguments stand for; invalid ones are returned as they are."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -65,26 +67,6 @@ def _object(arguments: str | dict[str, Any]) -> Any:
 
 
 ANY, NONE, MUST = "auto", "none", "required"
-
-
-@dataclass(frozen=True, slots=True)
-class Toolbox:
-    """`tools` in OpenAI's format. `must`: at least one call is required. `one`: at most one is allowed.
-
-    `strict`: names of tools whose calls must satisfy their schemas. `guided`: all calls must, because the model's
-    template has no tools.
-    """
-
-    tools: tuple[dict[str, Any], ...] = ()
-    must: bool = False
-    one: bool = False
-    strict: frozenset[str] = frozenset()
-    guided: bool = False
-
-    @property
-    def binds(self) -> bool:
-        """Whether a grammar constrains calls."""
-        return self.must or self.guided or bool(self.strict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sampling and speculation parameters of every API as one record.
+"""Sampling parameters of every API as one record.
 
 Omitted values come from the model's generation_config.json, or else are Outrider's defaults.
 """
@@ -8,69 +8,45 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.protocol.sampling import MAX_SEED, Grammar, SamplingParams
 from outrider.server.model.served import ServedModel
 from outrider.server.problems import Refused
-from outrider.server.schemas import Generation, Sampling, Watched
+from outrider.server.schemas import Generation, Sampling
 
 SEEDS = 2**32
 UNBOUNDED = 2**31 - 1
-_FIELDS = {
-    "temp": "temperature",
-    **{
-        name: name
-        for name in (
-            *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-            *("repetition_context_size", "presence_context_size", "frequency_context_size"),
-        )
-    },
-}
-"""Fields of SamplingParams that a request may have, and their names there."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationParams:
-    """`sampling` has a seed. `timeout` is in seconds. `ids`: return the tokens' ids."""
-
-    sampling: SamplingParams
-    speculation: Watched = field(default_factory=Watched)
-    timeout: float | None = None
-    ids: bool = False
-
-    def another(self, index: int) -> GenerationParams:
-        """Returns the parameters of choice `index`, which differ in the seed. Choice 0 has the request's seed."""
-        if index == 0:
-            return self
-        return replace(self, sampling=replace(self.sampling, seed=seed_of(self.sampling.seed or 0, index)))
+_FIELDS = (
+    *("top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_context_size", "presence_context_size", "frequency_context_size"),
+)
+"""Fields of SamplingParams that a request may have under the same names."""
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Derives a choice's seed from the request's seed and the choice's index."""
+    """Derives a choice's seed from the request's seed, which choice 0 has, and the choice's index."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & MAX_SEED
 
 
-def generation_params(
+def sampling_params(
     model: ServedModel,
     asked: Generation,
     max_tokens: int,
     stop: str | Sequence[str] | None,
     grammar: Grammar | None = None,
     logprobs: int | None = None,
-) -> GenerationParams:
-    """Returns the parameters of a request.
+) -> SamplingParams:
+    """Returns the parameters of a request, with a seed.
 
     Raises:
         InvalidRequest: a value is out of range.
     """
-    known = type(asked).model_fields
-    given = {ours: getattr(asked, theirs) for ours, theirs in _FIELDS.items() if theirs in known}
+    given = {"temp": asked.temperature, **{name: getattr(asked, name, None) for name in _FIELDS}}
     fields: dict[str, Any] = {**model.defaults, **{name: value for name, value in given.items() if value is not None}}
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
@@ -79,9 +55,7 @@ def generation_params(
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if isinstance(asked, Sampling):
         fields["logit_bias"] = _bias(asked.logit_bias)
-    wanted = asked.speculation or Watched()
-    speculation = wanted if isinstance(wanted, Watched) else Watched(**dict(wanted))
-    return GenerationParams(SamplingParams(**fields), speculation, asked.timeout)
+    return SamplingParams(**fields)
 
 
 def room(model: ServedModel, prompt_tokens: int, asked: int | None) -> int:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from outrider.grammar.compiler import as_part, check
 from outrider.protocol.errors import InvalidRequest
 from outrider.protocol.sampling import Grammar
-from outrider.server.mapping.conversation import Toolbox
 from outrider.server.model.call_grammar import Rules, arguments_of, calls, one_of
-from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt
+from outrider.server.model.served import ServedModel, Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import ToolFormat
 from outrider.server.problems import Refused
 from outrider.server.schemas import Sampling
@@ -30,12 +29,6 @@ class OutputFormat:
     grammar: Grammar
     param: str
     loose: bool = False
-
-    @property
-    def leniently(self) -> Grammar:
-        """The grammar without what the library does not support."""
-        schema = json.loads(self.grammar.text)
-        return Grammar.json_schema({**schema, "x-guidance": {**schema.get("x-guidance", {}), "lenient": True}})
 
 
 def output_format_of(asked: Sampling) -> OutputFormat | None:
@@ -69,14 +62,18 @@ def output_format_of(asked: Sampling) -> OutputFormat | None:
     return forms[0] if forms else None
 
 
-def parse_output_format(given: Mapping[str, Any] | None, name: str, may_be_loose: bool = False) -> OutputFormat | None:
+def parse_output_format(given: object, name: str, may_be_loose: bool = False) -> OutputFormat | None:
     """Parses `response_format`, `text.format` or Anthropic's `format`. OpenAI's schemas `may_be_loose`.
 
     Raises:
         Refused: it is invalid.
     """
-    kind = (given or {}).get("type", "text")
-    if given is None or kind == "text":
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise Refused(f"{name}: expected an object", name.partition(".")[0])
+    kind = given.get("type", "text")
+    if kind == "text":
         return None
     inner = given.get("json_schema")
     schema = (inner if isinstance(inner, Mapping) else given).get("schema")
@@ -96,14 +93,21 @@ def _one_of(texts: Sequence[str] | None) -> str | None:
 
 
 def _form(kind: str, given: object, name: str) -> OutputFormat:
-    try:
+    with _refusing(f"{name}:", name):
         if kind != "json_schema":
             return OutputFormat(Grammar(kind, str(given)), name)
         if not isinstance(given, Mapping | str | bool):
             raise Refused(f"{name}: the schema is not an object; expected a JSON schema", name)
         return OutputFormat(Grammar.json_schema(given), name)
+
+
+@contextmanager
+def _refusing(subject: str, param: str) -> Iterator[None]:
+    """Turns InvalidRequest into Refused, whose sentence begins with `subject`."""
+    try:
+        yield
     except InvalidRequest as error:
-        raise Refused(f"{name}: {error}", name) from None
+        raise Refused(f"{subject} {error}", param) from None
 
 
 _BREAKS = r"/\n{0,2}/"
@@ -122,7 +126,8 @@ def answer_grammar(
         return None
     param = form.param if form is not None else "tools"
     if form is not None:
-        _check(model, form.grammar, param)
+        with _refusing(f"{param}:", param):
+            check(form.grammar, model.vocabulary)
     rules = Rules(model.vocabulary)
     body = _calls(rules, model, box, form) if box.tools else None
     if body is None and form is None:
@@ -131,11 +136,9 @@ def answer_grammar(
         return form.grammar
     answer = {"name": "answer", "lark_grammar": rules.text(f"{_thoughts(rules, model, prompt)} {body or '@form'}")}
     inner = [as_part(form.grammar, "form")] if form is not None else []
-    try:
+    with _refusing(f"{param}:", param):
         grammar = Grammar("llguidance", json.dumps({"grammars": [answer, *inner]}, ensure_ascii=False))
-    except InvalidRequest as error:
-        raise Refused(f"{param}: {error}", param) from None
-    _check(model, grammar, param)
+        check(grammar, model.vocabulary)
     return grammar
 
 
@@ -147,8 +150,10 @@ def resolve_output_format(model: ServedModel, form: OutputFormat | None) -> Outp
         check(form.grammar, model.vocabulary)
         return replace(form, loose=False)
     except InvalidRequest as error:
+        schema = json.loads(form.grammar.text)
+        schema["x-guidance"] = {**schema.get("x-guidance", {}), "lenient": True}
         try:
-            lenient = form.leniently
+            lenient = Grammar.json_schema(schema)  # without what the library does not support
             check(lenient, model.vocabulary)
         except InvalidRequest:
             raise Refused(f"{form.param}: {error}", form.param) from None
@@ -160,8 +165,9 @@ def _calls(rules: Rules, model: ServedModel, box: Toolbox, form: OutputFormat | 
     written = model.tools
     if written is None or not (box.binds or form is not None):
         return None
-    for tool in box.tools:
-        _check_tool(model, tool["function"], box)
+    for function in (tool["function"] for tool in box.tools):
+        with _refusing(f"tools: of {function['name'][:80]}", "tools"):
+            check(Grammar.json_schema(arguments_of(function, function["name"] in box.strict)), model.vocabulary)
     inner = calls(rules, written.style, box.tools, box.strict, box.one) if written.style is not None else None
     if box.must:
         return _only_calls(rules, written, inner, box)
@@ -177,18 +183,14 @@ def _only_calls(rules: Rules, written: ToolFormat, inner: str | None, box: Toolb
     if inner is None:
         return f"{start} {_ANYTHING}"
     call = rules.rule(f"{start} {inner} {rules.literal(written.tags.end)}")
-    return call if box.one or _many(written) else f"{call} ({_BREAKS} {call})*"
+    one_pair = written.style is not None and written.style.block is not None  # of tags, around all calls
+    return call if box.one or one_pair else f"{call} ({_BREAKS} {call})*"
 
 
 def _text_and_calls(rules: Rules, written: ToolFormat, inner: str, words: str, box: Toolbox) -> str:
     """Allows text in which every start tag begins a valid call."""
     call = rules.rule(f"{rules.before(words, written.tags.start)} {inner} {rules.literal(written.tags.end)}")
     return one_of([call, words]) if box.one else f"{call}* {words}"
-
-
-def _many(written: ToolFormat) -> bool:
-    """Whether one pair of tags contains several calls."""
-    return written.style is not None and written.style.block is not None
 
 
 def _thoughts(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
@@ -198,18 +200,3 @@ def _thoughts(rules: Rules, model: ServedModel, prompt: TokenizedPrompt) -> str:
     words, others = rules.free(end), rules.marks_but(end, model.codec.eos)
     rest = f"{f'({words} {others})*' if others else ''} {rules.before(words, end)} {_BREAKS}"
     return rest if prompt.thoughts is Thoughts.BEGUN else f"({rules.literal(start)} {rest})?"
-
-
-def _check_tool(model: ServedModel, function: dict[str, Any], box: Toolbox) -> None:
-    try:
-        schema = Grammar.json_schema(arguments_of(function, function["name"] in box.strict))
-        check(schema, model.vocabulary)
-    except InvalidRequest as error:
-        raise Refused(f"tools: of {function['name'][:80]} {error}", "tools") from None
-
-
-def _check(model: ServedModel, grammar: Grammar, param: str) -> None:
-    try:
-        check(grammar, model.vocabulary)
-    except InvalidRequest as error:
-        raise Refused(f"{param}: {error}", param) from None

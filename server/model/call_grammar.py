@@ -39,12 +39,13 @@ class Rules:
         """Matches this text."""
         return " ".join(self._pieces(text))
 
-    def rule(self, expression: str) -> str:
-        return self._named(f"r{len(self._lines)}", expression)
+    def rule(self, expression: str, prefix: str = "r") -> str:
+        self._lines.append(f"{(name := f'{prefix}{len(self._lines)}')}: {expression}")
+        return name
 
     def terminal(self, expression: str) -> str:
         """Adds a lexeme, which is matched greedily and contains no special tokens."""
-        return self._named(f"T{len(self._lines)}", expression)
+        return self.rule(expression, "T")
 
     def json(self, schema: dict[str, Any]) -> str:
         """Matches JSON of a schema. References are relative to its root."""
@@ -64,9 +65,13 @@ class Rules:
         return " ".join([*joined, *rest])
 
     def marks_but(self, text: str, ends: Collection[int]) -> str:
-        """Matches any special token except those in `text` and `ends`; empty if there is none."""
-        found = [token for token, mark in self._marks if mark not in text and token not in ends]
-        return f"<[{','.join(_ranges(found))}]>" if found else ""
+        """Matches any special token except those in `text` and `ends`; empty if there is none.
+
+        Consecutive tokens are joined into ranges, because some models have thousands.
+        """
+        found = sorted(token for token, mark in self._marks if mark not in text and token not in ends)
+        runs = [[token for _, token in run] for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])]
+        return f"<[{','.join(f'{run[0]}-{run[-1]}' for run in runs)}]>" if runs else ""
 
     def _pieces(self, text: str) -> list[str]:
         for token, mark in self._marks:
@@ -74,17 +79,6 @@ class Rules:
             if found:
                 return [*self._pieces(before), f"<[{token}]>", *self._pieces(after)]
         return [quoted(text)] if text else []
-
-    def _named(self, name: str, expression: str) -> str:
-        self._lines.append(f"{name}: {expression}")
-        return name
-
-
-def _ranges(tokens: Collection[int]) -> list[str]:
-    """Joins consecutive tokens into ranges; some models have thousands."""
-    runs = groupby(enumerate(sorted(tokens)), lambda pair: pair[1] - pair[0])
-    rows = [[token for _, token in run] for _, run in runs]
-    return [f"{row[0]}-{row[-1]}" for row in rows]
 
 
 def one_of(expressions: Sequence[str]) -> str:
@@ -353,9 +347,12 @@ def _call(rules: Rules, style: Style, function: dict[str, Any], strict: bool) ->
     parts = _arguments(rules, style.arguments, schema)
     if parts is None:
         return None
-    firsts, may_be_none = _in_order(rules, _literal(rules, style.arguments.comma), parts)
+    comma, rest, firsts = _literal(rules, style.arguments.comma), '""', list[str]()
+    for part, needed in reversed(parts):  # a subset of them, in order; `firsts` are the alternatives by first part
+        firsts = [f"{part} {rest}", *(() if needed else firsts)]
+        rest = rules.rule(one_of([f"{comma} {part} {rest}", *(() if needed else [rest])]))
     ways = [f"{before} {first} {after}" for first in firsts]
-    if may_be_none:
+    if not any(needed for _, needed in parts):
         ways.append(_literal(rules, style.empty, name) if style.empty is not None else f"{before} {after}")
     return rules.rule(one_of(ways))
 
@@ -367,36 +364,17 @@ def _arguments(rules: Rules, style: Arguments, schema: Schema) -> list[tuple[str
     needed = schema.get("required", [])
     known = schema.get("properties", {})
     found = []
-    for name, inner in {**known, **{name: {} for name in needed if name not in known}}.items():
-        written = _argument(rules, style, name, _alone(inner, schema)) if isinstance(inner, dict) else None
-        if written is None:
-            return None
-        found.append((written, name in needed))
-    return found
-
-
-def _argument(rules: Rules, style: Arguments, name: str, schema: Schema) -> str | None:
-    if re.fullmatch(style.names, name, re.ASCII) is None:
-        return None
     after, line_break, _ = style.after.partition("@nl")
-    value = style.write(rules, schema, after)
-    return value and rules.rule(f"{_literal(rules, style.before, name)} {value} {_literal(rules, line_break)}")
-
-
-def _alone(schema: Schema, root: Schema) -> Schema:
-    """Returns a part of `root` with the definitions it refers to."""
-    shared = {"$defs", "definitions"} if "$ref" in json.dumps(schema) else set[str]()
-    return {**schema, **{key: root[key] for key in ({"x-guidance"} | shared) & set(root)}}
-
-
-def _in_order(rules: Rules, comma: str, parts: list[tuple[str, bool]]) -> tuple[list[str], bool]:
-    """Matches a subset of `parts` in order. Returns the alternatives by first part, and whether it may be empty."""
-    rest, firsts, may_be_none = '""', list[str](), True
-    for part, needed in reversed(parts):
-        firsts = [f"{part} {rest}", *(() if needed else firsts)]
-        may_be_none = may_be_none and not needed
-        rest = rules.rule(one_of([f"{comma} {part} {rest}", *(() if needed else [rest])]))
-    return firsts, may_be_none
+    for name, inner in {**known, **{name: {} for name in needed if name not in known}}.items():
+        if not isinstance(inner, dict) or re.fullmatch(style.names, name, re.ASCII) is None:
+            return None
+        shared = {"x-guidance", *(("$defs", "definitions") if "$ref" in json.dumps(inner) else ())}
+        value = style.write(rules, {**inner, **{key: schema[key] for key in shared & set(schema)}}, after)
+        if value is None:
+            return None
+        text = f"{_literal(rules, style.before, name)} {value} {_literal(rules, line_break)}"
+        found.append((rules.rule(text), name in needed))
+    return found
 
 
 def _literal(rules: Rules, text: str, name: str = "") -> str:

@@ -39,14 +39,34 @@ _DEFAULTS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p":
 
 
 @dataclass(frozen=True, slots=True)
+class Toolbox:
+    """`tools` in OpenAI's format. `must`: at least one call is required. `one`: at most one is allowed.
+
+    `strict`: names of tools whose calls must satisfy their schemas. `guided`: all calls must, because the model's
+    template has no tools.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    must: bool = False
+    one: bool = False
+    strict: frozenset[str] = frozenset()
+    guided: bool = False
+
+    @property
+    def binds(self) -> bool:
+        """Whether a grammar constrains calls."""
+        return self.must or self.guided or bool(self.strict)
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """The input of a chat template. `tools` are in OpenAI's format.
+    """A conversation: the input of a chat template, and the tools that the answer may call.
 
     `answer`: start the assistant's turn. `continue_final`: continue the last message instead.
     """
 
     messages: Sequence[Message]
-    tools: Sequence[dict[str, Any]] = ()
+    box: Toolbox = Toolbox()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     answer: bool = True
     continue_final: bool = False
@@ -125,7 +145,11 @@ class ServedModel:
             ModelError: the template rejects these messages.
         """
         if self.template is None:
-            return self._without_template(talk)
+            if talk.box.tools:
+                raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
+            if talk.keywords:
+                raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
+            return self.plain(as_text(talk.messages))
         text = self._tools_as_text(self.template, talk) if self.tools_as_text else self._rendered(self.template, talk)
         if talk.continue_final:
             text = without_end(text, str(talk.messages[-1].get("content") or ""))
@@ -139,19 +163,20 @@ class ServedModel:
             template,
             talk.messages,
             self.codec.special,
-            tools=list(talk.tools) or None,
+            tools=list(talk.box.tools) or None,
             answer=talk.answer and not talk.continue_final,
             keywords=talk.keywords,
         )
 
     def _tools_as_text(self, template: str, talk: TemplateInput) -> str:
-        plain = replace(talk, messages=tools_as_text(talk.messages, talk.tools), tools=())
+        tools = talk.box.tools
+        plain = replace(talk, messages=tools_as_text(talk.messages, tools), box=Toolbox())
         try:
             return self._rendered(template, plain)
         except ModelError:
-            if not talk.tools or talk.messages[0]["role"] == "system":
+            if not tools or talk.messages[0]["role"] == "system":
                 raise
-        messages = tools_as_text(talk.messages, talk.tools, in_system=False)  # some templates refuse system messages
+        messages = tools_as_text(talk.messages, tools, in_system=False)  # some templates refuse system messages
         return self._rendered(template, replace(plain, messages=messages))
 
     def _fitting(self, text: str, special: bool) -> tuple[int, ...]:
@@ -163,13 +188,6 @@ class ServedModel:
                 f" than the model's context of {room}"
             )
         return self.tokens(text, special)
-
-    def _without_template(self, talk: TemplateInput) -> TokenizedPrompt:
-        if talk.tools:
-            raise InvalidRequest(f"{self.id} has no chat template, so it can't use tools; leave out tools")
-        if talk.keywords:
-            raise InvalidRequest(f"{self.id} has no chat template; leave out the template's arguments")
-        return self.plain(as_text(talk.messages))
 
     def _thoughts(self, text: str, talk: TemplateInput) -> Thoughts:
         if self.thinking is None:

@@ -193,7 +193,8 @@ def tools_as_text(
     for message in messages:
         one = _as_text(message)
         last = converted[-1] if converted else None
-        if last is not None and one["role"] == last["role"] == "user" and _is_result(last):
+        is_result = last is not None and str(last.get("content") or "").endswith("</tool_response>")
+        if last is not None and is_result and one["role"] == last["role"] == "user":
             converted[-1] = {**last, "content": f"{last['content']}\n{one['content']}"}
         else:
             converted.append(one)
@@ -226,7 +227,3 @@ def _call_as_text(function: dict[str, Any]) -> str:
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     name = json.dumps(function["name"], ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {written}}}\n</tool_call>'
-
-
-def _is_result(message: Message) -> bool:
-    return str(message.get("content") or "").endswith("</tool_response>")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,8 +187,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def started(program: Any, **more: Any) -> Any:
-    usual = {"model": "m.gguf", "draft_model": None, "threads": 2, "slots": 3, "speculation": "", "settings": "{}"}
-    return program.LlamaCpp(Namespace(**{**usual, **more}))
+    return program.LlamaCpp(**{"model": "m.gguf", "draft_model": None, "threads": 2, "slots": 3, **more})
 
 
 def test_llama_cpp_samples_as_we_do_and_remembers_nothing(program: Any) -> None:
@@ -215,8 +214,7 @@ def test_llama_cpps_tokens_count_when_they_come(program: Any) -> None:
 
 @pytest.mark.parametrize("speculation", [*SPECULATIONS, *WITH_DRAFT], ids=lambda one: one.name)
 def test_each_kind_of_speculation_has_its_own_parameters(program: Any, speculation: Any) -> None:
-    settings = json.dumps(dict(speculation.settings))
-    given = started(program, speculation=speculation.kind, settings=settings, draft_model="d.gguf")._server.given
+    given = started(program, **asdict(speculation), draft_model="d.gguf")._server.given
     assert given.speculative.types == [speculation.kind]
     part = {"ngram-cache": "draft", "draft-simple": "draft"}.get(speculation.kind, speculation.kind.replace("-", "_"))
     found = getattr(given.speculative, part)

@@ -16,7 +16,7 @@ from outrider.bench.comparison.summary import (
     lines,
     summary,
 )
-from outrider.bench.timing.loops import Curve, IsolatedTimes
+from outrider.bench.timing import Curve, IsolatedTimes
 from outrider.protocol.messages import Timings
 
 VERIFY = Curve(((1, 10.0), (2, 11.0), (3, 12.0), (4, 13.0)))

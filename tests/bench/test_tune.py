@@ -12,7 +12,7 @@ import pytest
 
 from outrider.bench.commands import tune
 from outrider.bench.comparison.arms import BRANCHES, DEPTHS, PLAIN, SECONDS, WIDE, ArmCosts, arms_of, measure
-from outrider.bench.timing.loops import Curve
+from outrider.bench.timing import Curve
 from outrider.orchestrator.cli import main
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.forecasts import Arm

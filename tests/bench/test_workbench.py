@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import zmq
 
-from outrider.bench.timing.workbench import Workbench
+from outrider.bench.timing import Workbench
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.core.worker_registry import WorkerLoss
 from outrider.protocol.errors import WorkerError

@@ -18,7 +18,7 @@ import pytest
 
 from outrider.fleet.commands import COMMANDS
 from outrider.fleet.commands.status import table
-from outrider.fleet.commands.unit import Unit
+from outrider.fleet.commands.unit import systemd
 from outrider.fleet.host import (
     FleetHost,
     HostProcess,
@@ -144,7 +144,7 @@ def test_a_unit_prints_the_command_and_the_next_step(run: Run, tmp_path: Path) -
 
 
 def test_systemd_expands_no_word_of_a_command() -> None:
-    told = Unit(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann").systemd()
+    told = systemd(("/bin/x", "100%", "a b", "$HOME", 'say "hi"'), "ann", "/home/ann")
     assert 'ExecStart=/bin/x "100%%" "a b" "$$HOME" "say \\"hi\\""\n' in told
 
 

@@ -17,8 +17,7 @@ from outrider.orchestrator.http_settings import HttpSettings
 from outrider.protocol.errors import WorkerError
 from outrider.server.__main__ import config
 from outrider.server.answers.parts import ChoiceState, PartUpdate, Splitter, StreamItem
-from outrider.server.answers.run import ChoiceText, News, RequestRun
-from outrider.server.answers.sse import EventStream
+from outrider.server.answers.run import ChoiceText, EventStream, News, RequestRun
 from outrider.server.connection import _NAME, chunk_writer
 from outrider.server.problems import Problem
 

@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from outrider.grammar.compiler import Compiler, vocabulary_of
 from outrider.protocol.sampling import Grammar
 from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart, splitter
-from outrider.server.mapping.conversation import Toolbox, function
+from outrider.server.mapping.conversation import function
 from outrider.server.mapping.output_format import OutputFormat, answer_grammar
-from outrider.server.model.served import Thoughts, TokenizedPrompt
+from outrider.server.model.served import Thoughts, TokenizedPrompt, Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, tool_format
 from outrider.server.problems import Refused
 

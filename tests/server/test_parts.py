@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.tokenizer_utils import _infer_thinking, _infer_tool_parser
 
 from outrider.server.answers.parts import Splitter, TextPart, ThinkingPart
-from outrider.server.mapping.conversation import Toolbox
+from outrider.server.model.served import Toolbox
 from outrider.server.model.tool_format import SpanTags, ToolCall, ToolFormat, infer, thinking_tags, tool_format
 
 THINK = SpanTags("<think>", "</think>")

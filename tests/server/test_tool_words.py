@@ -14,7 +14,7 @@ import pytest
 
 from outrider.protocol.errors import ModelError
 from outrider.server.mapping.conversation import ToolSelection, toolbox
-from outrider.server.model.served import ServedModel, TemplateInput, load_served
+from outrider.server.model.served import ServedModel, TemplateInput, Toolbox, load_served
 from outrider.server.model.tool_format import tools_as_text
 from outrider.server.problems import Refused
 from tests.server.house import House, serving
@@ -88,10 +88,10 @@ def test_a_template_that_refuses_system_messages_has_them_before_the_first_words
     scripted: Path, tmp_path: Path
 ) -> None:
     stern = load_served("stern", folder_with(STERN, scripted, tmp_path / "stern"), ())
-    text = stern.codec.decode(stern.prompt(TemplateInput(HELLO, (TOOL,))).tokens)
+    text = stern.codec.decode(stern.prompt(TemplateInput(HELLO, Toolbox((TOOL,)))).tokens)
     assert text.startswith("<|im_start|>user\n") and "<tools>" in text and "\n\nhi<|im_end|>" in text
     with pytest.raises(ModelError, match="no system here"):
-        stern.prompt(TemplateInput([{"role": "system", "content": "x"}, *HELLO], (TOOL,)))
+        stern.prompt(TemplateInput([{"role": "system", "content": "x"}, *HELLO], Toolbox((TOOL,))))
 
 
 def test_tools_are_refused_where_that_is_switched_off(bare: Path) -> None:

@@ -23,19 +23,17 @@ class Prompt(RequestRun):
     def __init__(self) -> None:
         self._first = []
         self._line = asyncio.Queue()
-        self._is_silent = False
-        self._timer = asyncio.get_running_loop().call_later(request_run.SILENCE_SECONDS, self._keep_alive)
-        self._put(KeepAlive("prompt 512/4096"))
+        self._line.put_nowait(KeepAlive("prompt 512/4096"))
 
     async def news(self) -> list[News]:
         found = await super().news()
         self.over = found == [KeepAlive("prompt 4096/4096")]
         if found == [KeepAlive("still here")]:
-            self._put(KeepAlive("prompt 4096/4096"))
+            self._line.put_nowait(KeepAlive("prompt 4096/4096"))
         return found
 
 
-INFO = AnswerInfo("m", 1, 5)
+INFO = AnswerInfo("m", 5)
 APIS: dict[str, AnswerFormatter] = {
     "chat": chat.ChatFormatter(INFO, 1, False),
     "completions": completions.TextCompletionFormatter(INFO, [""], False),
@@ -49,7 +47,6 @@ def written(events: AnswerFormatter) -> list[bytes]:
         told, found = Prompt(), list[bytes]()
         while not told.over:
             found += map(events.of, await told.next())
-        told._timer.cancel()
         return found
 
     return asyncio.run(read())
