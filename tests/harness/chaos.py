@@ -65,10 +65,10 @@ class Growth:
                 raise WorkerError(f"no chunk has arrived for {PATIENCE_S:.0f} s")
 
 
-class Blow(Protocol):
+class ClusterFault(Protocol):
     """A fault that happens to a cluster during requests."""
 
-    def fall(self, client: Client, growth: Growth) -> Struck:
+    def inject(self, client: Client, growth: Growth) -> FaultEffect:
         """Waits for its time, causes the fault, and waits until the cluster has recovered.
 
         Raises:
@@ -78,10 +78,10 @@ class Blow(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Struck:
+class FaultEffect:
     """The effect of a fault: seconds until chunks arrived again, and until all workers had returned."""
 
-    strike: Blow
+    strike: ClusterFault
     pause_s: float
     resumed_s: float
 
@@ -97,7 +97,7 @@ class Strike:
     def __str__(self) -> str:
         return f"{self.number.name} {' and '.join(self.roles)}"
 
-    def fall(self, client: Client, growth: Growth) -> Struck:
+    def inject(self, client: Client, growth: Growth) -> FaultEffect:
         growth.wait(self.after)
         before = {worker.name: worker.pid for worker in client.stats().workers if worker.role in self.roles}
         for pid in before.values():
@@ -106,7 +106,7 @@ class Strike:
         _until_ready(client, before)
         ready = time.monotonic()
         growth.wait(1)
-        return Struck(self, time.monotonic() - began, time.monotonic() - ready)
+        return FaultEffect(self, time.monotonic() - began, time.monotonic() - ready)
 
 
 def strikes(count: int, seed: int) -> Iterator[Strike]:
@@ -128,7 +128,7 @@ def _until_ready(client: Client, before: dict[str, int]) -> None:
     raise WorkerError(f"not all workers came back within {PATIENCE_S:.0f} s; stats say {client.stats().workers}")
 
 
-class Course:
+class ChaosRun:
     """A run on `client`'s cluster: sends requests undisturbed, then repeats them under strikes and compares the texts.
 
     `waits_ms`: for each text under strikes, the longest wait for a chunk.
@@ -142,9 +142,9 @@ class Course:
         self._over = threading.Event()
         self.found: list[Judged] = []
         self.waits_ms: list[float] = []
-        self.strikes: list[Struck] = []
+        self.strikes: list[FaultEffect] = []
 
-    def run(self, planned: Sequence[Blow], screen: Screen) -> None:
+    def run(self, planned: Sequence[ClusterFault], screen: Screen) -> None:
         """Causes the faults while `AT_ONCE` requests are always in flight. Raises OutriderError if a request fails."""
         growth = Growth()
         with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -152,7 +152,7 @@ class Course:
             try:
                 for number, strike in enumerate(planned):
                     screen.show(f"strike {number + 1} of {len(planned)}: {strike}; {len(self.found)} texts")
-                    self.strikes.append(strike.fall(self._client, growth))
+                    self.strikes.append(strike.inject(self._client, growth))
             finally:
                 self._over.set()
             for one in asking:
@@ -179,9 +179,9 @@ def _questions(count: int, seed: int) -> Iterator[TimedRequest]:
         yield replace(one, after=0.0, until=None)
 
 
-def report(course: Course) -> str:
+def report(chaos_run: ChaosRun) -> str:
     """Returns a summary of a few lines."""
-    found, hit = course.found, course.strikes
+    found, hit = chaos_run.found, chaos_run.strikes
     counts = ", ".join(f"{sum(one.verdict == word for one in found)} {word}" for word in (SAME, TIE, DIFFERENT))
     lines = [f"{len(hit)} strikes, {len(found)} texts: {counts}"]
     for strike in sorted({name for one in hit if "target" in (name := str(one.strike))}):
@@ -205,16 +205,16 @@ def run(options: argparse.Namespace) -> int:
     texts, screen = values.whole("texts", options.texts, AT_ONCE, 10_000), Screen()
     with LocalCluster(progress=screen.show, max_active=AT_ONCE, worker_timeout=WORKER_TIMEOUT) as cluster:
         screen.show("undisturbed texts")
-        course = Course(cluster.client(timeout=PATIENCE_S), texts, options.seed)
+        chaos_run = ChaosRun(cluster.client(timeout=PATIENCE_S), texts, options.seed)
         failed = ""
         try:
-            course.run(planned, screen)
+            chaos_run.run(planned, screen)
         except OutriderError as error:
             failed = f"{type(error).__name__}: {error}"
     screen.clear()
-    told = [str(one) for one in course.found if one.verdict != SAME] + [report(course)]
+    told = [str(one) for one in chaos_run.found if one.verdict != SAME] + [report(chaos_run)]
     print("\n".join([*told, *([failed] if failed else [])]))
-    return int(bool(failed) or any(one.verdict == DIFFERENT for one in course.found))
+    return int(bool(failed) or any(one.verdict == DIFFERENT for one in chaos_run.found))
 
 
 if __name__ == "__main__":

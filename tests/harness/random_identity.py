@@ -84,7 +84,7 @@ def judged(
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class IdentityRun:
     """Sends random requests to a cluster, and compares them with their texts alone, from the client `plain`."""
 
     client: Client
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
         LocalCluster(progress=screen.show, draft_backend="none", mode="ar", prompt_cache=False, max_active=1) as alone,
         LocalCluster(progress=screen.show, max_active=max(widths)) as cluster,
     ):
-        course = Course(cluster.client(), alone.client(), codec, options.seed, Sizes(), screen.show)
+        course = IdentityRun(cluster.client(), alone.client(), codec, options.seed, Sizes(), screen.show)
         for begin in range(first, end, BLOCK):
             tell = lambda said, begin=begin: screen.show(f"requests {begin} to {min(begin + BLOCK, end)}, {said}")  # noqa: E731
             block = replace(course, tell=tell).block(begin, min(BLOCK, end - begin), widths)

@@ -14,7 +14,7 @@ from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import Difference, Report
 from tests.harness import random_identity
 from tests.harness.chance import MODES, Sizes, question, subject
-from tests.harness.random_identity import Course, compared, judged
+from tests.harness.random_identity import IdentityRun, compared, judged
 from tests.harness.requests import FullReply, TimedRequest
 
 SOURCE = range(2, 2000)
@@ -26,7 +26,7 @@ def test_twenty_requests_come_and_go_and_say_what_they_say_alone() -> None:
     with LocalCluster(max_active=16) as cluster:
         codec = load_codec(find_model(str(EMBEDDED_TARGET)))
         client = cluster.client()
-        course = Course(client, client, codec, 1, Sizes(prompt=300, text=16), lambda _: None)
+        course = IdentityRun(client, client, codec, 1, Sizes(prompt=300, text=16), lambda _: None)
         found = course.block(0, 20, (1, 4, 16))
     assert len(found) == 20 and not [str(one) for one in found if one.verdict == random_identity.DIFFERENT]
     asked = [one.question for one in found]

@@ -23,7 +23,7 @@ from outrider.orchestrator.pairing.model_files import VARIABLE as MODEL
 from outrider.protocol.errors import WorkerError
 from outrider.protocol.messages import WorkerStats
 from tests.halts import in_the_middle, slowed
-from tests.harness.chaos import AT_ONCE, Course, Strike
+from tests.harness.chaos import AT_ONCE, ChaosRun, Strike
 from tests.harness.faults import STARTED, Faults
 from tests.harness.mixed import Load
 from tests.harness.random_identity import DIFFERENT
@@ -172,7 +172,7 @@ def test_who_asks_while_there_is_no_target_waits_for_the_next(
 
 
 def test_chaos_for_a_moment(cluster: LocalCluster) -> None:
-    course = Course(cluster.client(timeout=LIMIT), 4, seed=3)
+    course = ChaosRun(cluster.client(timeout=LIMIT), 4, seed=3)
     course.run([Strike(("draft", "target"), signal.SIGKILL, 8), Strike(("draft",), signal.SIGSTOP, 3)], Screen())
     assert len(course.strikes) == 2 and len(course.found) >= 4
     assert not [one for one in course.found if one.verdict == DIFFERENT]
