@@ -113,13 +113,12 @@ def more_memory(most: int) -> Iterator[None]:
     assert 0 < peak < most
 
 
-@pytest.mark.parametrize("form", ["OrtRow", "OneRow"])
+@pytest.mark.parametrize("kernels", ["auto", "mlx"])
 def test_four_thousand_tokens_take_little_memory(
-    tiny_model: Callable[..., Any], form: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a vocabulary of 152,000, where the logits and the noise of so many tokens would be gigabytes."""
-    if form == "OneRow":
-        monkeypatch.setenv(CPU_KERNELS, "mlx")
+    monkeypatch.setenv(CPU_KERNELS, kernels)
     stand = Stand(MlxDrafter(load(tiny_model("llama", **WIDE))))
     stand.finish(begin(50))
     with more_memory(BOUND):

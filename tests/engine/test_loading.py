@@ -152,8 +152,9 @@ def test_a_machine_without_a_working_compiler(tiny_model: TinyModel, tmp_path: P
         fake.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
         fake.chmod(0o755)
     program = (
-        "from engine.loading import load; from engine.load_checks import open_slots; from engine.verify import verify\n"
-        "from protocol.sampling import SamplingParams\n"
+        "from outrider.engine.loading import load; from outrider.engine.load_checks import open_slots\n"
+        "from outrider.engine.verify import verify\n"
+        "from outrider.protocol.sampling import SamplingParams\n"
         f"model = load({str(tiny_model('llama'))!r})\n"
         "slots = open_slots(model, [[5, 6, 7]], [SamplingParams(temp=1.0, top_p=0.9, min_p=0.01, seed=1)])\n"
         "print(verify(slots[0], [1, 2]).accepted < 3)\n"

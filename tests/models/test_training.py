@@ -56,7 +56,7 @@ def test_evaluate_finds_the_loss_that_training_noted(pair: Path, capsys: pytest.
     shown = {line[:28].strip(): float(line[28:].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]}
     record = json.loads((pair / "training.json").read_text())
     for role in ("target", "draft"):
-        assert shown[f"{role} loss, nats a token"] == pytest.approx(record[role]["held_out_loss"], abs=0.05)
+        assert shown[f"{role} loss, nats per token"] == pytest.approx(record[role]["held_out_loss"], abs=0.05)
 
 
 @pytest.mark.parametrize("stage", ["teacher", "distill"])

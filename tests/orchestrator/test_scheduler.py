@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cluster_in_process import Cluster, Script
 
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
@@ -40,6 +35,7 @@ from outrider.protocol.messages import (
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Origin
 from tests.harness.settings import round_settings
+from tests.orchestrator.cluster_in_process import Cluster, Script
 
 pytestmark = pytest.mark.usefixtures("counted_clock")
 

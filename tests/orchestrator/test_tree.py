@@ -136,8 +136,12 @@ def test_what_the_drafter_thought_next_best_stands_beside_its_tokens() -> None:
 
 
 def test_nothing_deeper_than_there_is_room() -> None:
-    found = merged(estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2)), hit(9, 9), (), room=2)
-    assert found is None or found.depth <= 2
+    known, ngrams = estimates(), NgramIndex((1, 2, 3, 4, 5, 6, 7, 1, 2))
+    for _ in range(50):
+        known.observe_alternatives(ngrams.lookup(4), (3, 4, 5, 6))
+    for room in (2, 3, 4):
+        found = merged(known, ngrams, hit(9, 9), (), room=room)
+        assert found is not None and found.depth == room
 
 
 def test_an_outcome_of_a_tree_names_the_branch_that_holds() -> None:

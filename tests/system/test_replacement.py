@@ -73,8 +73,9 @@ def test_a_target_that_drafts_for_itself_is_replaced_alike(
     params, target = SAMPLINGS["penalised"], small_pair("self")[0]
     for seed in range(3):
         cluster = make_cluster(None, colocated="model", ngrams=False, seed=seed)
-        assert disturb(cluster, seed, share=0.4) is not None
+        replaced = disturb(cluster, seed, share=0.4)
         check_same(target, PROMPT, params, cluster.run(PROMPT, params, mode).tokens, plain(target, PROMPT, params))
+        assert "target" in replaced
 
 
 BYTES = {"vocab_size": 258}

@@ -357,6 +357,7 @@ def test_residual_sampling_takes_a_heads_chain_as_certain(target: LoadedModel) -
     follower.add_features(0, mx.zeros((3, 64)))
     (found,) = own.continuations([ChainState(follower, [5, 6, 7, 8])], [3])
     assert found.q is not None and found.q.fits(found.chain)
+    assert (found.q.of(found.chain) == 1).all()
 
 
 def test_penalties_see_the_chain(target: LoadedModel) -> None:
