@@ -370,7 +370,7 @@ class NextRound:
                 self._ask(request, step, now_ns)
             case WaitForBranch():
                 if request.wait is None:  # else it continues after a push
-                    self._metrics.on_wait(request, False, now_ns)
+                    request.metrics.on_wait(request.round + 1, None, now_ns)
                 request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
 
     def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
@@ -436,7 +436,7 @@ class NextRound:
 
     def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
         """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
-        self._metrics.on_wait(request, step.missed, now_ns)
+        request.metrics.on_wait(request.round + 1, request.accepted if step.missed else None, now_ns)
         if step.missed:
             self._planner.estimates.observe_lookup(False, request.covered)
         request.wait = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.metrics import RequestMetrics, RoundRecords
+from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfile
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
@@ -245,7 +245,7 @@ class Request:
       tokens. `heard_ns`: when the target last made progress on it, or was asked again.
     - `deaths` of the target in a row without a token for this request; `losses`: the same of each drafter, by name.
     - `drifts`: the use of in-process drafters; `left_out`: those that are of no use any more.
-    - `records`: those of its rounds, if requested. `takes_trees`: whether the target can verify trees of drafts.
+    - `takes_trees`: whether the target can verify trees of drafts.
     """
 
     admit: Admit
@@ -275,7 +275,6 @@ class Request:
     left_out: set[str] = field(default_factory=set)
     heard_ns: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    records: RoundRecords | None = None
     takes_trees: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -313,8 +312,6 @@ class Request:
         self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
         self.cache.start()
         self.metrics.on_rounds_lost()
-        if self.records is not None:
-            self.records.on_lost()
         self.round += 1
 
     def add_note(self, words: str) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from msgspec import structs
 
 from outrider.orchestrator.core.draft_pool import LATE, DraftPool, SentTasks, opening
-from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
+from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, Trace
 from outrider.orchestrator.core.next_round import NextRound, Proposer
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import kind_of
@@ -151,8 +151,7 @@ def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: 
         drafters={name: DrafterState() for name in sorted(drafters)},
         cache=SpeculationCache(budget),
         heard_ns=now_ns,
-        metrics=RequestMetrics(admitted_ns=now_ns),
-        records=RoundRecords(now_ns) if admit.rounds else None,
+        metrics=RequestMetrics(now_ns, admit.rounds),
         takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
         notes=[*worker_notes, *notes],
     )
@@ -383,19 +382,18 @@ class Scheduler:
     def _record(self, settled: SettledRound, now_ns: int) -> None:
         """Records a round in metrics and planner, and sends its tokens to the front."""
         request, outcome, kept = settled.request, settled.outcome, settled.kept
-        self.metrics.on_outcome(settled, now_ns)
+        report = self.metrics.on_outcome(settled, now_ns)
         self._planner.on_outcome(settled, now_ns)
         self._planner.judge_in_process(settled)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = settled.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
-        record = self.metrics.record(settled)
-        self._emit(Committed(request.id, kept, logprobs, origins, (record,) if record is not None else None))
+        self._emit(Committed(request.id, kept, logprobs, origins, (report,) if report is not None else None))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         request.losses.pop(sender, None)
-        self.metrics.on_branches(request, sender, message, now_ns)
+        self.metrics.on_drafts(request, sender, message, now_ns)
         if message.round != request.round or not request.drafters[sender].is_awaited(message):
             self._draft_pool.on_late_branches(request, sender, message, now_ns)
             self.stale += 1
@@ -418,7 +416,7 @@ class Scheduler:
         if waiting is None or waiting.outcome or not is_awaited:
             self.stale += 1
             return
-        self.metrics.on_drafted(request, sender, message, now_ns)
+        self.metrics.on_drafts(request, sender, message, now_ns)
         self._planner.on_drafted(message, waiting, now_ns)
         proposal = self._proposer.drafted(request, sender, message, self._remaining_tokens(request))
         self._next.verify(request, proposal, now_ns)
