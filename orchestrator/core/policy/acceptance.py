@@ -93,7 +93,7 @@ class Acceptance:
     def start_from(self, rates: Sequence[float]) -> None:
         """Begins from `rates` by position, weighed as `PRIOR_WEIGHT` rounds."""
         for position, rate in enumerate(rates[: len(self._tried)]):
-            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
+            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * min(rate, 1.0)
 
     def known(self) -> tuple[float, ...]:
         """Returns the rates of the positions that have samples."""

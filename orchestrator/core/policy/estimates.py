@@ -207,8 +207,8 @@ class Estimates:
         self._link_ms.start_from(tuning.link_ms)
         self._link_alone_ms.start_from(tuning.link_ms)
         self._turnaround_ms.start_from(tuning.turnaround_ms)
-        self._hits.start_from(tuning.hit_rate)
-        self._covered.start_from(tuning.hit_rate)
+        for average in (self._hits, self._covered):
+            average.start_from(min(tuning.hit_rate, 1.0))
         self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
         self.drafted.start_from(tuning.acceptance)
         self._in_process_known |= {known.name: known for known in tuning.own}
