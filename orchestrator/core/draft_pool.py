@@ -162,68 +162,47 @@ ALIKE = 0.75
 
 
 class DrafterLatency:
-    """The latency of one drafter. `left_out`: rounds since its last task."""
+    """The latency of one drafter: `lag_ms` from a message to the first tokens, `step_ms` from one push to the next; 0:
+    not known. `left_out`: rounds since its last task."""
 
     def __init__(self) -> None:
         self.left_out = 0
-        self._lag_ms = Average(SMOOTHING)
-        self._step_ms = Average(SMOOTHING)
-
-    @property
-    def is_known(self) -> bool:
-        return self._lag_ms.value is not None
+        self.lag_ms = Average(smoothing=SMOOTHING)
+        self.step_ms = Average(smoothing=SMOOTHING)
 
     @property
     def is_due(self) -> bool:
         """Whether it is to be tried, because its latency is unknown or old."""
-        return not self.is_known or self.left_out >= TRIAL_ROUNDS
-
-    @property
-    def lag_ms(self) -> float:
-        """The time from a message to the first tokens; 0: not known."""
-        return self._lag_ms.value_or(0.0)
-
-    @property
-    def step_ms(self) -> float:
-        """The time for one more token; 0: not known."""
-        return self._step_ms.value_or(0.0)
-
-    def observe_first(self, milliseconds: float) -> None:
-        """Records the time from a message to the first tokens."""
-        self._lag_ms.add(milliseconds)
-
-    def observe_next(self, milliseconds: float) -> None:
-        """Records the time from one push to the next."""
-        self._step_ms.add(milliseconds)
+        return not self.lag_ms.is_known or self.left_out >= TRIAL_ROUNDS
 
     def observe_chain(self, tokens: int, milliseconds: float) -> None:
         """Records the time of a whole chain."""
-        step = self.step_ms or milliseconds / max(tokens, 1)
-        self._step_ms.add(step)
-        self._lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
+        step = self.step_ms() or milliseconds / max(tokens, 1)
+        self.step_ms.add(step)
+        self.lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
 
     def observe_overdue(self, milliseconds: float) -> None:
         """Records that nothing came for this long; twice that is expected."""
-        if milliseconds > self.lag_ms:
-            self._lag_ms.add(2 * milliseconds)
+        if milliseconds > self.lag_ms():
+            self.lag_ms.add(2 * milliseconds)
 
     def reset(self) -> None:
         """Drops the old measurements of a drafter that was left out."""
         self.left_out = 0
-        self._lag_ms = Average(SMOOTHING)
+        self.lag_ms = Average(smoothing=SMOOTHING)
 
     def ready_ms(self, depth: int) -> float:
         """Returns the time from a message until its branches are `depth` tokens deep."""
-        return self.lag_ms + (depth - 1) * self.step_ms
+        return self.lag_ms() + (depth - 1) * self.step_ms()
 
     def share(self, depth: int, within_ms: float) -> float:
         """Returns the share of the depth that arrives in time, from 0 to 1."""
-        left_ms = within_ms - self.lag_ms
-        if left_ms < 0 or not self.is_known:
+        left_ms = within_ms - self.lag_ms()
+        if left_ms < 0 or not self.lag_ms.is_known:
             return 0.0
-        if left_ms >= (depth - 1) * self.step_ms:
+        if left_ms >= (depth - 1) * self.step_ms():
             return 1.0
-        return (1.0 + left_ms / self.step_ms) / depth
+        return (1.0 + left_ms / self.step_ms()) / depth
 
 
 Latencies = Mapping[str, DrafterLatency]
@@ -236,7 +215,7 @@ def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
 
     def expected(name: str) -> tuple[bool, float, str]:
         latency = latencies[name]
-        return not latency.is_known, latency.ready_ms(depth) * (LEADS if name == lead else 1.0), name
+        return not latency.lag_ms.is_known, latency.ready_ms(depth) * (LEADS if name == lead else 1.0), name
 
     return sorted(latencies, key=expected)
 
@@ -364,16 +343,16 @@ class DraftPool:
         latency = self._latencies[name]
         state.pushes += bool(message.entries)
         if message.entries and state.pushes == 1 and state.asked_ns:
-            latency.observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
+            latency.lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
         elif message.entries and state.pushes > 1:
-            latency.observe_next((now_ns - state.heard_ns) / MILLISECOND_NS)
+            latency.step_ms.add((now_ns - state.heard_ns) / MILLISECOND_NS)
         state.heard_ns, state.done = now_ns, message.final
 
     def on_late_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
         """Records the latency of a push for a round that has ended."""
         state = request.drafters[name]
         if message.entries and message.round == state.round and state.asked_ns and not state.pushes:
-            self._latencies[name].observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
+            self._latencies[name].lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
             state.pushes = 1
 
     def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> None:

@@ -183,7 +183,7 @@ class Planner:
         estimates.observe_round(len(kept), round_ms)
         if proposal.autonomous and not proposal.draft:
             if round_ms > 0:  # 0: two outcomes arrived together
-                estimates.observe_plain(max(outcome.rows, 1), round_ms)
+                estimates.pipelined_ms.add(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
@@ -199,7 +199,7 @@ class Planner:
                 drafting_ms = _milliseconds(outcome.drafted.span)
                 estimates.observe_in_process(proposal.drafter, len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
-            estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
+            estimates.turnaround_ms.add(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._policy_of(request).observe_round(ended.plan, len(kept), round_ms)
 

@@ -154,7 +154,7 @@ def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: i
         plan = policy.plan()
         brought, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":
-            planner.estimates.observe_plain(1, ms)
+            planner.estimates.pipelined_ms.add(1, ms)
         planner.estimates.observe_round(brought, ms)
         policy.observe_round(plan, brought, ms)
         said, took_ms = said + brought, took_ms + ms

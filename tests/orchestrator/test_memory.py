@@ -23,13 +23,13 @@ def experienced() -> Estimates:
     for _ in range(200):
         for rows in (1, 4, 5, 20):
             found.observe_verify(rows, 10.0 + 0.5 * rows)
-        found.observe_plain(1, 9.5)
+        found.pipelined_ms.add(1, 9.5)
         found.observe_depth(16, 3.5)
         found.observe_draft(4, 8.0)
         found.observe_link(0.4)
         found.observe_chain(4, 2)
         found.observe_lookup(True, 16)
-        found.observe_turnaround(0.2)
+        found.turnaround_ms.add(0.2)
     return found
 
 

@@ -36,23 +36,32 @@ FADE = 0.99
 
 
 class Average:
-    """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most."""
+    """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most.
 
-    def __init__(self, smoothing: float = SMOOTHING) -> None:
-        self.value: float | None = None
-        self._smoothing, self._count = smoothing, 0
+    It is called for its value: `prior` before the first sample.
+    """
+
+    def __init__(self, prior: float = 0.0, smoothing: float = SMOOTHING) -> None:
+        self.is_known = False
+        self._value, self._smoothing, self._count = prior, smoothing, 0
+
+    def __call__(self) -> float:
+        return self._value
 
     def add(self, value: float) -> None:
         self._count += 1
-        self.value = self.value_or(value)
-        self.value += max(1.0 / self._count, self._smoothing) * (value - self.value)
+        self._value = self.value_or(value)
+        self._value += max(1.0 / self._count, self._smoothing) * (value - self._value)
+        self.is_known = True
 
     def start_from(self, value: float, weight: float = math.inf) -> None:
-        """Begins from an earlier average or a prior, which weighs as much as `weight` samples, but fades as they do."""
-        self.value, self._count = value, round(min(weight, 1.0 / self._smoothing))
+        """Begins from an earlier average, which weighs as much as `weight` samples, but fades as they do."""
+        self._value, self._count = value, round(min(weight, 1.0 / self._smoothing))
+        self.is_known = True
 
     def value_or(self, prior: float) -> float:
-        return prior if self.value is None else self.value
+        """Returns its value, or another prior."""
+        return self._value if self.is_known else prior
 
 
 PRIOR_WEIGHT = 8.0
@@ -177,7 +186,7 @@ class InProcessDrafts:
     @property
     def is_known(self) -> bool:
         """Whether the drafter has drafted."""
-        return self._step_ms.value is not None
+        return self._step_ms.is_known
 
     def step_ms(self, forward_ms: float) -> float:
         """Returns the time for a token; before the first chain, by its trial and the target's `forward_ms`."""
@@ -196,7 +205,7 @@ class TextAcceptance:
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
-        self._tokens, self._rows = Average(COPY_SMOOTHING), Average(COPY_SMOOTHING)
+        self._tokens, self._rows = Average(smoothing=COPY_SMOOTHING), Average(smoothing=COPY_SMOOTHING)
 
     def set_above(self, above: TextAcceptance) -> None:
         """Moves the text to another kind; its own rounds still count."""
@@ -221,7 +230,7 @@ class TextAcceptance:
         self.holding(drafter).add(drafted, min(accepted, drafted))
 
     def observe_copy(self, copied: int, held: int) -> None:
-        if self._tokens.value is None:
+        if not self._tokens.is_known:
             tokens, rows = self._above.copied_a_round()
             self._tokens.start_from(tokens)
             self._rows.start_from(rows)
