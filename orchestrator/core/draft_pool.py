@@ -5,9 +5,6 @@ missed a message, or joins later, reads the whole text, without any message to t
 sent nothing, and gets the tokens that became final meanwhile with its next task. Sends OPEN, COMMIT and CLOSE; decides
 nothing about what is verified.
 
-`DrafterLatency` estimates how soon a drafter's work arrives. Its speed, its link and its work for other requests are
-one number: the time from a message to its answer, in milliseconds of the orchestrator's clock.
-
 `SentTasks` records the rounds that a drafter's messages may be about. Every message of an honest drafter answers an
 OPEN or a COMMIT that it was sent, however late it comes. The records are bounded: the latest rounds of a running
 request, and the drafters of the latest requests that have ended.
@@ -28,8 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.orchestrator.core.policy.acceptance import Average
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import DrafterLatency, Estimates
 from outrider.orchestrator.core.proposal import min_alternative
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
@@ -152,58 +148,10 @@ def opening(
     )
 
 
-SMOOTHING = 0.3
-# A drafter that is left out is tried again after this many rounds.
-TRIAL_ROUNDS = 32
 # Another drafter leads only if it needs less than this share of the lead's time: the lead's tree has the chain already.
 LEADS = 0.9
 # Drafters share the likeliest outcomes if they reach at least this share of the best one's depth in time.
 ALIKE = 0.75
-
-
-class DrafterLatency:
-    """The latency of one drafter: `lag_ms` from a message to the first tokens, `step_ms` from one push to the next; 0:
-    not known. `left_out`: rounds since its last task."""
-
-    def __init__(self) -> None:
-        self.left_out = 0
-        self.lag_ms = Average(smoothing=SMOOTHING)
-        self.step_ms = Average(smoothing=SMOOTHING)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is to be tried, because its latency is unknown or old."""
-        return not self.lag_ms.is_known or self.left_out >= TRIAL_ROUNDS
-
-    def observe_chain(self, tokens: int, milliseconds: float) -> None:
-        """Records the time of a whole chain."""
-        step = self.step_ms() or milliseconds / max(tokens, 1)
-        self.step_ms.add(step)
-        self.lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
-
-    def observe_overdue(self, milliseconds: float) -> None:
-        """Records that nothing came for this long; twice that is expected."""
-        if milliseconds > self.lag_ms():
-            self.lag_ms.add(2 * milliseconds)
-
-    def reset(self) -> None:
-        """Drops the old measurements of a drafter that was left out."""
-        self.left_out = 0
-        self.lag_ms = Average(smoothing=SMOOTHING)
-
-    def ready_ms(self, depth: int) -> float:
-        """Returns the time from a message until its branches are `depth` tokens deep."""
-        return self.lag_ms() + (depth - 1) * self.step_ms()
-
-    def share(self, depth: int, within_ms: float) -> float:
-        """Returns the share of the depth that arrives in time, from 0 to 1."""
-        left_ms = within_ms - self.lag_ms()
-        if left_ms < 0 or not self.lag_ms.is_known:
-            return 0.0
-        if left_ms >= (depth - 1) * self.step_ms():
-            return 1.0
-        return (1.0 + left_ms / self.step_ms()) / depth
-
 
 Latencies = Mapping[str, DrafterLatency]
 Models = Mapping[str, object]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.draft_pool import TRIAL_ROUNDS, DrafterLatency, dealt, evenly, quickest
+from outrider.orchestrator.core.draft_pool import dealt, evenly, quickest
+from outrider.orchestrator.core.policy.estimates import TRIAL_ROUNDS, DrafterLatency
 
 BRANCHES, DEPTH, ROUND_MS = 12, 4, 20.0
 

@@ -5,7 +5,7 @@ time of a forward depends on its rows, whatever requests they belong to; the wor
 all requests gain in it.
 
 `Slope` follows its samples and forgets slowly. `RowCosts` estimates the time of a forward by its rows: more rows never
-take less.
+take less. `DrafterLatency` is that of one of several draft workers.
 """
 
 from __future__ import annotations
@@ -40,6 +40,57 @@ class Slope:
         spread = self._xx - self._x**2 / count
         covariance = self._xy - self._x * self._y / count
         return (covariance + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)
+
+
+LATENCY_SMOOTHING = 0.3
+# A drafter that is left out is tried again after this many rounds.
+TRIAL_ROUNDS = 32
+
+
+class DrafterLatency:
+    """How soon the work of one drafter arrives: `lag_ms` from a message to the first tokens, `step_ms` from one push to
+    the next, in milliseconds of the orchestrator's clock (0: not known). Its speed, its link and its work for other
+    requests are one number. `left_out`: rounds since its last task.
+    """
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        self.lag_ms = Average(smoothing=LATENCY_SMOOTHING)
+        self.step_ms = Average(smoothing=LATENCY_SMOOTHING)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be tried, because its latency is unknown or old."""
+        return not self.lag_ms.is_known or self.left_out >= TRIAL_ROUNDS
+
+    def observe_chain(self, tokens: int, milliseconds: float) -> None:
+        """Records the time of a whole chain."""
+        step = self.step_ms() or milliseconds / max(tokens, 1)
+        self.step_ms.add(step)
+        self.lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
+
+    def observe_overdue(self, milliseconds: float) -> None:
+        """Records that nothing came for this long; twice that is expected."""
+        if milliseconds > self.lag_ms():
+            self.lag_ms.add(2 * milliseconds)
+
+    def reset(self) -> None:
+        """Drops the old measurements of a drafter that was left out."""
+        self.left_out = 0
+        self.lag_ms = Average(smoothing=LATENCY_SMOOTHING)
+
+    def ready_ms(self, depth: int) -> float:
+        """Returns the time from a message until its branches are `depth` tokens deep."""
+        return self.lag_ms() + (depth - 1) * self.step_ms()
+
+    def share(self, depth: int, within_ms: float) -> float:
+        """Returns the share of the depth that arrives in time, from 0 to 1."""
+        left_ms = within_ms - self.lag_ms()
+        if left_ms < 0 or not self.lag_ms.is_known:
+            return 0.0
+        if left_ms >= (depth - 1) * self.step_ms():
+            return 1.0
+        return (1.0 + left_ms / self.step_ms()) / depth
 
 
 # Until measured: each further row costs a tenth of the first.
