@@ -144,20 +144,16 @@ class RequestMetrics:
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
     _drafting: list[DraftWork] = field(default_factory=list)
 
-    def on_wait(self, number: int, missed: int | None, now_ns: int) -> None:
-        """Records that round `number` waits for a drafter; `missed`: the accepted tokens of an outcome that missed."""
+    def on_wait(self, number: int, now_ns: int) -> None:
+        """Records that round `number` waits for a drafter."""
         entry = self._entry(number)
         entry.waits += 1
         entry.waited_ns = entry.waited_ns or now_ns
-        if missed is not None:
-            entry.lookup, entry.after = Lookup.MISS, missed
 
     def on_proposed(self, number: int, proposal: Proposal, accepted: int, now_ns: int) -> None:
         """Records the proposal of round `number`, after an outcome with this many accepted tokens."""
         entry = self._entry(number)
-        if proposal.lookup is not Lookup.NONE:
-            entry.lookup, entry.after = proposal.lookup, accepted
-        entry.source = proposal.source
+        entry.lookup, entry.after, entry.source = proposal.lookup, accepted, proposal.source
         entry.decided = Span(entry.waited_ns or now_ns, now_ns)
 
     def on_drafts(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
@@ -418,6 +414,6 @@ class RoundMetrics:
 
 def _mark(proposal: Proposal) -> str:
     """Returns a proposal's name in the trace."""
-    if proposal.lookup is Lookup.NONE:
+    if proposal.lookup is Lookup.NONE or proposal.source is ProposalSource.DRAFTER:
         return proposal.source.value
     return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value

@@ -7,8 +7,8 @@ request's waiting is worth its own tokens. They are pure functions of the estima
 
 `NextRound` carries the decision out, one request at a time: it begins the round, prepares for it or waits for it, and
 sends the workers what follows. Chains are prepared at the target for likely outcomes, so that a hit costs no message
-between two verifies; the proposer decides about them as it would after the outcome. `wait_for_chain` and
-`wait_for_branch` bound the wait for a drafter by its expected time and some slack.
+between two verifies; the proposer decides about them as it would after the outcome. A wait for a drafter is bounded
+by its expected time and some slack.
 """
 
 from __future__ import annotations
@@ -130,24 +130,11 @@ def longest_wait_ms(expected_ms: float) -> float:
     return 3.0 * expected_ms + 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class AskDrafters:
-    """Request a chain of `depth` tokens after the committed text from the drafters; `missed`: after a miss."""
+# The limit of a wait that may include a drafter's first work, or that full depth requires.
+PATIENCE_MS = 2000.0
 
-    depth: int
-    missed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WaitForBranch:
-    """Wait for about `milliseconds` for this outcome's branch to grow, or, if `missed`, to arrive."""
-
-    committed: tuple[int, ...]
-    milliseconds: float
-    missed: bool = False
-
-
-Step = Proposal | AskDrafters | WaitForBranch
+Step = Proposal | DrafterWait
+"""What a request does next: it verifies, or waits for drafters first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +166,7 @@ class Proposer:
                 if copy
                 else replace(self._in_process(request), autonomous=True)
             )
-        return AskDrafters(longest)
+        return self.wait_for_chain(longest, now_ns)
 
     def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
@@ -265,28 +252,29 @@ class Proposer:
         cache = request.cache
         cached = cache.lookup(committed)
         if self.full_depth and not cache.final:
-            return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=cached is None)
-        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+            wait_ms = request.depth * self.estimates.depth_ms()
+            return self._wait_for_branch(request, committed, wait_ms, now_ns, cached is None)
         if cached is None:
-            return self._after_miss(request, committed, room, since_ms)
+            return self._after_miss(request, committed, room, now_ns)
+        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
         hit = self.branch(request, cached, room)
         if self.unites(request):
             return self._in_process(request, hit)
         longest = min(request.depth, room)
         grows = cache.grows(cached) and cached.drafter == cache.lead and not hit.copied
         if grows and worth_waiting(self.estimates, len(cached.chain), longest, since_ms):
-            return WaitForBranch(committed, self.estimates.depth_ms())
+            return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 
     def _is_fixed(self, request: Request) -> bool:
         """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
         return self.full_depth and request.admit.sampling.is_residual
 
-    def _after_miss(self, request: Request, committed: tuple[int, ...], room: int, since_ms: float) -> Step:
+    def _after_miss(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
         """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
         longest = min(request.depth, room)
         if self._is_fixed(request) and request.drafters:
-            return AskDrafters(longest, missed=True)
+            return self.wait_for_chain(longest, now_ns, missed=True)
         tail = self._tail(request, room)
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
         line = request.proposal.line
@@ -296,15 +284,44 @@ class Proposer:
             expected_ms = pushes * self.estimates.depth_ms()
             expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0
             # An overdue push is expected to take as long again.
-            wait_ms = abs(expected_ms - since_ms)
+            wait_ms = abs(expected_ms - (now_ns - request.branches_at_ns) / MILLISECOND_NS)
             if worth_hoping(self.estimates, choice, longest, wait_ms):
-                return WaitForBranch(committed, wait_ms, missed=True)
+                return self._wait_for_branch(request, committed, wait_ms, now_ns, missed=True)
         if choice.wait_for:
-            return AskDrafters(choice.wait_for, missed=True)
+            return self.wait_for_chain(choice.wait_for, now_ns, missed=True)
         if choice.own:
             copy = replace(copied(CopiedTail(self._copy_beside(request, room))), lookup=Lookup.MISS)
             return self._in_process(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
+
+    # --- waits ----------------------------------------------------------------------------------------------------
+
+    def wait_for_chain(self, depth: int, now_ns: int, missed: bool = False) -> DrafterWait:
+        """Returns the wait for a chain of `depth` tokens after the committed text; `missed`: after a miss."""
+        limit_ms = longest_wait_ms(self.estimates.draft_ms(depth))
+        if self.full_depth or not self.estimates.has_drafted:
+            limit_ms = max(limit_ms, PATIENCE_MS)
+        if missed and not self.full_depth:
+            limit_ms = self._until_next_forward(limit_ms)
+        return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), depth=depth, missed=missed)
+
+    def _wait_for_branch(
+        self, request: Request, committed: tuple[int, ...], expected_ms: float, now_ns: int, missed: bool = False
+    ) -> DrafterWait:
+        """Returns a new or continued wait for this outcome's branch to grow, or, if `missed`, to arrive; in all no
+        longer than for a whole tree."""
+        e, before = self.estimates, request.wait
+        whole_ms = longest_wait_ms((request.depth + 1) * e.depth_ms() + e.link_ms())
+        limit_ms, whole_ms = longest_wait_ms(expected_ms), self._until_next_forward(whole_ms)
+        if self.full_depth:
+            limit_ms = whole_ms = PATIENCE_MS
+        asked_ns, missed = (before.asked_ns, before.missed) if before else (now_ns, missed)
+        deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
+        return DrafterWait(asked_ns, deadline_ns, committed, missed=missed)
+
+    def _until_next_forward(self, limit_ms: float) -> float:
+        """Limits a wait to the other requests' next forward, if there are others: this one joins the one after."""
+        return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
 
 
 def _copies_only(request: Request) -> bool:
@@ -317,61 +334,26 @@ def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
     return q.part(0, len(chain)) if q is not None else None
 
 
-# The limit of a wait that may include a drafter's first work, or that full depth requires.
-PATIENCE_MS = 2000.0
-
-
-def wait_for_chain(estimates: Estimates, step: AskDrafters, full_depth: bool, now_ns: int) -> DrafterWait:
-    """Returns the wait for a chain that is requested now."""
-    limit_ms = longest_wait_ms(estimates.draft_ms(step.depth))
-    if full_depth or not estimates.has_drafted:
-        limit_ms = max(limit_ms, PATIENCE_MS)
-    if step.missed and not full_depth:
-        limit_ms = _until_next_forward(estimates, limit_ms)
-    return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
-
-
-def wait_for_branch(
-    estimates: Estimates, request: Request, step: WaitForBranch, full_depth: bool, now_ns: int
-) -> DrafterWait:
-    """Returns a new or continued wait for a branch to come or grow; in all it is no longer than for a whole tree."""
-    asked_ns = request.wait.asked_ns if request.wait else now_ns
-    missed = request.wait.missed if request.wait else step.missed
-    limit_ms = longest_wait_ms(step.milliseconds)
-    whole_ms = longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms())
-    whole_ms = _until_next_forward(estimates, whole_ms)
-    if full_depth:
-        limit_ms = whole_ms = PATIENCE_MS
-    deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
-    return DrafterWait(asked_ns, deadline_ns, step.committed, missed)
-
-
-def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
-    """Limits the wait after a miss to the other requests' next forward, if there are others: it joins the one after."""
-    return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
-
-
 @dataclass(eq=False)
 class NextRound:
-    """Begins rounds and waits. `full_depth`: see `ServeSettings`."""
+    """Begins rounds and waits."""
 
     _workers: WorkerPool
     _draft_pool: DraftPool
     _planner: Planner
     _proposer: Proposer
     _metrics: RoundMetrics
-    _full_depth: bool
 
     def take(self, request: Request, step: Step, now_ns: int) -> None:
-        match step:
-            case Proposal():
-                self.verify(request, step, now_ns)
-            case AskDrafters():
-                self._ask(request, step, now_ns)
-            case WaitForBranch():
-                if request.wait is None:  # else it continues after a push
-                    request.metrics.on_wait(request.round + 1, None, now_ns)
-                request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
+        """Begins a round, or a wait; a chain is requested by a COMMIT without one."""
+        if isinstance(step, Proposal):
+            self.verify(request, step, now_ns)
+            return
+        if request.wait is None or step.depth:  # else it continues after a push
+            request.metrics.on_wait(request.round + 1, now_ns)
+        request.wait = step
+        if step.depth:
+            self._draft_pool.ask(request, step.depth, now_ns)
 
     def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
@@ -433,14 +415,6 @@ class NextRound:
                     parents=tuple(p.parents for p in chains) if any(p.parents for p in chains) else (),
                 )
             )
-
-    def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
-        """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
-        request.metrics.on_wait(request.round + 1, request.accepted if step.missed else None, now_ns)
-        if step.missed:
-            self._planner.estimates.observe_lookup(False, request.covered)
-        request.wait = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)
-        self._draft_pool.ask(request, step.depth, now_ns)
 
     def end_wait(self, request: Request, now_ns: int) -> None:
         """Ends the wait if all drafters are done."""

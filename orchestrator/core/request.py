@@ -215,12 +215,14 @@ class DrafterWait:
     """A wait for a drafter, until `deadline_ns` at the latest.
 
     With `outcome` (the tokens that it made final) the request waits for that branch to grow, or, if `missed`, to
-    arrive, or in full depth for all branches; without, for the chain requested at `asked_ns`.
+    arrive, or in full depth for all branches; without, for a chain of `depth` tokens requested at `asked_ns`. `missed`:
+    there was no branch when the outcome came.
     """
 
     asked_ns: int
     deadline_ns: int
     outcome: tuple[int, ...] | None = None
+    depth: int = 0
     missed: bool = False
 
 

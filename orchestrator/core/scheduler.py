@@ -181,9 +181,7 @@ class Scheduler:
         self._draft_pool = DraftPool(workers, self._sent, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
-        self._next = NextRound(
-            workers, self._draft_pool, self._planner, self._proposer, self.metrics, settings.full_depth
-        )
+        self._next = NextRound(workers, self._draft_pool, self._planner, self._proposer, self.metrics)
         self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
         self._recovery = TargetRecovery(self._open)
 

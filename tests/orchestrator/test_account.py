@@ -68,10 +68,9 @@ def test_a_miss_is_counted_by_what_followed(
     source: ProposalSource, lookup: Lookup, counts: tuple[int, ...], asked: bool
 ) -> None:
     found = account(3)
-    if asked:  # the miss is known before what follows it
-        found.on_wait(4, 2, 1)
-    late = asked and lookup is Lookup.MISS
-    found.on_proposed(4, Proposal((1,), source, Lookup.NONE if late else lookup), 2, 1)
+    if asked:
+        found.on_wait(4, 1)
+    found.on_proposed(4, Proposal((1,), source, lookup), 2, 1)
     found.on_ended(settled(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1), 9 * SECOND_NS)
     times = found.timings(7, 11)
     followed = (times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted, times.cache_late)
@@ -80,7 +79,7 @@ def test_a_miss_is_counted_by_what_followed(
 
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
-    found.on_wait(5, 2, 1)
+    found.on_wait(5, 1)
     found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 2, 1)
     assert found.timings(7, 13) == account(4).timings(7, 13)
 

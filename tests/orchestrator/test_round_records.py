@@ -37,9 +37,9 @@ def test_a_round_is_told_with_its_chain_and_on_the_requests_clock() -> None:
 def test_a_wait_begins_with_the_first_of_its_kind_and_ends_with_the_chain() -> None:
     """A wait for a branch may be followed by one for a chain: the round was undecided all the time, and missed."""
     metrics = RequestMetrics(BEGAN, reports=True)
-    metrics.on_wait(1, None, BEGAN + 10)
-    metrics.on_wait(1, 0, BEGAN + 20)
-    metrics.on_proposed(1, Proposal(), 0, BEGAN + 30)
+    metrics.on_wait(1, BEGAN + 10)
+    metrics.on_wait(1, BEGAN + 20)
+    metrics.on_proposed(1, Proposal(lookup=Lookup.MISS), 0, BEGAN + 30)
     metrics.on_proposed(2, Proposal(), 0, BEGAN + 50)
     told = [report(metrics, number, Proposal(), outcome(number, 0, Span(1_060, 1_070)), 1) for number in (1, 2)]
     assert [record.decided for record in told] == [Span(10, 30), Span(50, 50)]
