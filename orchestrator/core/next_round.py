@@ -37,9 +37,6 @@ from outrider.orchestrator.core.request import (
     CachedBranch,
     DrafterWait,
     Request,
-    remaining_length,
-    remaining_tokens,
-    up_to_end,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
@@ -144,29 +141,28 @@ class Proposer:
     estimates: Estimates
     full_depth: bool
 
-    def after(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
-        """Returns the step after the outcome that made `committed` final; `room` is the most tokens of a chain."""
+    def after(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
+        """Returns the step after the outcome that made `committed` final."""
         if request.mode == "ar":
             return Proposal(autonomous=True)
-        if room < 1:
+        if request.room < 1:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
-            return self.serve(request, committed, room, now_ns)
-        tail = self._tail(request, room)
+            return self.serve(request, committed, now_ns)
+        tail = self._tail(request)
         drafter = request.plan.drafter
         if _copies_only(request):
             return copied(tail) if tail.tokens or self.full_depth else Proposal(autonomous=True)
-        longest = min(request.depth, room)
-        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
+        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
             return copied(tail)
         if drafter:
-            copy = self._copy_beside(request, room)
+            copy = self._copy_beside(request)
             return (
                 self._in_process(request, copied(CopiedTail(copy)))
                 if copy
                 else replace(self._in_process(request), autonomous=True)
             )
-        return self.wait_for_chain(longest, now_ns)
+        return self.wait_for_chain(request.longest, now_ns)
 
     def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
@@ -183,12 +179,12 @@ class Proposer:
             copied=0,
         )
 
-    def _copy_beside(self, request: Request, room: int) -> tuple[int, ...]:
+    def _copy_beside(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
         if not request.takes_trees or request.ngrams.is_empty:
             return ()
-        copy = longest_copy(request.ngrams, room)
-        return copy_beside(self.estimates, copy, request.plan.drafter, min(request.depth, room))
+        copy = longest_copy(request.ngrams, request.room)
+        return copy_beside(self.estimates, copy, request.plan.drafter, request.longest)
 
     def unites(self, request: Request) -> bool:
         """Whether a branch and an in-process chain are verified in one tree."""
@@ -198,56 +194,57 @@ class Proposer:
             and unites(self.estimates, request.in_process_drafter, request.depth)
         )
 
-    def stays(self, request: Request, room: int) -> bool:
+    def stays(self, request: Request) -> bool:
         """Whether an autonomous target should continue by itself: not when a copy is worth more than its drafter's
         chains or, without a drafter, than a plain step, nor when the mode has changed."""
         if not request.proposal.draft:
-            return request.mode == "ar" or (_copies_only(request) and not self._tail(request, room).tokens)
+            return request.mode == "ar" or (_copies_only(request) and not self._tail(request).tokens)
         if request.proposal.drafter in request.left_out:
             return False
-        if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
+        if request.ngrams.is_empty or self._is_fixed(request) or request.room < 1:
             return True
-        if self._copy_beside(request, room):
+        if self._copy_beside(request):
             return False
-        tail = self._tail(request, room)
-        return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
+        tail = self._tail(request)
+        return drafts_better(self.estimates, tail, request.longest, request.proposal.drafter)
 
-    def _tail(self, request: Request, room: int) -> CopiedTail:
-        """Returns the copy of up to `room` tokens that pays after the committed text."""
-        return best_tail(self.estimates, longest_copy(request.ngrams, room))
+    def _tail(self, request: Request) -> CopiedTail:
+        """Returns the copy that pays after the committed text."""
+        return best_tail(self.estimates, longest_copy(request.ngrams, request.room))
 
-    def branch(self, request: Request, cached: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+    def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
-        chain = cached.chain[: max(min(request.depth, room), 0)]
+        chain = cached.chain[: max(min(request.depth, request.room - len(committed)), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
-        return self._filled(request, hit, room, committed, cached.alternatives)
+        return self._filled(request, hit, committed, cached.alternatives)
 
-    def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
+    def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
-        chain = message.chain[: max(min(request.depth, room), 0)]
+        chain = message.chain[: request.longest]
         source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
         proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, proposal, room, (), message.alternatives)
+        return self._filled(request, proposal, (), message.alternatives)
 
-    def after_wait(self, request: Request, room: int) -> Proposal:
+    def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
         outcome = request.wait.outcome if request.wait else None
         cached = request.cache.lookup(outcome) if outcome else None
-        return self.branch(request, cached, room) if cached else Proposal()
+        return self.branch(request, cached) if cached else Proposal()
 
     def _filled(
-        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
+        self, request: Request, chain: Proposal, committed: tuple[int, ...], others: Alternatives | None
     ) -> Proposal:
         """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
             return chain
+        room = request.room - len(committed)
         if request.takes_trees:
             tree = merged(self.estimates, request.ngrams, chain, committed, room, others)
             if tree is not None:
                 return tree
         return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)
 
-    def serve(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
+    def serve(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
         cache = request.cache
         cached = cache.lookup(committed)
@@ -255,14 +252,13 @@ class Proposer:
             wait_ms = request.depth * self.estimates.depth_ms()
             return self._wait_for_branch(request, committed, wait_ms, now_ns, cached is None)
         if cached is None:
-            return self._after_miss(request, committed, room, now_ns)
+            return self._after_miss(request, committed, now_ns)
         since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
-        hit = self.branch(request, cached, room)
+        hit = self.branch(request, cached)
         if self.unites(request):
             return self._in_process(request, hit)
-        longest = min(request.depth, room)
         grows = cache.grows(cached) and cached.drafter == cache.lead and not hit.copied
-        if grows and worth_waiting(self.estimates, len(cached.chain), longest, since_ms):
+        if grows and worth_waiting(self.estimates, len(cached.chain), request.longest, since_ms):
             return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 
@@ -270,12 +266,12 @@ class Proposer:
         """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
         return self.full_depth and request.admit.sampling.is_residual
 
-    def _after_miss(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
+    def _after_miss(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
-        longest = min(request.depth, room)
+        longest = request.longest
         if self._is_fixed(request) and request.drafters:
             return self.wait_for_chain(longest, now_ns, missed=True)
-        tail = self._tail(request, room)
+        tail = self._tail(request)
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
         line = request.proposal.line
         off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
@@ -290,7 +286,7 @@ class Proposer:
         if choice.wait_for:
             return self.wait_for_chain(choice.wait_for, now_ns, missed=True)
         if choice.own:
-            copy = replace(copied(CopiedTail(self._copy_beside(request, room))), lookup=Lookup.MISS)
+            copy = replace(copied(CopiedTail(self._copy_beside(request))), lookup=Lookup.MISS)
             return self._in_process(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
 
@@ -382,9 +378,7 @@ class NextRound:
         self._begin_round(request, proposal)
         if not proposal.autonomous:
             self._under_way(request, now_ns)
-        elif not request.halted and (
-            self._planner.wants_other(request) or not self._proposer.stays(request, self._remaining_tokens(request))
-        ):
+        elif not request.halted and (self._planner.wants_other(request) or not self._proposer.stays(request)):
             request.halted = True
             self._send_halt(request)
 
@@ -397,11 +391,10 @@ class NextRound:
         ahead = request.mode == "ssd" and not self._proposer.unites(request)
         if not ahead or request.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        request.prepared, context = {}, self._workers.target_context
+        request.prepared = {}
         for committed, branch in request.cache.complete(request.depth):
-            space = remaining_tokens(request, context, len(committed))
-            if space > 0 and up_to_end(request, context, committed)[1] is None:
-                request.prepared[committed] = self._proposer.branch(request, branch, space, committed)
+            if request.room > len(committed) and request.up_to_end(committed)[1] is None:
+                request.prepared[committed] = self._proposer.branch(request, branch, committed)
         chains = request.prepared.values()
         if chains:
             self._workers.send_target(
@@ -419,10 +412,7 @@ class NextRound:
     def end_wait(self, request: Request, now_ns: int) -> None:
         """Ends the wait if all drafters are done."""
         if request.wait and all(state.done for state in request.drafters.values()):
-            self.verify(request, self._proposer.after_wait(request, self._remaining_tokens(request)), now_ns)
-
-    def _remaining_tokens(self, request: Request) -> int:
-        return remaining_tokens(request, self._workers.target_context)
+            self.verify(request, self._proposer.after_wait(request), now_ns)
 
     # --- messages to the target -----------------------------------------------------------------------------------
 
@@ -434,14 +424,13 @@ class NextRound:
 
     def _send_verify(self, request: Request) -> None:
         """Sends VERIFY with the request's proposal."""
-        room = remaining_length(request, self._workers.target_context)
         self._workers.send_target(
             Verify(
                 request=request.id,
                 epoch=request.epoch,
                 round=request.round,
                 base_len=request.base_len,
-                proposal=request.proposal.to_message(request.admit.sampling, room),
+                proposal=request.proposal.to_message(request.admit.sampling, request.remaining),
                 all_cores=self._planner.drafters_rest(request),
             )
         )

@@ -12,7 +12,7 @@ branches for the same outcome the deeper one counts.
 `CacheBudget` limits the bytes of the branches of each request and of all. Branches over it are dropped and counted. An
 honest drafter's branches take kilobytes; the limits are for one that sends as much as a frame holds.
 
-`remaining_length` and `up_to_end` decide where a request ends: at its end tokens, its length, or the target's context.
+A request ends at its end tokens, its length, or the target's `context`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.metrics import RequestMetrics
-from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfile
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates
+from outrider.orchestrator.core.policy.acceptance import Drift, TextProfile
+from outrider.orchestrator.core.policy.estimates import Copy
 from outrider.orchestrator.core.policy.forecasts import RoundPlan
 from outrider.orchestrator.core.proposal import Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
@@ -238,7 +238,7 @@ class PendingCopy:
 class Request:
     """A request in flight.
 
-    - `tokens`: the prompt and all committed tokens; `text`: the profile of the text's kind.
+    - `tokens`: the prompt and all committed tokens, at most `context`; `text`: the profile of the text's kind.
     - `plan`: how its rounds are made. `proposal` is under verification in `round`, which began with `base_len`
       committed tokens; `accepted`: the accepted tokens of the latest outcome.
     - `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters
@@ -254,8 +254,9 @@ class Request:
     plan: RoundPlan
     tokens: list[int]
     ngrams: NgramIndex
-    text: TextProfile = field(default_factory=lambda: TextProfile(FREE, False, {}, TextAcceptance(Estimates())))
-    drafters: dict[str, DrafterState] = field(default_factory=dict)
+    context: int
+    text: TextProfile
+    drafters: dict[str, DrafterState]
     epoch: int = 0
     round: int = 0
     base_len: int = 0
@@ -349,7 +350,26 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        return self.admit.sampling.max_tokens - self.generated
+        """How many tokens it may still grow by."""
+        return min(self.admit.sampling.max_tokens - self.generated, self.context - len(self.tokens))
+
+    @property
+    def room(self) -> int:
+        """The most tokens of a chain: the bonus token must fit its length."""
+        return min(self.admit.sampling.max_tokens - self.generated - 1, self.context - len(self.tokens))
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a drafter's chain."""
+        return max(min(self.depth, self.room), 0)
+
+    def up_to_end(self, new: Sequence[int]) -> tuple[list[int], str | None]:
+        """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
+        space = self.remaining
+        for index, token in enumerate(new[:space]):
+            if token in self.admit.eos:
+                return list(new[: index + 1]), "eos"
+        return list(new[:space]), "length" if len(new) >= space else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,22 +387,3 @@ class SettledRound:
     nodes: Sequence[int]
     kept: tuple[int, ...]
     reason: str | None
-
-
-def remaining_length(request: Request, context: int) -> int:
-    """Returns how many tokens the request may still grow by."""
-    return min(request.remaining, context - len(request.tokens))
-
-
-def remaining_tokens(request: Request, context: int, ahead: int = 0) -> int:
-    """Returns the most tokens of a chain, `ahead` tokens on: the bonus token must fit the request and the context."""
-    return min(request.remaining - 1, context - len(request.tokens)) - ahead
-
-
-def up_to_end(request: Request, context: int, new: Sequence[int]) -> tuple[list[int], str | None]:
-    """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
-    space = remaining_length(request, context)
-    for index, token in enumerate(new[:space]):
-        if token in request.admit.eos:
-            return list(new[: index + 1]), "eos"
-    return list(new[:space]), "length" if len(new) >= space else None

@@ -34,8 +34,6 @@ from outrider.orchestrator.core.request import (
     Request,
     SettledRound,
     SpeculationCache,
-    remaining_tokens,
-    up_to_end,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.orchestrator.events import (
@@ -147,6 +145,7 @@ def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: 
         plan,
         tokens=tokens,
         ngrams=NgramIndex(),
+        context=workers.target_context,
         text=text,
         drafters={name: DrafterState() for name in sorted(drafters)},
         cache=SpeculationCache(budget),
@@ -355,7 +354,7 @@ class Scheduler:
         if request.reads:
             self._remote_prefills.forget(request)
         commit = [*(proposal.chain[node] for node in nodes), outcome.bonus]
-        kept, reason = up_to_end(request, self._workers.target_context, commit)
+        kept, reason = request.up_to_end(commit)
         settled = SettledRound(
             request, request.round, request.plan, proposal, request.reads, outcome, nodes, tuple(kept), reason
         )
@@ -372,7 +371,7 @@ class Scheduler:
             else:
                 request.halted = False
                 self._planner.replan(request)
-                step = self._proposer.after(request, tuple(kept), self._remaining_tokens(request), now_ns)
+                step = self._proposer.after(request, tuple(kept), now_ns)
                 self._next.take(request, step, now_ns)
         request.over = reason is not None
         return [settled]
@@ -404,7 +403,7 @@ class Scheduler:
         if message.final:
             self._next.prepare(request)
         if request.wait and request.wait.outcome:
-            step = self._proposer.serve(request, request.wait.outcome, self._remaining_tokens(request), now_ns)
+            step = self._proposer.serve(request, request.wait.outcome, now_ns)
             self._next.take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
@@ -416,7 +415,7 @@ class Scheduler:
             return
         self.metrics.on_drafts(request, sender, message, now_ns)
         self._planner.on_drafted(message, waiting, now_ns)
-        proposal = self._proposer.drafted(request, sender, message, self._remaining_tokens(request))
+        proposal = self._proposer.drafted(request, sender, message)
         self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
@@ -438,9 +437,6 @@ class Scheduler:
     def _update_planner(self) -> None:
         """Updates the planner's load: how many requests run, and whether prompts are still read."""
         self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
-
-    def _remaining_tokens(self, request: Request) -> int:
-        return remaining_tokens(request, self._workers.target_context)
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 

@@ -77,7 +77,8 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> RoundPlan:
         found.estimates.observe_depth(16, 15.0)
         found.estimates.observe_lookup(number % 4 > 0, 16)
         found.estimates.observe_chain(1, number % 2)
-    request = Request(admit, plan(found, admit), list(admit.tokens), NgramIndex())
+    text = found.profiles.open(FREE, greedy=True)
+    request = Request(admit, plan(found, admit), list(admit.tokens), NgramIndex(), 1 << 20, text, {})
     found.replan(request)
     return request.plan
 
