@@ -261,12 +261,6 @@ class DraftPool:
         for name in others:
             latencies[name].left_out += 1
 
-    def forward_features(self, request: Request, message: Features) -> None:
-        """Forwards the target's features to the drafters that read them."""
-        for name in request.drafters:
-            if self._workers.features(name):
-                self._workers.send_worker(name, message)
-
     def remove(self, request: Request, name: str) -> None:
         """Removes a drafter from a request; CLOSE stops it in case it was only asleep."""
         del request.drafters[name]

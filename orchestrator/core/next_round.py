@@ -168,7 +168,7 @@ class Proposer:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
         `beside`."""
         drafter, beside = request.plan.drafter, beside or Proposal()
-        source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
+        source = ProposalSource.HEAD if self.estimates.in_process[drafter].is_head else ProposalSource.DRAFTER
         return replace(
             beside,
             source=source,

@@ -110,18 +110,15 @@ class Planner:
             request.plan, _ = self._fixed_plan(request.admit, self._sources_of(request))
 
     def replan(self, request: Request) -> None:
-        """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to what the drafter can finish."""
+        """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to the best one by the
+        forecast for this K, which the drafter can finish."""
         is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
         elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and is_open:
-            request.plan = replace(request.plan, branches=self._breadth(request))
-
-    def _breadth(self, request: Request) -> int:
-        """Returns the B with the best forecast at this K."""
-        most = self._branches(request.admit, self._sources_of(request).workers)
-        formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, fixed=False)
-        return formula.of(Arm("ssd", request.depth))[0].branches
+            most = self._branches(request.admit, self._sources_of(request).workers)
+            formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, False)
+            request.plan = replace(request.plan, branches=formula.of(Arm("ssd", request.depth))[0].branches)
 
     def wants_other(self, request: Request) -> bool:
         """Whether a target that continues by itself is to stop, because the policy has another plan."""
@@ -143,9 +140,7 @@ class Planner:
 
     def reason(self, request: Request) -> str | None:
         """Returns the reason for the plan of a request in `auto`; None in other modes."""
-        if request.admit.mode != "auto":
-            return None
-        return f"auto: {self._policy_of(request).why}"
+        return f"auto: {self._policy_of(request).why}" if request.admit.mode == "auto" else None
 
     # --- observations ---------------------------------------------------------------------------------------------
 
@@ -197,7 +192,7 @@ class Planner:
                 estimates.observe_chain(len(proposal.drafter_nodes), along)
             elif proposal.chain and outcome.drafted is not None:
                 drafting_ms = _milliseconds(outcome.drafted.span)
-                estimates.observe_in_process(proposal.drafter, len(proposal.drafter_nodes), along, drafting_ms)
+                estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
             estimates.turnaround_ms.add(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import takewhile
 
-from outrider.orchestrator.core.policy.acceptance import Acceptance
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.protocol.messages import (
     Alternatives,
@@ -448,7 +447,9 @@ def merged(
             if parent < len(chain):  # which may have been truncated
                 drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), odds], Origin.GUESSED)
     if forks:
-        add_copy(drafts, instead, estimates.alternatives(instead.matched))
+        shared, acceptance = drafts.shared(instead.chain), estimates.alternatives(instead.matched)
+        positions = range(len(instead.chain))  # of which the first that no other source proposes counts as the first
+        drafts.add(instead.chain, [acceptance.rate(max(at - shared, 0)) for at in positions], Origin.COPIED)
     after = Copy() if ngrams.is_empty else ngrams.lookup(longest - len(chain), (*committed, *chain))
     tail = best_tail(estimates, after, estimates.drafted.reach(len(chain) - 1)).tokens
     rates = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
@@ -460,13 +461,6 @@ def merged(
         return None
     copied = tree.by.count(Origin.COPIED)
     return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
-
-
-def add_copy(drafts: DraftTrie, copy: Copy, acceptance: Acceptance) -> None:
-    """Adds a copy; `acceptance` counts from its first token that no other source proposes."""
-    shared = drafts.shared(copy.chain)
-    odds = [acceptance.rate(max(position - shared, 0)) for position in range(len(copy.chain))]
-    drafts.add(copy.chain, odds, Origin.COPIED)
 
 
 def copy_beside(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:

@@ -296,7 +296,8 @@ class Scheduler:
             case Outcome():
                 settled += self._on_outcome(request, message, now_ns)
             case Features():
-                self._draft_pool.forward_features(request, message)
+                for name in filter(workers.features, request.drafters):  # those that read them
+                    workers.send_worker(name, message)
             case Branches():
                 self._on_branches(request, sender, message, now_ns)
             case Drafted():

@@ -79,7 +79,7 @@ class Machine:
             estimates.observe_lookup(hit, plan.branches)
             estimates.observe_depth(plan.branches, STEP_MS[WORKER])
         if plan.drafter:
-            estimates.observe_in_process(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
+            estimates.in_process[plan.drafter].observe(depth, held, depth * STEP_MS[plan.drafter])
             return
         estimates.observe_chain(depth, held)
         estimates.observe_draft(depth, depth * STEP_MS[WORKER])

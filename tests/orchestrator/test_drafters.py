@@ -135,7 +135,7 @@ def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
     before = Estimates()
     before.add_drafters([GOOD, POOR])
     for _ in range(100):
-        before.observe_in_process("mtp", 4, 4, 2.0)
+        before.in_process["mtp"].observe(4, 4, 2.0)
     choices = (TunedArm("sd", 0, 0, 200.0, True, drafter="mtp"), TunedArm("ar", 0, 0, 90.0, True))
     write([before.snapshot(choices, 0.0)], path)
     (record,) = load(path)

@@ -31,7 +31,7 @@ def learned() -> TextProfiles:
             for _ in range(100):
                 held = chain(rng, 0.85 if kind == home else 0.35)
                 odds.observe_chain(name, DEPTH, held)
-                estimates.observe_in_process(name, DEPTH, held, 1.0)
+                estimates.in_process[name].observe(DEPTH, held, 1.0)
     return texts
 
 
@@ -75,11 +75,11 @@ def test_the_first_rejections_count_once_and_not_at_each_level() -> None:
     texts = TextProfiles(estimates)
     text = texts.open(FREE, greedy=True)
     for _ in range(7):
-        estimates.observe_in_process("draft", 1, 0, 1.0)
+        estimates.in_process["draft"].observe(1, 0, 1.0)
         texts.observe_chain(text, "draft", 1, 0)
     assert 0.2 < text.odds.holding("draft").rate(0) < 0.5
     for _ in range(60):
-        estimates.observe_in_process("draft", 1, 0, 1.0)
+        estimates.in_process["draft"].observe(1, 0, 1.0)
         texts.observe_chain(text, "draft", 1, 0)
     assert text.odds.holding("draft").rate(0) < 0.2
 

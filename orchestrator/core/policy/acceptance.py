@@ -198,31 +198,28 @@ COPY_SMOOTHING = 0.08
 
 
 class TextAcceptance:
-    """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all."""
+    """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all. A
+    text may move to another kind; its own rounds still count."""
 
     def __init__(self, above: Estimates | TextAcceptance) -> None:
-        self._above = above
+        self.above = above
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
         self._tokens, self._rows = Average(smoothing=COPY_SMOOTHING), Average(smoothing=COPY_SMOOTHING)
 
-    def set_above(self, above: TextAcceptance) -> None:
-        """Moves the text to another kind; its own rounds still count."""
-        self._above = above
-
     def holding(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
         acceptance = self._drafted.get(drafter)
         if acceptance is None:
-            is_text = isinstance(self._above, TextAcceptance)
+            is_text = isinstance(self.above, TextAcceptance)
             acceptance = self._drafted[drafter] = Shifted() if is_text else Acceptance()
-        acceptance.prior = self._above.holding(drafter)
+        acceptance.prior = self.above.holding(drafter)
         return acceptance
 
     def copied_a_round(self) -> tuple[float, float]:
         """Returns the right tokens and all tokens of the copies, per round."""
-        tokens, rows = self._above.copied_a_round()
+        tokens, rows = self.above.copied_a_round()
         return self._tokens.value_or(tokens), self._rows.value_or(rows)
 
     def observe_chain(self, drafter: str, drafted: int, accepted: int) -> None:
@@ -231,7 +228,7 @@ class TextAcceptance:
 
     def observe_copy(self, copied: int, held: int) -> None:
         if not self._tokens.is_known:
-            tokens, rows = self._above.copied_a_round()
+            tokens, rows = self.above.copied_a_round()
             self._tokens.start_from(tokens)
             self._rows.start_from(rows)
         self._tokens.add(held)
@@ -324,7 +321,7 @@ class TextProfiles:
         if drafted:
             kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
             text.add_scores({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
-            text.odds.set_above(self.odds(text.kind, text.greedy))
+            text.odds.above = self.odds(text.kind, text.greedy)
 
 
 # A drafter is left out after this many rounds in a row without a token,

@@ -213,7 +213,7 @@ class Estimates:
     branches: `link_ms` is the round-trip time to it, `depth_ms` the recent time for one more token on each of a
     request's branches. `pipelined_ms` is the time from one token of plain decoding to the next, by the texts in a
     forward, `turnaround_ms` the target's idle time between an outcome and the verify of a hit. A `drafter` that is
-    named is an in-process one.
+    named is one of those `in_process`.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Estimates:
             average.start_from(PRIOR_HIT_RATE, PRIOR_LOOKUPS)
         self._branches = Average(PRIOR_BRANCHES)
         self.turnaround_ms = Average(PRIOR_TURNAROUND_MS)
-        self._in_process: dict[str, InProcessDrafts] = {}
+        self.in_process: dict[str, InProcessDrafts] = {}
         self._in_process_known: dict[str, InProcessKnown] = {}
         self._copied_tokens = Average(smoothing=COPIED_SMOOTHING)
         self._copied_rows = Average(smoothing=COPIED_SMOOTHING)
@@ -284,7 +284,7 @@ class Estimates:
             trees_ms=self._trees_ms.points,
             own=tuple(
                 InProcessKnown(drafts.name, drafts.step_ms(0.0), drafts.drafted.known())
-                for drafts in self._in_process.values()
+                for drafts in self.in_process.values()
                 if drafts.is_known
             ),
         )
@@ -292,19 +292,11 @@ class Estimates:
     def add_drafters(self, drafters: Iterable[InProcessDrafter]) -> None:
         """Adds the in-process drafters that are new."""
         for drafter in drafters:
-            if drafter.name not in self._in_process:
-                drafts = self._in_process[drafter.name] = InProcessDrafts(drafter)
+            if drafter.name not in self.in_process:
+                drafts = self.in_process[drafter.name] = InProcessDrafts(drafter)
                 known = self._in_process_known.get(drafter.name)
                 if known is not None:
                     drafts.start_from(known.step_ms, known.acceptance)
-
-    def is_head(self, drafter: str) -> bool:
-        """Whether this in-process drafter reads the target's hidden states."""
-        return self._in_process[drafter].is_head
-
-    def observe_in_process(self, drafter: str, tokens: int, accepted: int, milliseconds: float) -> None:
-        """Records a chain of an in-process drafter."""
-        self._in_process[drafter].observe(tokens, accepted, milliseconds)
 
     def observe_verify(self, rows: int, milliseconds: float, own: int | None = None) -> None:
         """Records a forward of `rows`, `own` of them one request's (None: all)."""
@@ -390,7 +382,7 @@ class Estimates:
 
     def holding(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
-        return self._in_process[drafter].drafted if drafter else self.drafted
+        return self.in_process[drafter].drafted if drafter else self.drafted
 
     def draft_ms(self, tokens: int, drafter: str = "") -> float:
         """Returns the time from the request for a chain of `tokens` to its arrival."""
@@ -398,7 +390,7 @@ class Estimates:
 
     def in_process_ms(self, tokens: int, drafter: str) -> float:
         """Returns the time of an in-process chain; requests that share forwards draft theirs in the same time."""
-        return tokens * self._in_process[drafter].step_ms(self.forward_ms(1))
+        return tokens * self.in_process[drafter].step_ms(self.forward_ms(1))
 
     def chain_ms(self, tokens: int) -> float:
         """Returns the same for an idle draft worker."""

@@ -120,10 +120,6 @@ class ArmTrial:
     rules: TrialRules
     seen: ArmRecord = field(default_factory=ArmRecord)
 
-    @property
-    def is_better(self) -> bool:
-        return self.seen.rate is not None and self.seen.rate > self.to_beat
-
     def is_hopeless(self, rounds: int) -> bool:
         if rounds < self.rules.rounds or self.seen.rate is None:
             return False
@@ -298,7 +294,7 @@ class Policy:
         current = next((arm for arm in (self._arm, self._home) if arm in rates), best)
         if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
-        goes_on = before is not None and before.is_better and self._active == 1
+        goes_on = before is not None and (before.seen.rate or 0.0) > before.to_beat and self._active == 1
         if goes_on and self._arm in rates and self._arm != best:
             self._trial = before
             return self._take(self._arm, forecasts, "better than the best so far")
