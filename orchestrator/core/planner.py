@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
 from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, longest_copy
@@ -85,24 +85,24 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[RoundPlan, list[str]]:
+    def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[Arm, list[str]]:
         """Returns a request's first plan with this many draft workers, and notes: why speculation is off, if it is."""
         sources = self._sources(admit, drafters)
         if admit.mode == "auto":
             return self._policy(admit, sources, kind).plan(), []
         return self._fixed_plan(admit, sources)
 
-    def _fixed_plan(self, admit: Admit, sources: DraftSources) -> tuple[RoundPlan, list[str]]:
+    def _fixed_plan(self, admit: Admit, sources: DraftSources) -> tuple[Arm, list[str]]:
         """The same in a fixed mode: draft workers come before in-process drafters, and these before n-grams."""
         depth, branches = self._depth(admit), self._branches(admit, sources.workers)
         if admit.mode == "ar" or sources.workers:
             joint = admit.mode == "ssd" and is_joint(admit.drafter) and sources.others
-            return RoundPlan(admit.mode, depth, branches, sources.others[0] if joint else ""), []
+            return Arm(admit.mode, depth, branches, sources.others[0] if joint else ""), []
         if sources.others:
-            return RoundPlan("sd", depth, branches, sources.others[0]), []
+            return Arm("sd", depth, branches, sources.others[0]), []
         if self._settings.ngrams:
-            return RoundPlan(admit.mode, depth, branches), []
-        return RoundPlan("ar", depth, branches), ["speculation is off: there is no drafter"]
+            return Arm(admit.mode, depth, branches), []
+        return Arm("ar", depth, branches), ["speculation is off: there is no drafter"]
 
     def on_drafter_rejoined(self, request: Request) -> None:
         """Updates a fixed plan after the set of drafters has changed."""

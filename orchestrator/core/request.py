@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from outrider.orchestrator.core.metrics import RequestMetrics
 from outrider.orchestrator.core.policy.acceptance import Drift, TextProfile
 from outrider.orchestrator.core.policy.estimates import Copy
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
@@ -251,7 +251,7 @@ class Request:
     """
 
     admit: Admit
-    plan: RoundPlan
+    plan: Arm
     tokens: list[int]
     ngrams: NgramIndex
     context: int
@@ -380,7 +380,7 @@ class SettledRound:
 
     request: Request
     number: int
-    plan: RoundPlan
+    plan: Arm
     proposal: Proposal
     read: bool
     outcome: Outcome

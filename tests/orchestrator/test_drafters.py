@@ -20,7 +20,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     kind_of,
 )
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
 from outrider.orchestrator.core.proposal import NgramIndex
@@ -46,29 +46,29 @@ def planner(*own: InProcessDrafter, ngrams: bool = True) -> Planner:
     return Planner(round_settings(4, 16, ngrams=ngrams), own=lambda: own)
 
 
-def plan(found: Planner, admit: Admit, workers: int = 1) -> RoundPlan:
+def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
     return found.first_plan(admit, workers)[0]
 
 
 def test_without_a_name_draft_workers_draft_then_heads_then_the_text() -> None:
-    assert plan(planner(GOOD), asked("ssd")) == RoundPlan("ssd", 4, 16)
-    assert plan(planner(GOOD), asked("sd")) == RoundPlan("sd", 4, 16)
-    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == RoundPlan("sd", 4, 16, "eagle3")
-    assert plan(planner(GOOD), asked("ssd"), workers=0) == RoundPlan("sd", 4, 16, "eagle3")
-    assert plan(planner(), asked("sd"), workers=0) == RoundPlan("sd", 4, 16)
+    assert plan(planner(GOOD), asked("ssd")) == Arm("ssd", 4, 16)
+    assert plan(planner(GOOD), asked("sd")) == Arm("sd", 4, 16)
+    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == Arm("sd", 4, 16, "eagle3")
+    assert plan(planner(GOOD), asked("ssd"), workers=0) == Arm("sd", 4, 16, "eagle3")
+    assert plan(planner(), asked("sd"), workers=0) == Arm("sd", 4, 16)
 
 
 def test_who_is_named_drafts_alone() -> None:
     found = planner(POOR, GOOD)
-    assert plan(found, asked("sd", "eagle3")) == RoundPlan("sd", 4, 16, "eagle3")
-    assert plan(found, asked("sd", "draft")) == RoundPlan("sd", 4, 16)
-    assert plan(found, asked("sd", "ngram")) == RoundPlan("sd", 4, 16, "ngram")
+    assert plan(found, asked("sd", "eagle3")) == Arm("sd", 4, 16, "eagle3")
+    assert plan(found, asked("sd", "draft")) == Arm("sd", 4, 16)
+    assert plan(found, asked("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
     auto = asked("auto", "mtp")
     kinds = found._policy(auto, found._sources(auto, 1))._kinds
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
-def slow_drafter(admit: Admit, full_depth: bool = False) -> RoundPlan:
+def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
     """The plan of a request whose drafter takes a verify's time for a token of 16 branches."""
     found = Planner(round_settings(1, 16, full_depth=full_depth, each=True))
     for number in range(40):
