@@ -144,7 +144,8 @@ class WorkerPool:
     @property
     def exits(self) -> int | None:
         """The descriptor that wakes a poller when a worker process has ended; None if the system has none."""
-        return self._supervisor.exits.fileno
+        exits = self._supervisor.exits
+        return exits.fileno() if exits is not None else None
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""
