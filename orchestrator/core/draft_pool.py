@@ -223,11 +223,10 @@ class DraftPool:
 
     def join(self, request: Request, name: str) -> None:
         """Sends OPEN to a new drafter; if it is the only one, it prepares outcomes of the round under way."""
-        alone = len(request.drafters) == 1 and _verifying(request) is not None
-        ranks = range(request.branches) if alone else NO_RANKS
-        if ranks:
-            request.cache.start({name: len(ranks)})
-        self._open(request, name, ranks)
+        if len(request.drafters) == 1:
+            self.open(request)
+        else:
+            self._open(request, name, NO_RANKS)
 
     def reopen(self, request: Request, name: str) -> None:
         """Sends OPEN, and its task again, to a drafter that missed a message."""

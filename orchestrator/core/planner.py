@@ -51,14 +51,10 @@ class Planner:
         for record in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(record)
         self._settings = settings
+        self.merges = settings.trees and not settings.full_depth  # chains into trees, where the target can verify them
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0
         self._reading = False
-
-    @property
-    def trees(self) -> bool:
-        """Whether chains are merged into trees where the target can verify them."""
-        return self._settings.trees and not self._settings.full_depth
 
     def set_load(self, active: int, reading: bool) -> None:
         """Sets how many requests run; `reading`: the target still reads a prompt of one of them."""
@@ -68,12 +64,12 @@ class Planner:
 
     def learned(self) -> tuple[Tuning, ...]:
         """Returns the records for the next server: one for each temperature class with measured or stored arms."""
-        learned = []
+        learned, all_sources = [], self._sources("", self._settings.drafters)
         for greedy in (True, False):
             choices = [
                 replace(choice, kind=kind)
                 for (sources, depth, branches, sampled, kind), policy in self._policies.items()
-                if sources == self._all_sources and depth is None and branches is None and sampled != greedy
+                if sources == all_sources and depth is None and branches is None and sampled != greedy
                 for choice in policy.learned()
             ]
             stored = next((record for record in self._stored if record.is_greedy == greedy), None)
@@ -87,7 +83,7 @@ class Planner:
 
     def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[Arm, list[str]]:
         """Returns a request's first plan with this many draft workers, and notes: why speculation is off, if it is."""
-        sources = self._sources(admit, drafters)
+        sources = self._sources(admit.drafter, drafters)
         if admit.mode == "auto":
             return self._policy(admit, sources, kind).plan(), []
         return self._fixed_plan(admit, sources)
@@ -229,26 +225,18 @@ class Planner:
     # --- policies -------------------------------------------------------------------------------------------------
 
     def _sources_of(self, request: Request) -> DraftSources:
-        return self._sources(request.admit, len(request.drafters), request.left_out)
+        return self._sources(request.admit.drafter, len(request.drafters), request.left_out)
 
-    def _sources(self, admit: Admit, workers: int, left_out: Collection[str] = ()) -> DraftSources:
-        """Returns what may draft for a request: only the drafters that it names, if it names any."""
+    def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
+        """Returns what may draft for a request: only the drafters that it has `named`, if any."""
         in_process = tuple(self._own())
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
-        others += (NGRAM,) if self._settings.ngrams and (in_process or workers or admit.drafter == NGRAM) else ()
-        if admit.drafter:
-            named = admit.drafter.split(JOINT)
-            others = tuple(name for name in others if name in named)
-            workers = workers if DRAFT_MODEL in named else 0
+        others += (NGRAM,) if self._settings.ngrams and (in_process or workers or named == NGRAM) else ()
+        if named:
+            names = named.split(JOINT)
+            others, workers = tuple(name for name in others if name in names), workers if DRAFT_MODEL in names else 0
         return DraftSources(workers, others)
-
-    @property
-    def _all_sources(self) -> DraftSources:
-        """The sources that the cluster begins with."""
-        others = tuple(drafter.name for drafter in self._own())
-        workers = self._settings.drafters
-        return DraftSources(workers, (*others, NGRAM) if (others or workers) and self._settings.ngrams else others)
 
     def _policy_of(self, request: Request) -> Policy:
         return self._policy(request.admit, self._sources_of(request), request.text.kind, request.text.odds)

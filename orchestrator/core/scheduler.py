@@ -36,6 +36,7 @@ from outrider.orchestrator.core.request import (
     SpeculationCache,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import TARGET
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -151,7 +152,7 @@ def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: 
         cache=SpeculationCache(budget),
         heard_ns=now_ns,
         metrics=RequestMetrics(now_ns, admit.rounds),
-        takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
+        takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
         notes=[*worker_notes, *notes],
     )
 
@@ -283,7 +284,7 @@ class Scheduler:
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
         workers = self._workers
-        from_target, vocabulary = workers.is_target(sender), workers.vocabulary(sender)
+        from_target, vocabulary = sender == TARGET, workers.vocabulary(sender)
         refusal = self._sent.refusal(request, from_target, sender, message, vocabulary)
         if refusal or request is None:
             self.stale += 1
@@ -432,7 +433,7 @@ class Scheduler:
         """Adds the note to every request that the sender works for, one for each sender."""
         for request in self._requests.values():
             has_note = any(words.startswith(f"{sender}: ") for words in request.notes)
-            if not has_note and (self._workers.is_target(sender) or sender in request.drafters):
+            if not has_note and sender in (TARGET, *request.drafters):
                 request.notes.append(f"{sender}: {note.message}")
 
     def _update_planner(self) -> None:

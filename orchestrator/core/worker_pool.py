@@ -191,10 +191,6 @@ class WorkerPool:
             return [f"speculation is off: {abilities.why}"]
         return [*(f"no draft model: {why}" for why in refused), *abilities.left_out]
 
-    def is_target(self, name: str) -> bool:
-        worker = self._registry.named(name)
-        return worker is not None and worker.role == "target"
-
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""
         return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}

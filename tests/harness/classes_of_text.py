@@ -150,7 +150,7 @@ def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: i
     said, took_ms = 0, 0.0
     text = planner.profiles.open(told, greedy=True)
     while said < tokens:
-        policy = planner._policy(admit, planner._sources(admit, 1), text.kind, text.odds)
+        policy = planner._policy(admit, planner._sources(admit.drafter, 1), text.kind, text.odds)
         plan = policy.plan()
         brought, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":

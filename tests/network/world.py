@@ -141,9 +141,6 @@ class World(HonestWorkers):
     def notes(self) -> list[str]:
         return []
 
-    def is_target(self, name: str) -> bool:
-        return name == TARGET
-
     def drafters(self) -> set[str]:
         return {node.name for node in self.nodes.values() if node.name != TARGET and node.known}
 

@@ -64,7 +64,7 @@ def test_who_is_named_drafts_alone() -> None:
     assert plan(found, asked("sd", "draft")) == Arm("sd", 4, 16)
     assert plan(found, asked("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
     auto = asked("auto", "mtp")
-    kinds = found._policy(auto, found._sources(auto, 1))._kinds
+    kinds = found._policy(auto, found._sources(auto.drafter, 1))._kinds
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
@@ -91,10 +91,10 @@ def test_ssd_prepares_what_the_drafter_can_finish_unless_b_is_given() -> None:
 
 def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
     found, usual = planner(), asked()
-    first = found._policy(usual, found._sources(usual, 1))
+    first = found._policy(usual, found._sources(usual.drafter, 1))
     for number in range(3 * MOST_REQUESTED):
         plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
-    assert found._policy(usual, found._sources(usual, 1)) is first
+    assert found._policy(usual, found._sources(usual.drafter, 1)) is first
     assert len(found._policies) == MOST_REQUESTED + 1
 
 
@@ -186,7 +186,7 @@ def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
     first = planner(GOOD)
     best = {FREE: "eagle3", REPEATING: "ngram"}
     for kind, drafter in best.items():
-        policy = first._policy(asked(), first._sources(asked(), 1), kind)
+        policy = first._policy(asked(), first._sources("", 1), kind)
         rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
     again = Planner(round_settings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
     for kind, drafter in best.items():

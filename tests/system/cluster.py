@@ -211,9 +211,6 @@ class Cluster(HonestWorkers):
     def notes(self) -> list[str]:
         return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]
 
-    def is_target(self, name: str) -> bool:
-        return name == "target-0"
-
     def drafters(self) -> set[str]:
         return {"draft-0"} if self._draft_worker is not None else set()
 

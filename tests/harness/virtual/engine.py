@@ -85,9 +85,6 @@ class VirtualEngine:
     def notes(self) -> list[str]:
         return []
 
-    def is_target(self, name: str) -> bool:
-        return name == TARGET
-
     def model(self, name: str) -> object:
         return self._drafters[name].model
 
