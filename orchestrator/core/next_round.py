@@ -58,16 +58,11 @@ class Fallback:
 def after_miss(estimates: Estimates, tail: CopiedTail, longest: int, has_drafter: bool, own: str = "") -> Fallback:
     """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the in-process drafter
     `own`, if there is one."""
-    best = Fallback(value=_copy_value(estimates, tail))
-    for length in range(1, longest + 1 if own else 1):
-        value = _in_process_value(estimates, length, own)
-        if value > best.value:
-            best = Fallback(own=length, value=value)
-    for length in range(1, longest + 1 if has_drafter else 1):
-        value = _request_value(estimates, length)
-        if value > best.value:
-            best = Fallback(wait_for=length, value=value)
-    return best
+    options = [Fallback(value=_copy_value(estimates, tail))]
+    lengths = range(1, longest + 1)
+    options += [Fallback(own=length, value=_in_process_value(estimates, length, own)) for length in lengths if own]
+    options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
+    return max(options, key=lambda option: option.value)
 
 
 def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait_ms: float) -> bool:
@@ -195,18 +190,10 @@ class Proposer:
         )
 
     def stays(self, request: Request) -> bool:
-        """Whether an autonomous target should continue by itself: not when a copy is worth more than its drafter's
-        chains or, without a drafter, than a plain step, nor when the mode has changed."""
-        if not request.proposal.draft:
-            return request.mode == "ar" or (_copies_only(request) and not self._tail(request).tokens)
-        if request.proposal.drafter in request.left_out:
-            return False
-        if request.ngrams.is_empty or self._is_fixed(request) or request.room < 1:
-            return True
-        if self._copy_beside(request):
-            return False
-        tail = self._tail(request)
-        return drafts_better(self.estimates, tail, request.longest, request.proposal.drafter)
+        """Whether an autonomous target should continue by itself: the next proposal would be the same."""
+        step = self.after(request, (), 0)
+        is_same = isinstance(step, Proposal) and step.autonomous and step.drafter == request.proposal.drafter
+        return is_same or request.room < 1
 
     def _tail(self, request: Request) -> CopiedTail:
         """Returns the copy that pays after the committed text."""
