@@ -181,7 +181,7 @@ class Planner:
                 estimates.observe_verify(max(outcome.rows, rows), _milliseconds(outcome.work), rows)
             along = proposal.along(ended.nodes)
             if self._can_judge(request):
-                self.profiles.observe_chain(
+                self.profiles.observe(
                     request.text, proposal.drafter if proposal.draft else "", len(proposal.drafter_nodes), along
                 )
             if not proposal.draft:
@@ -216,7 +216,7 @@ class Planner:
             copy, nodes = pending.copy, proposal.drafter_nodes
             held = self.estimates.observe_copy(copy, kept)
             if self._can_judge(request):
-                self.profiles.observe_copy(request.text, min(len(copy.chain), len(kept)), held)
+                self.profiles.observe(request.text, NGRAM, min(len(copy.chain), len(kept)), held)
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
         if not request.ngrams.is_empty:

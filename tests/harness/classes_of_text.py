@@ -71,10 +71,10 @@ class Machine:
         copied = self._held(HOLDS[kind][NGRAM], COPIED)
         estimates.observe_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
         texts = self.planner.profiles
-        texts.observe_copy(text, COPIED, copied)
+        texts.observe(text, NGRAM, COPIED, copied)
         if plan.drafter == NGRAM:
             return
-        texts.observe_chain(text, plan.drafter, depth, held)
+        texts.observe(text, plan.drafter, depth, held)
         if plan.mode == "ssd":
             estimates.observe_lookup(hit, plan.branches)
             estimates.observe_depth(plan.branches, STEP_MS[WORKER])

@@ -20,7 +20,7 @@ nothing that is accepted. `auto` leaves it long before that, since it measures r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -222,18 +222,19 @@ class TextAcceptance:
         tokens, rows = self.above.copied_a_round()
         return self._tokens.value_or(tokens), self._rows.value_or(rows)
 
-    def observe_chain(self, drafter: str, drafted: int, accepted: int) -> None:
-        self.rounds += 1
-        self.holding(drafter).add(drafted, min(accepted, drafted))
-
-    def observe_copy(self, copied: int, held: int) -> None:
+    def observe(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Records a verified chain of a drafter, or a copy (`NGRAM`), verified or not, with this many right tokens."""
+        if drafter != NGRAM:
+            self.rounds += 1
+            self.holding(drafter).add(drafted, min(accepted, drafted))
+            return
         if not self._tokens.is_known:
             tokens, rows = self.above.copied_a_round()
             self._tokens.start_from(tokens)
             self._rows.start_from(rows)
-        self._tokens.add(held)
-        self._rows.add(copied)
-        self._copied.add(copied, held)
+        self._tokens.add(accepted)
+        self._rows.add(drafted)
+        self._copied.add(drafted, accepted)
 
     def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
         """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
@@ -278,14 +279,6 @@ class TextProfile:
     scores: dict[str, float]
     odds: TextAcceptance
 
-    def add_scores(self, likelihoods: Mapping[str, float]) -> None:
-        """Adds the log-probability of an observation in each kind; the text becomes of the likeliest kind."""
-        for kind, likelihood in likelihoods.items():
-            self.scores[kind] += likelihood
-        best = max(self.scores, key=self.scores.__getitem__)
-        if self.scores[best] > self.scores[self.kind]:
-            self.kind = best
-
 
 class TextProfiles:
     """The acceptance in each kind of text, by greedy or not."""
@@ -305,23 +298,17 @@ class TextProfiles:
         scores = dict.fromkeys(others, -DOUBT) | {looks: 0.0}
         return TextProfile(looks, greedy, scores, TextAcceptance(self.odds(looks, greedy)))
 
-    def observe_chain(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
-        """Records a chain by this drafter that was verified in this text."""
-        self._judge(text, drafter, drafted, accepted)
-        for odds in (text.odds, self.odds(text.kind, text.greedy)):
-            odds.observe_chain(drafter, drafted, accepted)
-
-    def observe_copy(self, text: TextProfile, copied: int, held: int) -> None:
-        """Records a copy, verified or not, with `held` right tokens."""
-        self._judge(text, NGRAM, copied, held)
-        for odds in (text.odds, self.odds(text.kind, text.greedy)):
-            odds.observe_copy(copied, held)
-
-    def _judge(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
+    def observe(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
+        """Records the same in a text and in its kind, which becomes the one that its rounds are likeliest in."""
         if drafted:
-            kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
-            text.add_scores({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
+            for kind in text.scores:
+                text.scores[kind] += self.odds(kind, text.greedy).likelihood(drafter, drafted, accepted)
+            best = max(text.scores, key=text.scores.__getitem__)
+            if text.scores[best] > text.scores[text.kind]:
+                text.kind = best
             text.odds.above = self.odds(text.kind, text.greedy)
+        for odds in (text.odds, self.odds(text.kind, text.greedy)):
+            odds.observe(drafter, drafted, accepted)
 
 
 # A drafter is left out after this many rounds in a row without a token,
