@@ -208,10 +208,6 @@ class DraftPool:
         self._evenly_dealt = evenly_dealt
         self._latencies: defaultdict[str, DrafterLatency] = defaultdict(DrafterLatency)
 
-    def latency(self, drafter: str) -> DrafterLatency:
-        """Returns the drafter's latency."""
-        return self._latencies[drafter]
-
     # --- messages to drafters -------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> None:
@@ -236,7 +232,7 @@ class DraftPool:
         if state.done:
             request.cache.lost(name)
         if has_task and round_ > request.round:
-            self._commit(request, name, round_, None, NO_RANKS, depth, 0)
+            self._commit(request, name, NO_RANKS, depth, 0)
 
     def prepare(self, request: Request, now_ns: int) -> None:
         """Sends COMMIT to the drafters: the tokens that became final, and the outcomes that each prepares."""
@@ -244,7 +240,7 @@ class DraftPool:
         self.expire(request, now_ns)
         request.cache.start(_counts(ranks))
         for name in ranks:
-            self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
+            self._commit(request, name, ranks[name], request.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
         """Requests a chain after the committed text from the quickest drafter, and from others whose trial is due.
@@ -255,7 +251,7 @@ class DraftPool:
         first, *others = sorted(latencies) if self._evenly_dealt else quickest(latencies, depth)
         self.expire(request, now_ns)
         for name in [first] + [name for name in others if latencies[name].is_due and not self._evenly_dealt]:
-            self._commit(request, name, request.round + 1, None, NO_RANKS, depth, now_ns)
+            self._commit(request, name, NO_RANKS, depth, now_ns)
             latencies[name].left_out = 0
         for name in others:
             latencies[name].left_out += 1
@@ -274,34 +270,29 @@ class DraftPool:
 
     # --- messages of drafters -------------------------------------------------------------------------------------
 
-    def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
-        """Records an awaited push."""
-        state = request.drafters[name]
-        if len(request.drafters) == 1:  # there is none to compare it with
-            state.done = message.final
-            state.pushes += 1
-            return
-        latency = self._latencies[name]
-        state.pushes += bool(message.entries)
-        if message.entries and state.pushes == 1 and state.asked_ns:
-            latency.lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
-        elif message.entries and state.pushes > 1:
-            latency.step_ms.add((now_ns - state.heard_ns) / MILLISECOND_NS)
-        state.heard_ns, state.done = now_ns, message.final
+    def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> bool:
+        """Records a push; returns whether it is awaited. One for a round that has ended still shows the latency."""
+        state, latency, pushes = request.drafters[name], self._latencies[name], request.drafters[name].pushes
+        is_awaited = message.round == request.round and state.is_awaited(message)
+        if message.entries and len(request.drafters) > 1:  # else there is none to compare it with
+            if not pushes and message.round == state.round and state.asked_ns:
+                latency.lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
+            elif pushes and is_awaited:
+                latency.step_ms.add((now_ns - state.heard_ns) / MILLISECOND_NS)
+        if message.round == state.round:
+            state.pushes += bool(message.entries)
+        if is_awaited:
+            state.heard_ns, state.done = now_ns, message.final
+        return is_awaited
 
-    def on_late_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
-        """Records the latency of a push for a round that has ended."""
+    def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> bool:
+        """Records a chain, even if the wait for it has ended; returns whether it answers the latest task."""
         state = request.drafters[name]
-        if message.entries and message.round == state.round and state.asked_ns and not state.pushes:
-            self._latencies[name].lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
-            state.pushes = 1
-
-    def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> None:
-        """Records a requested chain, even if the wait for it has ended."""
-        state = request.drafters[name]
-        if state.asked_ns:
+        is_awaited = state.is_awaited(message)
+        if is_awaited and state.asked_ns:
             self._latencies[name].observe_chain(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
-        state.done = True
+        state.done = state.done or is_awaited
+        return is_awaited
 
     def expire(self, request: Request, now_ns: int) -> None:
         """Ends all tasks; one without any answer counts as overdue."""
@@ -341,18 +332,12 @@ class DraftPool:
         state.assign(request.round, ranks, request.depth, len(request.tokens), 0)
         state.done = verifying is None
 
-    def _commit(
-        self,
-        request: Request,
-        name: str,
-        round_: int,
-        verifying: tuple[int, ...] | None,
-        ranks: range,
-        depth: int,
-        now_ns: int,
-    ) -> None:
-        """Sends COMMIT; a drafter that lacks more tokens than a message holds gets a new OPEN first."""
-        state = request.drafters[name]
+    def _commit(self, request: Request, name: str, ranks: range, depth: int, now_ns: int) -> None:
+        """Sends COMMIT: prepare outcomes of the round under way, or, without `ranks`, a chain for the next one.
+
+        A drafter that lacks more tokens than a message holds gets a new OPEN first.
+        """
+        state, round_ = request.drafters[name], request.round if ranks else request.round + 1
         if len(request.tokens) - state.known_len > MAX_COMMIT:
             self._open(request, name, NO_RANKS)
             now_ns = 0
@@ -362,7 +347,7 @@ class DraftPool:
             round=round_,
             base_len=len(request.tokens),
             tokens=tuple(request.tokens[state.known_len :]),
-            verifying=verifying,
+            verifying=request.proposal.line if ranks else None,
             depth=depth,
             branches=len(ranks),
             rank_offset=ranks.start,

@@ -393,11 +393,9 @@ class Scheduler:
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         request.losses.pop(sender, None)
         self.metrics.on_drafts(request, sender, message, now_ns)
-        if message.round != request.round or not request.drafters[sender].is_awaited(message):
-            self._draft_pool.on_late_branches(request, sender, message, now_ns)
+        if not self._draft_pool.on_branches(request, sender, message, now_ns):
             self.stale += 1
             return
-        self._draft_pool.on_branches(request, sender, message, now_ns)
         request.cache.add(message, sender)
         if sender == request.cache.lead:
             self._planner.on_branches(request, message, now_ns)
@@ -409,10 +407,8 @@ class Scheduler:
             self._next.take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        waiting, is_awaited = request.wait, request.drafters[sender].is_awaited(message)
-        if is_awaited:
-            self._draft_pool.on_drafted(request, sender, message, now_ns)
-        if waiting is None or waiting.outcome or not is_awaited:
+        waiting = request.wait
+        if not self._draft_pool.on_drafted(request, sender, message, now_ns) or waiting is None or waiting.outcome:
             self.stale += 1
             return
         self.metrics.on_drafts(request, sender, message, now_ns)
