@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,20 +72,8 @@ class DraftTask:
     alternatives: bool = False
 
 
-@dataclass(slots=True)
-class RequestTasks:
-    """The tasks of one request, by epoch and round; the oldest are dropped."""
-
-    latest: Place = (0, 0)
-    at: OrderedDict[Place, tuple[DraftTask, ...]] = field(default_factory=OrderedDict)
-
-    def add(self, place: Place, task: DraftTask) -> None:
-        tasks = self.at.get(place, ())
-        if task not in tasks:
-            self.at[place] = (*tasks[-MOST_ROUNDS:], task)
-        self.latest = max(self.latest, place)
-        if len(self.at) > MOST_ROUNDS:
-            self.at.popitem(last=False)
+RequestTasks = dict[Place, tuple[DraftTask, ...]]
+"""The tasks of one request at one drafter, in rising order; the oldest are dropped."""
 
 
 class SentTasks:
@@ -98,9 +86,14 @@ class SentTasks:
     def record(self, drafter: str, message: Open | Commit) -> None:
         """Records a message sent to a drafter."""
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
-        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, RequestTasks())
+        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, {})
         task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
-        tasks.add((message.epoch, message.round), task)
+        place = message.epoch, message.round
+        sent = tasks.get(place, ())
+        if task not in sent:
+            tasks[place] = (*sent[-MOST_ROUNDS:], task)
+        if len(tasks) > MOST_ROUNDS:
+            del tasks[min(tasks)]
 
     def forget(self, request: str) -> None:
         """Drops the tasks of a request that has ended: later messages about it are late."""
@@ -398,11 +391,11 @@ def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resy
         case Fault():
             return ""
         case Prefilled() | Resync():
-            return "round" if message.epoch > tasks.latest[0] else ""
+            return "round" if message.epoch > max(tasks)[0] else ""
     place = message.epoch, message.round
-    sent = tasks.at.get(place)
+    sent = tasks.get(place)
     if sent is None:
-        return LATE if place < min(tasks.at) else "round"  # tasks before the first may have been dropped
+        return LATE if place < min(tasks) else "round"  # tasks before the first may have been dropped
     fitting = [task for task in sent if task.base_len == message.base_len]
     if not fitting:
         return "base_len"
