@@ -281,17 +281,13 @@ class ThreadQueues:
             mailbox.close()
 
 
-class Announcement(Struct, frozen=True, tag=True):
-    """A report of a server to the process that started it."""
-
-
-class Stage(Announcement, frozen=True):
+class Stage(Struct, frozen=True, tag=True):
     """A stage of the start, as a text for users."""
 
     text: str
 
 
-class ServerReady(Announcement, frozen=True):
+class ServerReady(Struct, frozen=True, tag=True):
     """The server is ready: clients connect at `endpoint`, further drafters of this machine at `workers`, those of other
     machines at `joining`.
 
@@ -308,21 +304,22 @@ class ServerReady(Announcement, frozen=True):
     own: str = ""
 
 
-class Failure(Announcement, frozen=True):
+class Failure(Struct, frozen=True, tag=True):
     """The server can't continue; `kind` names a class of protocol.errors."""
 
     kind: str
     message: str
 
 
-class Unfinished(Announcement, frozen=True):
+class Unfinished(Struct, frozen=True, tag=True):
     """An error in an otherwise regular end of the server; `kind` as above."""
 
     kind: str
     message: str
 
 
-_decode = Decoder(Stage | ServerReady | Failure | Unfinished).decode
+Announcement = Stage | ServerReady | Failure | Unfinished
+_decode = Decoder(Announcement).decode
 
 
 def announce(line: socket.socket, announcement: Announcement) -> None:
