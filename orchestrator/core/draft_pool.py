@@ -194,9 +194,9 @@ class DraftPool:
     """Sends tasks to the drafters, recorded in `sent`. `evenly_dealt`: shares do not depend on measurements, so that
     rounds are reproducible."""
 
-    def __init__(self, workers: WorkerPool, sent: SentTasks, estimates: Estimates, evenly_dealt: bool) -> None:
+    def __init__(self, workers: WorkerPool, estimates: Estimates, evenly_dealt: bool) -> None:
         self._workers = workers
-        self._sent = sent
+        self.sent = SentTasks()
         self._estimates = estimates
         self._evenly_dealt = evenly_dealt
         self._latencies: defaultdict[str, DrafterLatency] = defaultdict(DrafterLatency)
@@ -259,7 +259,7 @@ class DraftPool:
         """Closes a request at all its drafters."""
         for name in request.drafters:
             self._workers.send_worker(name, Close(request.id))
-        self._sent.forget(request.id)
+        self.sent.forget(request.id)
 
     # --- messages of drafters -------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class DraftPool:
         self._send(name, message)
 
     def _send(self, drafter: str, message: Open | Commit) -> None:
-        self._sent.record(drafter, message)
+        self.sent.record(drafter, message)
         self._workers.send_worker(drafter, message)
 
 

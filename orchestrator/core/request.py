@@ -202,9 +202,6 @@ class SpeculationCache:
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
 
-    def __len__(self) -> int:
-        return len(self._branches)
-
 
 # A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
 MOST_LOSSES = 2

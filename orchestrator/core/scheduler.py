@@ -20,7 +20,7 @@ from functools import partial
 
 from msgspec import structs
 
-from outrider.orchestrator.core.draft_pool import LATE, DraftPool, SentTasks, opening
+from outrider.orchestrator.core.draft_pool import LATE, DraftPool, opening
 from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, Trace
 from outrider.orchestrator.core.next_round import NextRound, Proposer
 from outrider.orchestrator.core.planner import Planner
@@ -172,38 +172,29 @@ class Scheduler:
         """`tunings` are tune's for this pair, `memory` what an earlier server `learned`; `emit` sends to the front."""
         self.stale = 0
         self._workers = workers
-        self._sent = SentTasks()
-        self._cache_budget = CacheBudget()
+        self.cache_budget = CacheBudget()
         self._settings = settings
         self._emit = emit
         self.metrics = RoundMetrics(trace)
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
-        self._draft_pool = DraftPool(workers, self._sent, self._planner.estimates, settings.full_depth)
+        self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
         self._next = NextRound(workers, self._draft_pool, self._planner, self._proposer, self.metrics)
         self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
         self._recovery = TargetRecovery(self._open)
+        self.learned = self._planner.learned
 
     @property
     def active(self) -> int:
         return len(self._requests)
-
-    @property
-    def dropped_branches(self) -> int:
-        """The number of BRANCHES messages dropped because the cache was full."""
-        return self._cache_budget.dropped
-
-    def learned(self) -> tuple[Tuning, ...]:
-        """Returns the records from which the next server starts."""
-        return self._planner.learned()
 
     # --- events of the front --------------------------------------------------------------------------------------
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
         self._planner.set_load(len(self._requests) + 1, reading=True)
-        request = set_up_request(admit, self._workers, self._planner, self._cache_budget, now_ns)
+        request = set_up_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
         admit = request.admit
         self._requests[request.id] = request
         self._recovery.admit(request)
@@ -285,7 +276,7 @@ class Scheduler:
             return
         workers = self._workers
         from_target, vocabulary = sender == TARGET, workers.vocabulary(sender)
-        refusal = self._sent.refusal(request, from_target, sender, message, vocabulary)
+        refusal = self._draft_pool.sent.refusal(request, from_target, sender, message, vocabulary)
         if refusal or request is None:
             self.stale += 1
             if refusal != LATE:
