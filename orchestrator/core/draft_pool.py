@@ -308,7 +308,8 @@ class DraftPool:
         if self._evenly_dealt:
             return evenly(sorted(names), branches)
         latencies, within_ms = self._of(request), self._estimates.verify_ms(request.depth + 1)
-        models = {name: self._workers.model(name) for name in names}
+        hellos = {name: self._workers.hello(name) for name in names}
+        models = {name: (hello.vocab_size, hello.parameters) for name, hello in hellos.items()}
         ranks = dealt(latencies, models, request.cache.lead, branches, request.depth, within_ms)
         for name, latency in latencies.items():
             if name not in ranks:

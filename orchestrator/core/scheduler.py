@@ -275,7 +275,7 @@ class Scheduler:
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
         workers = self._workers
-        from_target, vocabulary = sender == TARGET, workers.vocabulary(sender)
+        from_target, vocabulary = sender == TARGET, workers.hello(sender).vocab_size
         refusal = self._draft_pool.sent.refusal(request, from_target, sender, message, vocabulary)
         if refusal or request is None:
             self.stale += 1
@@ -288,7 +288,7 @@ class Scheduler:
             case Outcome():
                 settled += self._on_outcome(request, message, now_ns)
             case Features():
-                for name in filter(workers.features, request.drafters):  # those that read them
+                for name in [name for name in request.drafters if workers.hello(name).features]:  # which read them
                     workers.send_worker(name, message)
             case Branches():
                 self._on_branches(request, sender, message, now_ns)

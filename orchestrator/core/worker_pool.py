@@ -171,11 +171,11 @@ class WorkerPool:
 
     @property
     def target_context(self) -> int:
-        return self._hello_of(TARGET).context_length
+        return self.hello(TARGET).context_length
 
     @property
     def target_abilities(self) -> Abilities:
-        return self._hello_of(TARGET).abilities
+        return self.hello(TARGET).abilities
 
     @property
     def kv_budget(self) -> KVBudget:
@@ -197,25 +197,12 @@ class WorkerPool:
 
     def prefill_workers(self) -> set[str]:
         """Returns the ready prefill workers whose keys and values the target can take over."""
-        target = self._hello_of(TARGET)
+        target = self.hello(TARGET)
         ready = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
         readers = {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
         return readers if target.abilities.takes_kv else set()
 
-    def vocabulary(self, name: str) -> int:
-        """Returns the vocabulary size of this worker's model."""
-        return self._hello_of(name).vocab_size
-
-    def features(self, name: str) -> str:
-        """Returns the source of the features that this drafter reads; empty: it reads none."""
-        return self._hello_of(name).features
-
-    def model(self, name: str) -> object:
-        """Returns a value that is equal for drafters with the same model, which rank outcomes alike."""
-        hello = self._hello_of(name)
-        return hello.vocab_size, hello.parameters
-
-    def _hello_of(self, name: str) -> Hello:
+    def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
         worker = self._registry.named(name)
         return worker.hello if worker and worker.hello else NO_HELLO
