@@ -125,6 +125,7 @@ def longest_wait_ms(expected_ms: float) -> float:
 # The limit of a wait that may include a drafter's first work, or that full depth requires.
 PATIENCE_MS = 2000.0
 
+PLAIN = Proposal(autonomous=True)
 Step = Proposal | DrafterWait
 """What a request does next: it verifies, or waits for drafters first."""
 
@@ -139,7 +140,7 @@ class Proposer:
     def after(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the step after the outcome that made `committed` final."""
         if request.mode == "ar":
-            return Proposal(autonomous=True)
+            return PLAIN
         if request.room < 1:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
@@ -147,7 +148,7 @@ class Proposer:
         tail = self._tail(request)
         drafter = request.plan.drafter
         if _copies_only(request):
-            return copied(tail) if tail.tokens or self.full_depth else Proposal(autonomous=True)
+            return copied(tail) if tail.tokens or self.full_depth else PLAIN
         if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
             return copied(tail)
         if drafter:
@@ -201,16 +202,17 @@ class Proposer:
 
     def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
-        chain = cached.chain[: max(min(request.depth, request.room - len(committed)), 0)]
+        room = request.room - len(committed)
+        chain = cached.chain[: max(min(request.depth, room), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
-        return self._filled(request, hit, committed, cached.alternatives)
+        return self._filled(request, hit, room, committed, cached.alternatives)
 
     def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
         chain = message.chain[: request.longest]
         source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
         proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, proposal, (), message.alternatives)
+        return self._filled(request, proposal, request.room, (), message.alternatives)
 
     def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
@@ -219,12 +221,11 @@ class Proposer:
         return self.branch(request, cached) if cached else Proposal()
 
     def _filled(
-        self, request: Request, chain: Proposal, committed: tuple[int, ...], others: Alternatives | None
+        self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
     ) -> Proposal:
         """Extends a chain by a copy and alternatives, unless rounds are reproducible or the chain comes with its q."""
         if self.full_depth or request.admit.sampling.is_residual:
             return chain
-        room = request.room - len(committed)
         if request.takes_trees:
             tree = merged(self.estimates, request.ngrams, chain, committed, room, others)
             if tree is not None:
@@ -378,9 +379,9 @@ class NextRound:
         ahead = request.mode == "ssd" and not self._proposer.unites(request)
         if not ahead or request.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        request.prepared = {}
+        request.prepared, room = {}, request.room
         for committed, branch in request.cache.complete(request.depth):
-            if request.room > len(committed) and request.up_to_end(committed)[1] is None:
+            if room > len(committed) and request.up_to_end(committed)[1] is None:
                 request.prepared[committed] = self._proposer.branch(request, branch, committed)
         chains = request.prepared.values()
         if chains:

@@ -348,12 +348,12 @@ class Request:
     @property
     def remaining(self) -> int:
         """How many tokens it may still grow by."""
-        return min(self.admit.sampling.max_tokens - self.generated, self.context - len(self.tokens))
+        return min(len(self.admit.tokens) + self.admit.sampling.max_tokens, self.context) - len(self.tokens)
 
     @property
     def room(self) -> int:
         """The most tokens of a chain: the bonus token must fit its length."""
-        return min(self.admit.sampling.max_tokens - self.generated - 1, self.context - len(self.tokens))
+        return min(len(self.admit.tokens) + self.admit.sampling.max_tokens - 1, self.context) - len(self.tokens)
 
     @property
     def longest(self) -> int:

@@ -38,30 +38,30 @@ FADE = 0.99
 class Average:
     """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most.
 
-    It is called for its value: `prior` before the first sample.
+    Its `value`, for which it may also be called, is `prior` before the first sample.
     """
 
     def __init__(self, prior: float = 0.0, smoothing: float = SMOOTHING) -> None:
         self.is_known = False
-        self._value, self._smoothing, self._count = prior, smoothing, 0
+        self.value, self._smoothing, self._count = prior, smoothing, 0
 
     def __call__(self) -> float:
-        return self._value
+        return self.value
 
     def add(self, value: float) -> None:
         self._count += 1
-        self._value = self.value_or(value)
-        self._value += max(1.0 / self._count, self._smoothing) * (value - self._value)
+        self.value = self.value_or(value)
+        self.value += max(1.0 / self._count, self._smoothing) * (value - self.value)
         self.is_known = True
 
     def start_from(self, value: float, weight: float = math.inf) -> None:
         """Begins from an earlier average, which weighs as much as `weight` samples, but fades as they do."""
-        self._value, self._count = value, round(min(weight, 1.0 / self._smoothing))
+        self.value, self._count = value, round(min(weight, 1.0 / self._smoothing))
         self.is_known = True
 
     def value_or(self, prior: float) -> float:
         """Returns its value, or another prior."""
-        return self._value if self.is_known else prior
+        return self.value if self.is_known else prior
 
 
 PRIOR_WEIGHT = 8.0

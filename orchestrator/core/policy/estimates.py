@@ -358,7 +358,7 @@ class Estimates:
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
-        return self.forward_ms(rows + (round(self._other_rows()) if self.active > 1 else 0))
+        return self.forward_ms(rows + (round(self._other_rows.value) if self.active > 1 else 0))
 
     def row_ms(self) -> float:
         """Returns the time that one more row adds to a forward."""
@@ -427,7 +427,7 @@ class Estimates:
 
     def request_tokens_per_ms(self) -> float:
         """Returns the recent rate of one request; the cost of a millisecond of its waiting."""
-        tokens, milliseconds = self._round_tokens(), self._round_ms()
+        tokens, milliseconds = self._round_tokens.value, self._round_ms.value
         return tokens / milliseconds if tokens and milliseconds else 1.0 / self.verify_ms(1)
 
     def tokens_per_ms(self) -> float:
