@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import zmq
+from msgspec import Struct
+from msgspec.json import Decoder, encode
 
 from outrider.protocol.heads import DRAFT_MODEL, JOINT
 from outrider.protocol.messages import Failed, Progress, RoundRecord, Timings, WorkerStats
@@ -280,15 +281,13 @@ class ThreadQueues:
             mailbox.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(Struct, frozen=True, tag=True):
     """A stage of the start, as a text for users."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ServerReady:
+class ServerReady(Struct, frozen=True, tag=True):
     """The server is ready: clients connect at `endpoint`, further drafters of this machine at `workers`, those of other
     machines at `joining`.
 
@@ -305,16 +304,14 @@ class ServerReady:
     own: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True, tag=True):
     """The server can't continue; `kind` names a class of protocol.errors."""
 
     kind: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
+class Unfinished(Struct, frozen=True, tag=True):
     """An error in an otherwise regular end of the server; `kind` as above."""
 
     kind: str
@@ -322,14 +319,13 @@ class Unfinished:
 
 
 Announcement = Stage | ServerReady | Failure | Unfinished
-_KINDS: dict[str, type[Announcement]] = {cls.__name__: cls for cls in (Stage, ServerReady, Failure, Unfinished)}
+_decode = Decoder(Announcement).decode
 
 
 def announce(line: socket.socket, announcement: Announcement) -> None:
     """Sends an announcement to the parent. It is no error if the parent is gone: `wait_for_end` notices that."""
-    text = json.dumps([type(announcement).__name__, asdict(announcement)])
     try:
-        line.sendall(text.encode() + b"\n")
+        line.sendall(encode(announcement) + b"\n")
     except OSError:
         return
 
@@ -350,9 +346,4 @@ def announcements(line: socket.socket) -> Iterator[Announcement]:
     while data := line.recv(4096):
         *lines, rest = (rest + data).split(b"\n")
         for text in lines:
-            kind, fields = json.loads(text, object_hook=_tuples)
-            yield _KINDS[kind](**fields)
-
-
-def _tuples(fields: dict[str, object]) -> dict[str, object]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+            yield _decode(text)

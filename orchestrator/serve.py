@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
 import zmq
+from msgspec import structs
 
 from outrider.orchestrator.auth import CurveAuth, curve_auth_for
 from outrider.orchestrator.core.loop import Core
@@ -122,7 +123,7 @@ def run(
                 status(server.front)
 
         def complete(ready: ServerReady) -> ServerReady:
-            return replace(
+            return structs.replace(
                 ready,
                 workers=server.core.pool.endpoint,
                 notes=(*ready.notes, *system.notes()),

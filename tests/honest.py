@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from outrider.protocol.messages import Hello
+
 
 class HonestWorkers:
     """The part of a core's workers that judges them."""
 
-    def vocabulary(self, name: str) -> int:
-        return 1 << 20
+    def hello(self, name: str) -> Hello:
+        """All run the same model, and nobody reads the target's rows."""
+        return Hello("draft", name, 0, 0, "", "", 1 << 20, 0, 0, 0)
 
     def prefill_workers(self) -> set[str]:
         """There are none."""
         return set()
-
-    def features(self, name: str) -> str:
-        """Nobody reads the target's rows."""
-        return ""
-
-    def model(self, name: str) -> object:
-        """All run the same."""
 
     def record_invalid(self, name: str, kind: str) -> None:
         raise AssertionError(f"{name} is honest, and was taken for a liar: {kind}")

@@ -5,9 +5,6 @@ missed a message, or joins later, reads the whole text, without any message to t
 sent nothing, and gets the tokens that became final meanwhile with its next task. Sends OPEN, COMMIT and CLOSE; decides
 nothing about what is verified.
 
-`DrafterLatency` estimates how soon a drafter's work arrives. Its speed, its link and its work for other requests are
-one number: the time from a message to its answer, in milliseconds of the orchestrator's clock.
-
 `SentTasks` records the rounds that a drafter's messages may be about. Every message of an honest drafter answers an
 OPEN or a COMMIT that it was sent, however late it comes. The records are bounded: the latest rounds of a running
 request, and the drafters of the latest requests that have ended.
@@ -23,13 +20,12 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.orchestrator.core.policy.acceptance import Average
-from outrider.orchestrator.core.policy.estimates import Estimates
+from outrider.orchestrator.core.policy.estimates import DrafterLatency, Estimates
 from outrider.orchestrator.core.proposal import min_alternative
 from outrider.orchestrator.core.request import NO_RANKS, Request
 from outrider.protocol.clock import MILLISECOND_NS
@@ -76,20 +72,8 @@ class DraftTask:
     alternatives: bool = False
 
 
-@dataclass(slots=True)
-class RequestTasks:
-    """The tasks of one request, by epoch and round; the oldest are dropped."""
-
-    latest: Place = (0, 0)
-    at: OrderedDict[Place, tuple[DraftTask, ...]] = field(default_factory=OrderedDict)
-
-    def add(self, place: Place, task: DraftTask) -> None:
-        tasks = self.at.get(place, ())
-        if task not in tasks:
-            self.at[place] = (*tasks[-MOST_ROUNDS:], task)
-        self.latest = max(self.latest, place)
-        if len(self.at) > MOST_ROUNDS:
-            self.at.popitem(last=False)
+RequestTasks = dict[Place, tuple[DraftTask, ...]]
+"""The tasks of one request at one drafter, in rising order; the oldest are dropped."""
 
 
 class SentTasks:
@@ -102,9 +86,14 @@ class SentTasks:
     def record(self, drafter: str, message: Open | Commit) -> None:
         """Records a message sent to a drafter."""
         base_len = len(message.tokens) if isinstance(message, Open) else message.base_len
-        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, RequestTasks())
+        tasks = self._tasks.setdefault(drafter, {}).setdefault(message.request, {})
         task = DraftTask(base_len, message.verifying, message.depth, message.branches, message.min_prob < 1.0)
-        tasks.add((message.epoch, message.round), task)
+        place = message.epoch, message.round
+        sent = tasks.get(place, ())
+        if task not in sent:
+            tasks[place] = (*sent[-MOST_ROUNDS:], task)
+        if len(tasks) > MOST_ROUNDS:
+            del tasks[min(tasks)]
 
     def forget(self, request: str) -> None:
         """Drops the tasks of a request that has ended: later messages about it are late."""
@@ -152,79 +141,10 @@ def opening(
     )
 
 
-SMOOTHING = 0.3
-# A drafter that is left out is tried again after this many rounds.
-TRIAL_ROUNDS = 32
 # Another drafter leads only if it needs less than this share of the lead's time: the lead's tree has the chain already.
 LEADS = 0.9
 # Drafters share the likeliest outcomes if they reach at least this share of the best one's depth in time.
 ALIKE = 0.75
-
-
-class DrafterLatency:
-    """The latency of one drafter. `left_out`: rounds since its last task."""
-
-    def __init__(self) -> None:
-        self.left_out = 0
-        self._lag_ms = Average(SMOOTHING)
-        self._step_ms = Average(SMOOTHING)
-
-    @property
-    def is_known(self) -> bool:
-        return self._lag_ms.value is not None
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is to be tried, because its latency is unknown or old."""
-        return not self.is_known or self.left_out >= TRIAL_ROUNDS
-
-    @property
-    def lag_ms(self) -> float:
-        """The time from a message to the first tokens; 0: not known."""
-        return self._lag_ms.value_or(0.0)
-
-    @property
-    def step_ms(self) -> float:
-        """The time for one more token; 0: not known."""
-        return self._step_ms.value_or(0.0)
-
-    def observe_first(self, milliseconds: float) -> None:
-        """Records the time from a message to the first tokens."""
-        self._lag_ms.add(milliseconds)
-
-    def observe_next(self, milliseconds: float) -> None:
-        """Records the time from one push to the next."""
-        self._step_ms.add(milliseconds)
-
-    def observe_chain(self, tokens: int, milliseconds: float) -> None:
-        """Records the time of a whole chain."""
-        step = self.step_ms or milliseconds / max(tokens, 1)
-        self._step_ms.add(step)
-        self._lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
-
-    def observe_overdue(self, milliseconds: float) -> None:
-        """Records that nothing came for this long; twice that is expected."""
-        if milliseconds > self.lag_ms:
-            self._lag_ms.add(2 * milliseconds)
-
-    def reset(self) -> None:
-        """Drops the old measurements of a drafter that was left out."""
-        self.left_out = 0
-        self._lag_ms = Average(SMOOTHING)
-
-    def ready_ms(self, depth: int) -> float:
-        """Returns the time from a message until its branches are `depth` tokens deep."""
-        return self.lag_ms + (depth - 1) * self.step_ms
-
-    def share(self, depth: int, within_ms: float) -> float:
-        """Returns the share of the depth that arrives in time, from 0 to 1."""
-        left_ms = within_ms - self.lag_ms
-        if left_ms < 0 or not self.is_known:
-            return 0.0
-        if left_ms >= (depth - 1) * self.step_ms:
-            return 1.0
-        return (1.0 + left_ms / self.step_ms) / depth
-
 
 Latencies = Mapping[str, DrafterLatency]
 Models = Mapping[str, object]
@@ -236,7 +156,7 @@ def quickest(latencies: Latencies, depth: int, lead: str = "") -> list[str]:
 
     def expected(name: str) -> tuple[bool, float, str]:
         latency = latencies[name]
-        return not latency.is_known, latency.ready_ms(depth) * (LEADS if name == lead else 1.0), name
+        return not latency.lag_ms.is_known, latency.ready_ms(depth) * (LEADS if name == lead else 1.0), name
 
     return sorted(latencies, key=expected)
 
@@ -274,16 +194,12 @@ class DraftPool:
     """Sends tasks to the drafters, recorded in `sent`. `evenly_dealt`: shares do not depend on measurements, so that
     rounds are reproducible."""
 
-    def __init__(self, workers: WorkerPool, sent: SentTasks, estimates: Estimates, evenly_dealt: bool) -> None:
+    def __init__(self, workers: WorkerPool, estimates: Estimates, evenly_dealt: bool) -> None:
         self._workers = workers
-        self._sent = sent
+        self.sent = SentTasks()
         self._estimates = estimates
         self._evenly_dealt = evenly_dealt
         self._latencies: defaultdict[str, DrafterLatency] = defaultdict(DrafterLatency)
-
-    def latency(self, drafter: str) -> DrafterLatency:
-        """Returns the drafter's latency."""
-        return self._latencies[drafter]
 
     # --- messages to drafters -------------------------------------------------------------------------------------
 
@@ -296,11 +212,10 @@ class DraftPool:
 
     def join(self, request: Request, name: str) -> None:
         """Sends OPEN to a new drafter; if it is the only one, it prepares outcomes of the round under way."""
-        alone = len(request.drafters) == 1 and _verifying(request) is not None
-        ranks = range(request.branches) if alone else NO_RANKS
-        if ranks:
-            request.cache.start({name: len(ranks)})
-        self._open(request, name, ranks)
+        if len(request.drafters) == 1:
+            self.open(request)
+        else:
+            self._open(request, name, NO_RANKS)
 
     def reopen(self, request: Request, name: str) -> None:
         """Sends OPEN, and its task again, to a drafter that missed a message."""
@@ -310,7 +225,7 @@ class DraftPool:
         if state.done:
             request.cache.lost(name)
         if has_task and round_ > request.round:
-            self._commit(request, name, round_, None, NO_RANKS, depth, 0)
+            self._commit(request, name, NO_RANKS, depth, 0)
 
     def prepare(self, request: Request, now_ns: int) -> None:
         """Sends COMMIT to the drafters: the tokens that became final, and the outcomes that each prepares."""
@@ -318,7 +233,7 @@ class DraftPool:
         self.expire(request, now_ns)
         request.cache.start(_counts(ranks))
         for name in ranks:
-            self._commit(request, name, request.round, request.proposal.line, ranks[name], request.depth, now_ns)
+            self._commit(request, name, ranks[name], request.depth, now_ns)
 
     def ask(self, request: Request, depth: int, now_ns: int) -> None:
         """Requests a chain after the committed text from the quickest drafter, and from others whose trial is due.
@@ -329,16 +244,10 @@ class DraftPool:
         first, *others = sorted(latencies) if self._evenly_dealt else quickest(latencies, depth)
         self.expire(request, now_ns)
         for name in [first] + [name for name in others if latencies[name].is_due and not self._evenly_dealt]:
-            self._commit(request, name, request.round + 1, None, NO_RANKS, depth, now_ns)
+            self._commit(request, name, NO_RANKS, depth, now_ns)
             latencies[name].left_out = 0
         for name in others:
             latencies[name].left_out += 1
-
-    def forward_features(self, request: Request, message: Features) -> None:
-        """Forwards the target's features to the drafters that read them."""
-        for name in request.drafters:
-            if self._workers.features(name):
-                self._workers.send_worker(name, message)
 
     def remove(self, request: Request, name: str) -> None:
         """Removes a drafter from a request; CLOSE stops it in case it was only asleep."""
@@ -350,38 +259,33 @@ class DraftPool:
         """Closes a request at all its drafters."""
         for name in request.drafters:
             self._workers.send_worker(name, Close(request.id))
-        self._sent.forget(request.id)
+        self.sent.forget(request.id)
 
     # --- messages of drafters -------------------------------------------------------------------------------------
 
-    def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
-        """Records an awaited push."""
-        state = request.drafters[name]
-        if len(request.drafters) == 1:  # there is none to compare it with
-            state.done = message.final
-            state.pushes += 1
-            return
-        latency = self._latencies[name]
-        state.pushes += bool(message.entries)
-        if message.entries and state.pushes == 1 and state.asked_ns:
-            latency.observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
-        elif message.entries and state.pushes > 1:
-            latency.observe_next((now_ns - state.heard_ns) / MILLISECOND_NS)
-        state.heard_ns, state.done = now_ns, message.final
+    def on_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> bool:
+        """Records a push; returns whether it is awaited. One for a round that has ended still shows the latency."""
+        state, latency, pushes = request.drafters[name], self._latencies[name], request.drafters[name].pushes
+        is_awaited = message.round == request.round and state.is_awaited(message)
+        if message.entries and len(request.drafters) > 1:  # else there is none to compare it with
+            if not pushes and message.round == state.round and state.asked_ns:
+                latency.lag_ms.add((now_ns - state.asked_ns) / MILLISECOND_NS)
+            elif pushes and is_awaited:
+                latency.step_ms.add((now_ns - state.heard_ns) / MILLISECOND_NS)
+        if message.round == state.round:
+            state.pushes += bool(message.entries)
+        if is_awaited:
+            state.heard_ns, state.done = now_ns, message.final
+        return is_awaited
 
-    def on_late_branches(self, request: Request, name: str, message: Branches, now_ns: int) -> None:
-        """Records the latency of a push for a round that has ended."""
+    def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> bool:
+        """Records a chain, even if the wait for it has ended; returns whether it answers the latest task."""
         state = request.drafters[name]
-        if message.entries and message.round == state.round and state.asked_ns and not state.pushes:
-            self._latencies[name].observe_first((now_ns - state.asked_ns) / MILLISECOND_NS)
-            state.pushes = 1
-
-    def on_drafted(self, request: Request, name: str, message: Drafted, now_ns: int) -> None:
-        """Records a requested chain, even if the wait for it has ended."""
-        state = request.drafters[name]
-        if state.asked_ns:
+        is_awaited = state.is_awaited(message)
+        if is_awaited and state.asked_ns:
             self._latencies[name].observe_chain(len(message.chain), (now_ns - state.asked_ns) / MILLISECOND_NS)
-        state.done = True
+        state.done = state.done or is_awaited
+        return is_awaited
 
     def expire(self, request: Request, now_ns: int) -> None:
         """Ends all tasks; one without any answer counts as overdue."""
@@ -404,7 +308,8 @@ class DraftPool:
         if self._evenly_dealt:
             return evenly(sorted(names), branches)
         latencies, within_ms = self._of(request), self._estimates.verify_ms(request.depth + 1)
-        models = {name: self._workers.model(name) for name in names}
+        hellos = {name: self._workers.hello(name) for name in names}
+        models = {name: (hello.vocab_size, hello.parameters) for name, hello in hellos.items()}
         ranks = dealt(latencies, models, request.cache.lead, branches, request.depth, within_ms)
         for name, latency in latencies.items():
             if name not in ranks:
@@ -421,18 +326,12 @@ class DraftPool:
         state.assign(request.round, ranks, request.depth, len(request.tokens), 0)
         state.done = verifying is None
 
-    def _commit(
-        self,
-        request: Request,
-        name: str,
-        round_: int,
-        verifying: tuple[int, ...] | None,
-        ranks: range,
-        depth: int,
-        now_ns: int,
-    ) -> None:
-        """Sends COMMIT; a drafter that lacks more tokens than a message holds gets a new OPEN first."""
-        state = request.drafters[name]
+    def _commit(self, request: Request, name: str, ranks: range, depth: int, now_ns: int) -> None:
+        """Sends COMMIT: prepare outcomes of the round under way, or, without `ranks`, a chain for the next one.
+
+        A drafter that lacks more tokens than a message holds gets a new OPEN first.
+        """
+        state, round_ = request.drafters[name], request.round if ranks else request.round + 1
         if len(request.tokens) - state.known_len > MAX_COMMIT:
             self._open(request, name, NO_RANKS)
             now_ns = 0
@@ -442,7 +341,7 @@ class DraftPool:
             round=round_,
             base_len=len(request.tokens),
             tokens=tuple(request.tokens[state.known_len :]),
-            verifying=verifying,
+            verifying=request.proposal.line if ranks else None,
             depth=depth,
             branches=len(ranks),
             rank_offset=ranks.start,
@@ -452,7 +351,7 @@ class DraftPool:
         self._send(name, message)
 
     def _send(self, drafter: str, message: Open | Commit) -> None:
-        self._sent.record(drafter, message)
+        self.sent.record(drafter, message)
         self._workers.send_worker(drafter, message)
 
 
@@ -493,11 +392,11 @@ def _invalid(tasks: RequestTasks, message: Branches | Drafted | Prefilled | Resy
         case Fault():
             return ""
         case Prefilled() | Resync():
-            return "round" if message.epoch > tasks.latest[0] else ""
+            return "round" if message.epoch > max(tasks)[0] else ""
     place = message.epoch, message.round
-    sent = tasks.at.get(place)
+    sent = tasks.get(place)
     if sent is None:
-        return LATE if place < min(tasks.at) else "round"  # tasks before the first may have been dropped
+        return LATE if place < min(tasks) else "round"  # tasks before the first may have been dropped
     fitting = [task for task in sent if task.base_len == message.base_len]
     if not fitting:
         return "base_len"

@@ -80,7 +80,7 @@ class Core:
             stats,
             stale_messages=self._scheduler.stale,
             rejected_frames=stats.rejected_frames + self.pool.rejected,
-            dropped_branches=self._scheduler.dropped_branches,
+            dropped_branches=self._scheduler.cache_budget.dropped,
             round_seconds=metrics.rounds.snapshot(),
             verify_seconds=metrics.verifies.snapshot(),
         )

@@ -1,10 +1,8 @@
 """Counts and times of requests and rounds, and the trace. Decides nothing.
 
 `RequestMetrics` holds the counts and times of one request. The latest rounds are kept one by one: a stop string is
-found after the core has continued, and rounds after it do not count.
-
-`RoundRecords` reports each round of one request when it has ended, in times since the request began; kept only for
-requests with `Generate.rounds`.
+found after the core has continued, and rounds after it do not count. Requests with `Generate.rounds` get a report of
+each round when it has ended.
 
 `DurationHistogram` counts durations in fixed buckets, which is cheap enough for every round.
 
@@ -29,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.clock import MILLISECOND_NS
 from outrider.protocol.errors import InvalidRequest
-from outrider.protocol.messages import Branches, Drafted, DraftWork, Outcome, RoundRecord, Span, Timings
+from outrider.protocol.messages import Branches, Drafted, DraftWork, RoundRecord, Span, Timings
 from outrider.protocol.schema import Origin
 from outrider.protocol.stats import Durations, Tally
 
@@ -49,16 +47,18 @@ RECENT_ROUNDS = 64
 class RoundEntry:
     """One round.
 
-    `hit` or `missed` is the number of tokens accepted by the outcome that was looked up, `source` that of its chain.
-    When the round has ended: the tokens `kept`, the length of its `chain`, `depth` of them in a row, the origins (`by`)
-    of the `accepted` ones, its `drafter`, and whether the wait before it was a `turnaround`.
+    `lookup` is the result for the outcome before it, which had `after` accepted tokens, `source` that of its chain. It
+    was `decided` from the first of its `waits` on. When the round has ended: the tokens `kept`, the length of its
+    `chain`, `depth` of them in a row, the origins (`by`) of the `accepted` ones, its `drafter`, and whether the wait
+    before it was a `turnaround`.
     """
 
-    hit: int | None = None
-    missed: int | None = None
-    late: bool = False
+    lookup: Lookup = Lookup.NONE
+    after: int = 0
     source: ProposalSource = ProposalSource.NONE
     waits: int = 0
+    waited_ns: int = 0
+    decided: Span | None = None
     kept: int = 0
     chain: int = 0
     drafter: str = ""
@@ -109,14 +109,14 @@ class RoundSums:
         self.accepted += accepted
         self.drafted_at.update(range(entry.depth if is_whole else min(entry.depth, kept)))
         self.accepted_at.update(range(accepted))
-        self.hits_at.update([] if entry.hit is None else [entry.hit])
-        self.misses_at.update([] if entry.missed is None else [entry.missed])
-        self.after_misses.update([] if entry.missed is None or entry.late else [entry.source])
+        if entry.lookup is not Lookup.NONE:
+            (self.misses_at if entry.lookup.missed else self.hits_at)[entry.after] += 1
+            self.after_misses[entry.source] += entry.lookup is Lookup.MISS
         if entry.drafter:
             others = (Origin.COPIED, Origin.PREPARED) if entry.source is ProposalSource.HEAD else (Origin.COPIED,)
             self.held_of[entry.drafter] += sum(origin not in others for origin in by)
         self.held_by.update(by)
-        self.late += entry.late
+        self.late += entry.lookup is Lookup.LATE
         self.copied += entry.source is ProposalSource.NGRAM
         self.waits += entry.waits
         self.verify_ns += entry.verify_ns
@@ -128,9 +128,11 @@ class RoundSums:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Counts and times of one request; `timings` gives them their public names."""
+    """Counts and times of one request; `timings` gives them their public names. With `reports` each round that ends is
+    also reported, in nanoseconds since `admitted_ns`, with the drafting since the report before."""
 
     admitted_ns: int = 0
+    reports: bool = False
     first_ns: int = 0
     resumed: int = 0
     rejoined: int = 0
@@ -140,41 +142,67 @@ class RequestMetrics:
     _peaks: dict[str, int] = field(default_factory=dict)
     _sums: RoundSums = field(default_factory=RoundSums)
     _recent: dict[int, RoundEntry] = field(default_factory=dict)
+    _drafting: list[DraftWork] = field(default_factory=list)
 
-    def on_wait(self, number: int, missed: int | None) -> None:
-        """Records that round `number` waits for a drafter; `missed`: the accepted tokens of an outcome that missed."""
+    def on_wait(self, number: int, now_ns: int) -> None:
+        """Records that round `number` waits for a drafter."""
         entry = self._entry(number)
         entry.waits += 1
-        if missed is not None:
-            entry.missed = missed
+        entry.waited_ns = entry.waited_ns or now_ns
 
-    def on_proposed(self, number: int, proposal: Proposal, accepted: int) -> None:
+    def on_proposed(self, number: int, proposal: Proposal, accepted: int, now_ns: int) -> None:
         """Records the proposal of round `number`, after an outcome with this many accepted tokens."""
         entry = self._entry(number)
-        if proposal.lookup.missed:
-            entry.missed, entry.late = accepted, proposal.lookup is Lookup.LATE
-        elif proposal.lookup.found:
-            entry.hit = accepted
-        entry.source = proposal.source
+        entry.lookup, entry.after, entry.source = proposal.lookup, accepted, proposal.source
+        entry.decided = Span(entry.waited_ns or now_ns, now_ns)
 
-    def on_ended(
-        self, number: int, proposal: Proposal, outcome: Outcome, kept: int, now_ns: int, read: bool = False
-    ) -> None:
-        """Records the end of round `number`, with `kept` tokens that count; the first round ends the prompt's time.
+    def on_drafts(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
+        """Records drafting; work from before the request, or with impossible times, is left out."""
+        work = message.work
+        if self.reports and self.admitted_ns <= work.started_ns <= work.ended_ns <= now_ns:
+            depth, branches = (
+                (message.depth, len(message.entries)) if isinstance(message, Branches) else (len(message.chain), 0)
+            )
+            self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._relative(work)))
 
-        The wait before the verify of a hit that was served at once is a turnaround. `read`: the round began by reading
-        the whole text, so its time is not that of a verify.
+    def on_ended(self, ended: SettledRound, now_ns: int) -> RoundRecord | None:
+        """Records the end of a round, and returns its report, if requested; the first ends the prompt's time.
+
+        The wait before the verify of a hit that was served at once is a turnaround. The time of a round that began by
+        reading the whole text is not that of a verify.
         """
-        entry = self._entry(number)
-        entry.kept, entry.chain, entry.accepted = kept, len(proposal.chain), outcome.accepted
+        entry, proposal, outcome = self._entry(ended.number), ended.proposal, ended.outcome
+        entry.kept, entry.chain, entry.accepted = len(ended.kept), len(proposal.chain), outcome.accepted
         entry.depth, entry.drafter = proposal.depth, proposal.drafter
-        entry.by = proposal.origins(proposal.nodes(outcome) or ())[:-1]
+        entry.by = proposal.origins(ended.nodes)[:-1]
         entry.ended_ns = now_ns
-        if not self.first_ns or read:
-            self.first_ns = self.first_ns or now_ns
-            return
-        entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
-        entry.turnaround = proposal.lookup is Lookup.HIT
+        if self.first_ns and not ended.read:
+            entry.verify_ns, entry.idle_ns = outcome.work.ended_ns - outcome.work.started_ns, outcome.idle_ns
+            entry.turnaround = proposal.lookup is Lookup.HIT
+        self.first_ns = self.first_ns or now_ns
+        return self._report(ended, entry) if self.reports else None
+
+    def _report(self, ended: SettledRound, entry: RoundEntry) -> RoundRecord:
+        proposal, outcome = ended.proposal, ended.outcome
+        drafting, self._drafting = self._drafting, []
+        if outcome.drafted is not None:
+            work = self._relative(outcome.drafted.span)
+            drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, ended.number, entry.chain, 0, work))
+        return RoundRecord(
+            round=ended.number,
+            lookup=entry.lookup.value,
+            source=proposal.source.value,
+            drafted=entry.chain,
+            accepted=min(outcome.accepted, entry.kept),
+            tokens=entry.kept,
+            verify=self._relative(outcome.work),
+            decided=self._relative(entry.decided) if entry.decided is not None else None,
+            drafting=tuple(drafting),
+        )
+
+    def _relative(self, span: Span) -> Span:
+        """Returns a span in nanoseconds since the request began."""
+        return Span(max(span.started_ns - self.admitted_ns, 0), max(span.ended_ns - self.admitted_ns, 0))
 
     def on_rounds_lost(self) -> None:
         """Drops the rounds that will have no outcome: those under way or waiting."""
@@ -245,67 +273,6 @@ class RequestMetrics:
                 oldest = self._recent.pop(min(self._recent))
                 self._sums.add(oldest, oldest.kept)
         return self._recent[number]
-
-
-class RoundRecords:
-    """The records of one request, in nanoseconds since `began_ns`; drafting is reported with the next round to end."""
-
-    def __init__(self, began_ns: int) -> None:
-        self._began_ns = began_ns
-        self._waiting_ns: int | None = None
-        self._missed = False
-        self._decided: dict[int, tuple[Lookup, Span]] = {}
-        self._drafting: list[DraftWork] = []
-
-    def on_wait(self, missed: bool, now_ns: int) -> None:
-        """Records that the next round waits for a drafter; `missed`: for a chain, after a miss."""
-        self._waiting_ns = now_ns if self._waiting_ns is None else self._waiting_ns
-        self._missed = missed
-
-    def on_proposed(self, number: int, proposal: Proposal, now_ns: int) -> None:
-        """Records that round `number` is under way."""
-        since_ns = now_ns if self._waiting_ns is None else self._waiting_ns
-        lookup = Lookup.MISS if self._missed else proposal.lookup
-        self._decided[number] = lookup, self._relative(Span(since_ns, now_ns))
-        self._waiting_ns, self._missed = None, False
-
-    def on_lost(self) -> None:
-        """Drops the rounds that will have no outcome: those under way or waiting."""
-        self._decided.clear()
-        self._waiting_ns, self._missed = None, False
-
-    def on_drafted(self, drafter: str, message: Branches | Drafted, now_ns: int) -> None:
-        """Records drafting; work from before the request, or with impossible times, is left out."""
-        work = message.work
-        if not self._began_ns <= work.started_ns <= work.ended_ns <= now_ns:
-            return
-        depth, branches = (
-            (message.depth, len(message.entries)) if isinstance(message, Branches) else (len(message.chain), 0)
-        )
-        self._drafting.append(DraftWork(drafter, message.round, depth, branches, self._relative(work)))
-
-    def on_ended(self, number: int, proposal: Proposal, outcome: Outcome, kept: int) -> RoundRecord:
-        """Returns the record of round `number`, with `kept` tokens that count."""
-        drafting, self._drafting = self._drafting, []
-        if outcome.drafted is not None:
-            work = self._relative(outcome.drafted.span)
-            drafting.append(DraftWork(proposal.drafter or TARGETS_DRAFTER, number, len(proposal.chain), 0, work))
-        lookup, decided = self._decided.pop(number, (proposal.lookup, None))
-        return RoundRecord(
-            round=number,
-            lookup=lookup.value,
-            source=proposal.source.value,
-            drafted=len(proposal.chain),
-            accepted=min(outcome.accepted, kept),
-            tokens=kept,
-            verify=self._relative(outcome.work),
-            decided=decided,
-            drafting=tuple(drafting),
-        )
-
-    def _relative(self, span: Span) -> Span:
-        """Returns a span in nanoseconds since the request began."""
-        return Span(max(span.started_ns - self._began_ns, 0), max(span.ended_ns - self._began_ns, 0))
 
 
 BOUNDS_MS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
@@ -402,36 +369,26 @@ class RoundMetrics:
         self._trace = trace
         self._verified_ns = 0
 
-    def on_wait(self, request: Request, missed: bool, now_ns: int) -> None:
-        if request.records is not None:
-            request.records.on_wait(missed, now_ns)
-        request.metrics.on_wait(request.round + 1, request.accepted if missed else None)
-
     def on_proposed(self, request: Request, now_ns: int) -> None:
         proposal, chain = request.proposal, request.proposal.chain
-        request.metrics.on_proposed(request.round, proposal, request.accepted)
-        if request.records is not None:
-            request.records.on_proposed(request.round, proposal, now_ns)
+        request.metrics.on_proposed(request.round, proposal, request.accepted, now_ns)
         if self._trace.enabled and not proposal.draft:
             self._trace.mark(ORCHESTRATOR, _mark(proposal), now_ns, round=request.round, chain=len(chain), tokens=chain)
 
-    def on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
-        if request.records is not None:
-            request.records.on_drafted(sender, message, now_ns)
-        if self._trace.enabled:
-            self._trace.add(
-                sender, f"depth {message.depth}", message.work, rows=len(message.entries), round=message.round
-            )
+    def on_drafts(self, request: Request, sender: str, message: Branches | Drafted, now_ns: int) -> None:
+        request.metrics.on_drafts(sender, message, now_ns)
+        if not self._trace.enabled:
+            return
+        work, number = message.work, message.round
+        if isinstance(message, Branches):
+            self._trace.add(sender, f"depth {message.depth}", work, rows=len(message.entries), round=number)
+        else:
+            self._trace.add(sender, "chain", work, tokens=len(message.chain), round=number)
 
-    def on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        if request.records is not None:
-            request.records.on_drafted(sender, message, now_ns)
-        self._trace.add(sender, "chain", message.work, tokens=len(message.chain), round=message.round)
-
-    def on_outcome(self, ended: SettledRound, now_ns: int) -> None:
-        """Records the counts and times of a round; tokens past the end of the request do not count."""
-        request, outcome, chain = ended.request, ended.outcome, ended.proposal.chain
-        request.metrics.on_ended(ended.number, ended.proposal, outcome, len(ended.kept), now_ns, ended.read)
+    def on_outcome(self, ended: SettledRound, now_ns: int) -> RoundRecord | None:
+        """Records a round, and returns its report, if requested; tokens past the end of the request do not count."""
+        request, outcome = ended.request, ended.outcome
+        report = request.metrics.on_ended(ended, now_ns)
         if not ended.read:
             self.rounds.add(now_ns - request.handled_ns)
             if outcome.work.ended_ns != self._verified_ns:  # several requests report the same forward
@@ -442,15 +399,10 @@ class RoundMetrics:
                 self._trace_in_process(ended, outcome.drafted.span)
             accepted = ended.proposal.origins(ended.nodes)[:-1][: len(ended.kept)]
             self._trace.add(
-                TARGET, f"verify {len(chain) + 1}", outcome.work, round=ended.number, accepted=outcome.accepted,
-                by=dict(Counter(origin.name.lower() for origin in accepted)),
+                TARGET, f"verify {len(ended.proposal.chain) + 1}", outcome.work, round=ended.number,
+                accepted=outcome.accepted, by=dict(Counter(origin.name.lower() for origin in accepted)),
             )  # fmt: skip
-
-    def record(self, ended: SettledRound) -> RoundRecord | None:
-        """Returns the round's record, if the request has records."""
-        if ended.request.records is None:
-            return None
-        return ended.request.records.on_ended(ended.number, ended.proposal, ended.outcome, len(ended.kept))
+        return report
 
     def _trace_in_process(self, ended: SettledRound, drafting: Span) -> None:
         """Traces an in-process chain on a track of its own."""
@@ -462,6 +414,6 @@ class RoundMetrics:
 
 def _mark(proposal: Proposal) -> str:
     """Returns a proposal's name in the trace."""
-    if proposal.lookup is Lookup.NONE:
+    if proposal.lookup is Lookup.NONE or proposal.source is ProposalSource.DRAFTER:
         return proposal.source.value
     return Lookup.HIT.value if proposal.lookup is Lookup.GROWN else proposal.lookup.value

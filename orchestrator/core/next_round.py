@@ -7,8 +7,8 @@ request's waiting is worth its own tokens. They are pure functions of the estima
 
 `NextRound` carries the decision out, one request at a time: it begins the round, prepares for it or waits for it, and
 sends the workers what follows. Chains are prepared at the target for likely outcomes, so that a hit costs no message
-between two verifies; the proposer decides about them as it would after the outcome. `wait_for_chain` and
-`wait_for_branch` bound the wait for a drafter by its expected time and some slack.
+between two verifies; the proposer decides about them as it would after the outcome. A wait for a drafter is bounded
+by its expected time and some slack.
 """
 
 from __future__ import annotations
@@ -37,9 +37,6 @@ from outrider.orchestrator.core.request import (
     CachedBranch,
     DrafterWait,
     Request,
-    remaining_length,
-    remaining_tokens,
-    up_to_end,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
 from outrider.protocol.clock import MILLISECOND_NS
@@ -61,16 +58,11 @@ class Fallback:
 def after_miss(estimates: Estimates, tail: CopiedTail, longest: int, has_drafter: bool, own: str = "") -> Fallback:
     """Returns the best of: an AR step, a copy, a chain on request of any length, and a chain of the in-process drafter
     `own`, if there is one."""
-    best = Fallback(value=_copy_value(estimates, tail))
-    for length in range(1, longest + 1 if own else 1):
-        value = _in_process_value(estimates, length, own)
-        if value > best.value:
-            best = Fallback(own=length, value=value)
-    for length in range(1, longest + 1 if has_drafter else 1):
-        value = _request_value(estimates, length)
-        if value > best.value:
-            best = Fallback(wait_for=length, value=value)
-    return best
+    options = [Fallback(value=_copy_value(estimates, tail))]
+    lengths = range(1, longest + 1)
+    options += [Fallback(own=length, value=_in_process_value(estimates, length, own)) for length in lengths if own]
+    options += [Fallback(wait_for=n, value=_request_value(estimates, n)) for n in lengths if has_drafter]
+    return max(options, key=lambda option: option.value)
 
 
 def worth_hoping(estimates: Estimates, alternative: Fallback, longest: int, wait_ms: float) -> bool:
@@ -130,24 +122,12 @@ def longest_wait_ms(expected_ms: float) -> float:
     return 3.0 * expected_ms + 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class AskDrafters:
-    """Request a chain of `depth` tokens after the committed text from the drafters; `missed`: after a miss."""
+# The limit of a wait that may include a drafter's first work, or that full depth requires.
+PATIENCE_MS = 2000.0
 
-    depth: int
-    missed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WaitForBranch:
-    """Wait for about `milliseconds` for this outcome's branch to grow, or, if `missed`, to arrive."""
-
-    committed: tuple[int, ...]
-    milliseconds: float
-    missed: bool = False
-
-
-Step = Proposal | AskDrafters | WaitForBranch
+PLAIN = Proposal(autonomous=True)
+Step = Proposal | DrafterWait
+"""What a request does next: it verifies, or waits for drafters first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,35 +137,34 @@ class Proposer:
     estimates: Estimates
     full_depth: bool
 
-    def after(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
-        """Returns the step after the outcome that made `committed` final; `room` is the most tokens of a chain."""
+    def after(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
+        """Returns the step after the outcome that made `committed` final."""
         if request.mode == "ar":
-            return Proposal(autonomous=True)
-        if room < 1:
+            return PLAIN
+        if request.room < 1:
             return Proposal()
         if request.mode == "ssd" and request.drafters:
-            return self.serve(request, committed, room, now_ns)
-        tail = self._tail(request, room)
+            return self.serve(request, committed, now_ns)
+        tail = self._tail(request)
         drafter = request.plan.drafter
         if _copies_only(request):
-            return copied(tail) if tail.tokens or self.full_depth else Proposal(autonomous=True)
-        longest = min(request.depth, room)
-        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, longest, drafter):
+            return copied(tail) if tail.tokens or self.full_depth else PLAIN
+        if not self._is_fixed(request) and not drafts_better(self.estimates, tail, request.longest, drafter):
             return copied(tail)
         if drafter:
-            copy = self._copy_beside(request, room)
+            copy = self._copy_beside(request)
             return (
                 self._in_process(request, copied(CopiedTail(copy)))
                 if copy
                 else replace(self._in_process(request), autonomous=True)
             )
-        return AskDrafters(longest)
+        return self.wait_for_chain(request.longest, now_ns)
 
     def _in_process(self, request: Request, beside: Proposal | None = None, depth: int = 0) -> Proposal:
         """Returns the proposal of `depth` tokens (0: the plan's K) by the plan's in-process drafter, in one tree with
         `beside`."""
         drafter, beside = request.plan.drafter, beside or Proposal()
-        source = ProposalSource.HEAD if self.estimates.is_head(drafter) else ProposalSource.DRAFTER
+        source = ProposalSource.HEAD if self.estimates.in_process[drafter].is_head else ProposalSource.DRAFTER
         return replace(
             beside,
             source=source,
@@ -196,12 +175,12 @@ class Proposer:
             copied=0,
         )
 
-    def _copy_beside(self, request: Request, room: int) -> tuple[int, ...]:
+    def _copy_beside(self, request: Request) -> tuple[int, ...]:
         """Returns the copy that pays in one tree with an in-process chain."""
         if not request.takes_trees or request.ngrams.is_empty:
             return ()
-        copy = longest_copy(request.ngrams, room)
-        return copy_beside(self.estimates, copy, request.plan.drafter, min(request.depth, room))
+        copy = longest_copy(request.ngrams, request.room)
+        return copy_beside(self.estimates, copy, request.plan.drafter, request.longest)
 
     def unites(self, request: Request) -> bool:
         """Whether a branch and an in-process chain are verified in one tree."""
@@ -211,42 +190,35 @@ class Proposer:
             and unites(self.estimates, request.in_process_drafter, request.depth)
         )
 
-    def stays(self, request: Request, room: int) -> bool:
-        """Whether an autonomous target should continue by itself: not when a copy is worth more than its drafter's
-        chains or, without a drafter, than a plain step, nor when the mode has changed."""
-        if not request.proposal.draft:
-            return request.mode == "ar" or (_copies_only(request) and not self._tail(request, room).tokens)
-        if request.proposal.drafter in request.left_out:
-            return False
-        if request.ngrams.is_empty or self._is_fixed(request) or room < 1:
-            return True
-        if self._copy_beside(request, room):
-            return False
-        tail = self._tail(request, room)
-        return drafts_better(self.estimates, tail, min(request.depth, room), request.proposal.drafter)
+    def stays(self, request: Request) -> bool:
+        """Whether an autonomous target should continue by itself: the next proposal would be the same."""
+        step = self.after(request, (), 0)
+        is_same = isinstance(step, Proposal) and step.autonomous and step.drafter == request.proposal.drafter
+        return is_same or request.room < 1
 
-    def _tail(self, request: Request, room: int) -> CopiedTail:
-        """Returns the copy of up to `room` tokens that pays after the committed text."""
-        return best_tail(self.estimates, longest_copy(request.ngrams, room))
+    def _tail(self, request: Request) -> CopiedTail:
+        """Returns the copy that pays after the committed text."""
+        return best_tail(self.estimates, longest_copy(request.ngrams, request.room))
 
-    def branch(self, request: Request, cached: CachedBranch, room: int, committed: tuple[int, ...] = ()) -> Proposal:
+    def branch(self, request: Request, cached: CachedBranch, committed: tuple[int, ...] = ()) -> Proposal:
         """Returns a branch as a proposal, extended by a copy; the n-grams have not seen the `committed` tokens yet."""
+        room = request.room - len(committed)
         chain = cached.chain[: max(min(request.depth, room), 0)]
         hit = Proposal(chain, ProposalSource.CACHE, Lookup.HIT, q=_first(cached.q, chain), drafter=cached.drafter)
         return self._filled(request, hit, room, committed, cached.alternatives)
 
-    def drafted(self, request: Request, drafter: str, message: Drafted, room: int) -> Proposal:
+    def drafted(self, request: Request, drafter: str, message: Drafted) -> Proposal:
         """Returns a chain on request as a proposal, extended by a copy."""
-        chain = message.chain[: max(min(request.depth, room), 0)]
+        chain = message.chain[: request.longest]
         source = ProposalSource.DRAFTER if chain else ProposalSource.NONE
         proposal = Proposal(chain, source, q=_first(message.q, chain), drafter=drafter)
-        return self._filled(request, proposal, room, (), message.alternatives)
+        return self._filled(request, proposal, request.room, (), message.alternatives)
 
-    def after_wait(self, request: Request, room: int) -> Proposal:
+    def after_wait(self, request: Request) -> Proposal:
         """Returns the proposal after a wait: its branch, as deep as it is, or an empty chain."""
         outcome = request.wait.outcome if request.wait else None
         cached = request.cache.lookup(outcome) if outcome else None
-        return self.branch(request, cached, room) if cached else Proposal()
+        return self.branch(request, cached) if cached else Proposal()
 
     def _filled(
         self, request: Request, chain: Proposal, room: int, committed: tuple[int, ...], others: Alternatives | None
@@ -260,34 +232,34 @@ class Proposer:
                 return tree
         return chain if request.ngrams.is_empty else filled(self.estimates, request.ngrams, chain, committed, room)
 
-    def serve(self, request: Request, committed: tuple[int, ...], room: int, now_ns: int) -> Step:
+    def serve(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Looks the outcome up. A hit is served as deep as it is, unless one more token is worth its wait."""
         cache = request.cache
         cached = cache.lookup(committed)
         if self.full_depth and not cache.final:
-            return WaitForBranch(committed, request.depth * self.estimates.depth_ms(), missed=cached is None)
-        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+            wait_ms = request.depth * self.estimates.depth_ms()
+            return self._wait_for_branch(request, committed, wait_ms, now_ns, cached is None)
         if cached is None:
-            return self._after_miss(request, committed, room, since_ms)
-        hit = self.branch(request, cached, room)
+            return self._after_miss(request, committed, now_ns)
+        since_ms = (now_ns - request.branches_at_ns) / MILLISECOND_NS
+        hit = self.branch(request, cached)
         if self.unites(request):
             return self._in_process(request, hit)
-        longest = min(request.depth, room)
         grows = cache.grows(cached) and cached.drafter == cache.lead and not hit.copied
-        if grows and worth_waiting(self.estimates, len(cached.chain), longest, since_ms):
-            return WaitForBranch(committed, self.estimates.depth_ms())
+        if grows and worth_waiting(self.estimates, len(cached.chain), request.longest, since_ms):
+            return self._wait_for_branch(request, committed, self.estimates.depth_ms(), now_ns)
         return hit
 
     def _is_fixed(self, request: Request) -> bool:
         """Whether no estimate may decide what is verified: full depth makes residual texts reproducible."""
         return self.full_depth and request.admit.sampling.is_residual
 
-    def _after_miss(self, request: Request, committed: tuple[int, ...], room: int, since_ms: float) -> Step:
+    def _after_miss(self, request: Request, committed: tuple[int, ...], now_ns: int) -> Step:
         """Returns the fallback, or a wait for branches of this outcome that are on their way and worth it."""
-        longest = min(request.depth, room)
+        longest = request.longest
         if self._is_fixed(request) and request.drafters:
-            return AskDrafters(longest, missed=True)
-        tail = self._tail(request, room)
+            return self.wait_for_chain(longest, now_ns, missed=True)
+        tail = self._tail(request)
         choice = after_miss(self.estimates, tail, longest, bool(request.drafters), request.in_process_drafter)
         line = request.proposal.line
         off_line = committed[:-1] != line[: len(committed) - 1]  # an alternative's branch holds the rest
@@ -296,15 +268,44 @@ class Proposer:
             expected_ms = pushes * self.estimates.depth_ms()
             expected_ms += self.estimates.link_ms() if not request.cache.pushes else 0.0
             # An overdue push is expected to take as long again.
-            wait_ms = abs(expected_ms - since_ms)
+            wait_ms = abs(expected_ms - (now_ns - request.branches_at_ns) / MILLISECOND_NS)
             if worth_hoping(self.estimates, choice, longest, wait_ms):
-                return WaitForBranch(committed, wait_ms, missed=True)
+                return self._wait_for_branch(request, committed, wait_ms, now_ns, missed=True)
         if choice.wait_for:
-            return AskDrafters(choice.wait_for, missed=True)
+            return self.wait_for_chain(choice.wait_for, now_ns, missed=True)
         if choice.own:
-            copy = replace(copied(CopiedTail(self._copy_beside(request, room))), lookup=Lookup.MISS)
+            copy = replace(copied(CopiedTail(self._copy_beside(request))), lookup=Lookup.MISS)
             return self._in_process(request, copy, choice.own)
         return replace(copied(tail), lookup=Lookup.MISS)
+
+    # --- waits ----------------------------------------------------------------------------------------------------
+
+    def wait_for_chain(self, depth: int, now_ns: int, missed: bool = False) -> DrafterWait:
+        """Returns the wait for a chain of `depth` tokens after the committed text; `missed`: after a miss."""
+        limit_ms = longest_wait_ms(self.estimates.draft_ms(depth))
+        if self.full_depth or not self.estimates.has_drafted:
+            limit_ms = max(limit_ms, PATIENCE_MS)
+        if missed and not self.full_depth:
+            limit_ms = self._until_next_forward(limit_ms)
+        return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS), depth=depth, missed=missed)
+
+    def _wait_for_branch(
+        self, request: Request, committed: tuple[int, ...], expected_ms: float, now_ns: int, missed: bool = False
+    ) -> DrafterWait:
+        """Returns a new or continued wait for this outcome's branch to grow, or, if `missed`, to arrive; in all no
+        longer than for a whole tree."""
+        e, before = self.estimates, request.wait
+        whole_ms = longest_wait_ms((request.depth + 1) * e.depth_ms() + e.link_ms())
+        limit_ms, whole_ms = longest_wait_ms(expected_ms), self._until_next_forward(whole_ms)
+        if self.full_depth:
+            limit_ms = whole_ms = PATIENCE_MS
+        asked_ns, missed = (before.asked_ns, before.missed) if before else (now_ns, missed)
+        deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
+        return DrafterWait(asked_ns, deadline_ns, committed, missed=missed)
+
+    def _until_next_forward(self, limit_ms: float) -> float:
+        """Limits a wait to the other requests' next forward, if there are others: this one joins the one after."""
+        return limit_ms if self.estimates.active == 1 else min(limit_ms, self.estimates.verify_ms(1))
 
 
 def _copies_only(request: Request) -> bool:
@@ -317,61 +318,26 @@ def _first(q: SparseQ | None, chain: tuple[int, ...]) -> SparseQ | None:
     return q.part(0, len(chain)) if q is not None else None
 
 
-# The limit of a wait that may include a drafter's first work, or that full depth requires.
-PATIENCE_MS = 2000.0
-
-
-def wait_for_chain(estimates: Estimates, step: AskDrafters, full_depth: bool, now_ns: int) -> DrafterWait:
-    """Returns the wait for a chain that is requested now."""
-    limit_ms = longest_wait_ms(estimates.draft_ms(step.depth))
-    if full_depth or not estimates.has_drafted:
-        limit_ms = max(limit_ms, PATIENCE_MS)
-    if step.missed and not full_depth:
-        limit_ms = _until_next_forward(estimates, limit_ms)
-    return DrafterWait(now_ns, now_ns + int(limit_ms * MILLISECOND_NS))
-
-
-def wait_for_branch(
-    estimates: Estimates, request: Request, step: WaitForBranch, full_depth: bool, now_ns: int
-) -> DrafterWait:
-    """Returns a new or continued wait for a branch to come or grow; in all it is no longer than for a whole tree."""
-    asked_ns = request.wait.asked_ns if request.wait else now_ns
-    missed = request.wait.missed if request.wait else step.missed
-    limit_ms = longest_wait_ms(step.milliseconds)
-    whole_ms = longest_wait_ms((request.depth + 1) * estimates.depth_ms() + estimates.link_ms())
-    whole_ms = _until_next_forward(estimates, whole_ms)
-    if full_depth:
-        limit_ms = whole_ms = PATIENCE_MS
-    deadline_ns = min(now_ns + int(limit_ms * MILLISECOND_NS), asked_ns + int(whole_ms * MILLISECOND_NS))
-    return DrafterWait(asked_ns, deadline_ns, step.committed, missed)
-
-
-def _until_next_forward(estimates: Estimates, limit_ms: float) -> float:
-    """Limits the wait after a miss to the other requests' next forward, if there are others: it joins the one after."""
-    return limit_ms if estimates.active == 1 else min(limit_ms, estimates.verify_ms(1))
-
-
 @dataclass(eq=False)
 class NextRound:
-    """Begins rounds and waits. `full_depth`: see `ServeSettings`."""
+    """Begins rounds and waits."""
 
     _workers: WorkerPool
     _draft_pool: DraftPool
     _planner: Planner
     _proposer: Proposer
     _metrics: RoundMetrics
-    _full_depth: bool
 
     def take(self, request: Request, step: Step, now_ns: int) -> None:
-        match step:
-            case Proposal():
-                self.verify(request, step, now_ns)
-            case AskDrafters():
-                self._ask(request, step, now_ns)
-            case WaitForBranch():
-                if request.wait is None:  # else it continues after a push
-                    self._metrics.on_wait(request, False, now_ns)
-                request.wait = wait_for_branch(self._planner.estimates, request, step, self._full_depth, now_ns)
+        """Begins a round, or a wait; a chain is requested by a COMMIT without one."""
+        if isinstance(step, Proposal):
+            self.verify(request, step, now_ns)
+            return
+        if request.wait is None or step.depth:  # else it continues after a push
+            request.metrics.on_wait(request.round + 1, now_ns)
+        request.wait = step
+        if step.depth:
+            self._draft_pool.ask(request, step.depth, now_ns)
 
     def verify(self, request: Request, proposal: Proposal, now_ns: int) -> None:
         """Begins a round: VERIFY to the target and, in the same flush, COMMIT to the drafters."""
@@ -400,9 +366,7 @@ class NextRound:
         self._begin_round(request, proposal)
         if not proposal.autonomous:
             self._under_way(request, now_ns)
-        elif not request.halted and (
-            self._planner.wants_other(request) or not self._proposer.stays(request, self._remaining_tokens(request))
-        ):
+        elif not request.halted and (self._planner.wants_other(request) or not self._proposer.stays(request)):
             request.halted = True
             self._send_halt(request)
 
@@ -415,11 +379,10 @@ class NextRound:
         ahead = request.mode == "ssd" and not self._proposer.unites(request)
         if not ahead or request.wait or request.admit.sampling.is_residual or self._planner.may_replan(request):
             return
-        request.prepared, context = {}, self._workers.target_context
+        request.prepared, room = {}, request.room
         for committed, branch in request.cache.complete(request.depth):
-            space = remaining_tokens(request, context, len(committed))
-            if space > 0 and up_to_end(request, context, committed)[1] is None:
-                request.prepared[committed] = self._proposer.branch(request, branch, space, committed)
+            if room > len(committed) and request.up_to_end(committed)[1] is None:
+                request.prepared[committed] = self._proposer.branch(request, branch, committed)
         chains = request.prepared.values()
         if chains:
             self._workers.send_target(
@@ -434,21 +397,10 @@ class NextRound:
                 )
             )
 
-    def _ask(self, request: Request, step: AskDrafters, now_ns: int) -> None:
-        """Requests a chain after the committed text (COMMIT without a chain), and begins a bounded wait for it."""
-        self._metrics.on_wait(request, step.missed, now_ns)
-        if step.missed:
-            self._planner.estimates.observe_lookup(False, request.covered)
-        request.wait = wait_for_chain(self._planner.estimates, step, self._full_depth, now_ns)
-        self._draft_pool.ask(request, step.depth, now_ns)
-
     def end_wait(self, request: Request, now_ns: int) -> None:
         """Ends the wait if all drafters are done."""
         if request.wait and all(state.done for state in request.drafters.values()):
-            self.verify(request, self._proposer.after_wait(request, self._remaining_tokens(request)), now_ns)
-
-    def _remaining_tokens(self, request: Request) -> int:
-        return remaining_tokens(request, self._workers.target_context)
+            self.verify(request, self._proposer.after_wait(request), now_ns)
 
     # --- messages to the target -----------------------------------------------------------------------------------
 
@@ -460,14 +412,13 @@ class NextRound:
 
     def _send_verify(self, request: Request) -> None:
         """Sends VERIFY with the request's proposal."""
-        room = remaining_length(request, self._workers.target_context)
         self._workers.send_target(
             Verify(
                 request=request.id,
                 epoch=request.epoch,
                 round=request.round,
                 base_len=request.base_len,
-                proposal=request.proposal.to_message(request.admit.sampling, room),
+                proposal=request.proposal.to_message(request.admit.sampling, request.remaining),
                 all_cores=self._planner.drafters_rest(request),
             )
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfiles
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, Tuning, nearest
 from outrider.orchestrator.core.proposal import LONGEST_COPY, Lookup, longest_copy
@@ -51,14 +51,10 @@ class Planner:
         for record in (*tunings[:1], *memory[:1]):
             self.estimates.start_from(record)
         self._settings = settings
+        self.merges = settings.trees and not settings.full_depth  # chains into trees, where the target can verify them
         self._policies: dict[tuple[DraftSources, int | None, int | None, bool, str], Policy] = {}
         self._forward_ns = 0
         self._reading = False
-
-    @property
-    def trees(self) -> bool:
-        """Whether chains are merged into trees where the target can verify them."""
-        return self._settings.trees and not self._settings.full_depth
 
     def set_load(self, active: int, reading: bool) -> None:
         """Sets how many requests run; `reading`: the target still reads a prompt of one of them."""
@@ -68,12 +64,12 @@ class Planner:
 
     def learned(self) -> tuple[Tuning, ...]:
         """Returns the records for the next server: one for each temperature class with measured or stored arms."""
-        learned = []
+        learned, all_sources = [], self._sources("", self._settings.drafters)
         for greedy in (True, False):
             choices = [
                 replace(choice, kind=kind)
                 for (sources, depth, branches, sampled, kind), policy in self._policies.items()
-                if sources == self._all_sources and depth is None and branches is None and sampled != greedy
+                if sources == all_sources and depth is None and branches is None and sampled != greedy
                 for choice in policy.learned()
             ]
             stored = next((record for record in self._stored if record.is_greedy == greedy), None)
@@ -85,24 +81,24 @@ class Planner:
 
     # --- plans ----------------------------------------------------------------------------------------------------
 
-    def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[RoundPlan, list[str]]:
+    def first_plan(self, admit: Admit, drafters: int, kind: str = FREE) -> tuple[Arm, list[str]]:
         """Returns a request's first plan with this many draft workers, and notes: why speculation is off, if it is."""
-        sources = self._sources(admit, drafters)
+        sources = self._sources(admit.drafter, drafters)
         if admit.mode == "auto":
             return self._policy(admit, sources, kind).plan(), []
         return self._fixed_plan(admit, sources)
 
-    def _fixed_plan(self, admit: Admit, sources: DraftSources) -> tuple[RoundPlan, list[str]]:
+    def _fixed_plan(self, admit: Admit, sources: DraftSources) -> tuple[Arm, list[str]]:
         """The same in a fixed mode: draft workers come before in-process drafters, and these before n-grams."""
         depth, branches = self._depth(admit), self._branches(admit, sources.workers)
         if admit.mode == "ar" or sources.workers:
             joint = admit.mode == "ssd" and is_joint(admit.drafter) and sources.others
-            return RoundPlan(admit.mode, depth, branches, sources.others[0] if joint else ""), []
+            return Arm(admit.mode, depth, branches, sources.others[0] if joint else ""), []
         if sources.others:
-            return RoundPlan("sd", depth, branches, sources.others[0]), []
+            return Arm("sd", depth, branches, sources.others[0]), []
         if self._settings.ngrams:
-            return RoundPlan(admit.mode, depth, branches), []
-        return RoundPlan("ar", depth, branches), ["speculation is off: there is no drafter"]
+            return Arm(admit.mode, depth, branches), []
+        return Arm("ar", depth, branches), ["speculation is off: there is no drafter"]
 
     def on_drafter_rejoined(self, request: Request) -> None:
         """Updates a fixed plan after the set of drafters has changed."""
@@ -110,18 +106,15 @@ class Planner:
             request.plan, _ = self._fixed_plan(request.admit, self._sources_of(request))
 
     def replan(self, request: Request) -> None:
-        """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to what the drafter can finish."""
+        """Sets the plan of the next round: the policy's in `auto`; in SSD, an open B to the best one by the
+        forecast for this K, which the drafter can finish."""
         is_open = request.admit.branches is None and self._settings.branches is None and not self._settings.full_depth
         if request.admit.mode == "auto":
             request.plan = self._policy_of(request).plan()
         elif request.mode == "ssd" and request.round % BREADTH_ROUNDS == 0 and is_open:
-            request.plan = replace(request.plan, branches=self._breadth(request))
-
-    def _breadth(self, request: Request) -> int:
-        """Returns the B with the best forecast at this K."""
-        most = self._branches(request.admit, self._sources_of(request).workers)
-        formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, fixed=False)
-        return formula.of(Arm("ssd", request.depth))[0].branches
+            most = self._branches(request.admit, self._sources_of(request).workers)
+            formula = Forecasts(self.estimates, request.text.odds, self.estimates.active, request.depth, most, False)
+            request.plan = replace(request.plan, branches=formula.of(Arm("ssd", request.depth))[0].branches)
 
     def wants_other(self, request: Request) -> bool:
         """Whether a target that continues by itself is to stop, because the policy has another plan."""
@@ -143,9 +136,7 @@ class Planner:
 
     def reason(self, request: Request) -> str | None:
         """Returns the reason for the plan of a request in `auto`; None in other modes."""
-        if request.admit.mode != "auto":
-            return None
-        return f"auto: {self._policy_of(request).why}"
+        return f"auto: {self._policy_of(request).why}" if request.admit.mode == "auto" else None
 
     # --- observations ---------------------------------------------------------------------------------------------
 
@@ -183,23 +174,23 @@ class Planner:
         estimates.observe_round(len(kept), round_ms)
         if proposal.autonomous and not proposal.draft:
             if round_ms > 0:  # 0: two outcomes arrived together
-                estimates.observe_plain(max(outcome.rows, 1), round_ms)
+                estimates.pipelined_ms.add(max(outcome.rows, 1), round_ms)
         elif ended.plan.mode != "ar":
             if outcome.work.ended_ns != self._forward_ns:  # several requests report the same forward
                 self._forward_ns, rows = outcome.work.ended_ns, len(proposal.chain) + 1
                 estimates.observe_verify(max(outcome.rows, rows), _milliseconds(outcome.work), rows)
             along = proposal.along(ended.nodes)
             if self._can_judge(request):
-                self.profiles.observe_chain(
+                self.profiles.observe(
                     request.text, proposal.drafter if proposal.draft else "", len(proposal.drafter_nodes), along
                 )
             if not proposal.draft:
                 estimates.observe_chain(len(proposal.drafter_nodes), along)
             elif proposal.chain and outcome.drafted is not None:
                 drafting_ms = _milliseconds(outcome.drafted.span)
-                estimates.observe_in_process(proposal.drafter, len(proposal.drafter_nodes), along, drafting_ms)
+                estimates.in_process[proposal.drafter].observe(len(proposal.drafter_nodes), along, drafting_ms)
         if proposal.lookup is Lookup.HIT:
-            estimates.observe_turnaround(outcome.idle_ns / MILLISECOND_NS)
+            estimates.turnaround_ms.add(outcome.idle_ns / MILLISECOND_NS)
         if request.admit.mode == "auto" and ended.number > 1:  # the first may have waited for a prompt
             self._policy_of(request).observe_round(ended.plan, len(kept), round_ms)
 
@@ -225,7 +216,7 @@ class Planner:
             copy, nodes = pending.copy, proposal.drafter_nodes
             held = self.estimates.observe_copy(copy, kept)
             if self._can_judge(request):
-                self.profiles.observe_copy(request.text, min(len(copy.chain), len(kept)), held)
+                self.profiles.observe(request.text, NGRAM, min(len(copy.chain), len(kept)), held)
             if nodes and copy.chain and proposal.chain[nodes[0]] != copy.chain[0]:
                 self.estimates.observe_alternatives(copy, kept)
         if not request.ngrams.is_empty:
@@ -234,26 +225,18 @@ class Planner:
     # --- policies -------------------------------------------------------------------------------------------------
 
     def _sources_of(self, request: Request) -> DraftSources:
-        return self._sources(request.admit, len(request.drafters), request.left_out)
+        return self._sources(request.admit.drafter, len(request.drafters), request.left_out)
 
-    def _sources(self, admit: Admit, workers: int, left_out: Collection[str] = ()) -> DraftSources:
-        """Returns what may draft for a request: only the drafters that it names, if it names any."""
+    def _sources(self, named: str, workers: int, left_out: Collection[str] = ()) -> DraftSources:
+        """Returns what may draft for a request: only the drafters that it has `named`, if any."""
         in_process = tuple(self._own())
         self.estimates.add_drafters(in_process)
         others = tuple(drafter.name for drafter in in_process if drafter.name not in left_out)
-        others += (NGRAM,) if self._settings.ngrams and (in_process or workers or admit.drafter == NGRAM) else ()
-        if admit.drafter:
-            named = admit.drafter.split(JOINT)
-            others = tuple(name for name in others if name in named)
-            workers = workers if DRAFT_MODEL in named else 0
+        others += (NGRAM,) if self._settings.ngrams and (in_process or workers or named == NGRAM) else ()
+        if named:
+            names = named.split(JOINT)
+            others, workers = tuple(name for name in others if name in names), workers if DRAFT_MODEL in names else 0
         return DraftSources(workers, others)
-
-    @property
-    def _all_sources(self) -> DraftSources:
-        """The sources that the cluster begins with."""
-        others = tuple(drafter.name for drafter in self._own())
-        workers = self._settings.drafters
-        return DraftSources(workers, (*others, NGRAM) if (others or workers) and self._settings.ngrams else others)
 
     def _policy_of(self, request: Request) -> Policy:
         return self._policy(request.admit, self._sources_of(request), request.text.kind, request.text.odds)

@@ -7,7 +7,7 @@ this (prompt lookup). It needs no worker, so the loss of one does not affect it.
 
 `DraftTrie` merges drafts of any origin into one tree. A node's mass is the probability that it is accepted: the product
 of the odds down to it. The expected tokens of a round are 1 plus the sum of the masses, so the best tree of M nodes has
-the M heaviest, which one heap finds; c(M) decides how many. If nothing else pays, the tree is a chain.
+the M heaviest; c(M) decides how many. If nothing else pays, the tree is a chain.
 
 `filled` and `merged` put a drafter's chain, its alternatives and a copy into one proposal. `best_tail` decides how much
 of a copy is worth its rows: expected tokens minus the worth of the time, as in `proposer`. Copying costs nothing, so a
@@ -16,13 +16,12 @@ copy may be longer than K. All are pure functions of the estimates; nothing is s
 
 from __future__ import annotations
 
-import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice, takewhile
+from itertools import takewhile
 
-from outrider.orchestrator.core.policy.acceptance import Acceptance
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
 from outrider.protocol.messages import (
     Alternatives,
@@ -36,7 +35,7 @@ from outrider.protocol.messages import (
 )
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import MAX_CHAIN, Origin
-from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, is_chain, line, spine, united
+from outrider.protocol.trees import ROOT, DraftTree, SparseQ, depths, is_chain, spine, united
 
 
 class ProposalSource(Enum):
@@ -256,45 +255,46 @@ class NgramIndex:
 LARGEST = 32
 
 
-@dataclass(slots=True)
-class DraftNode:
-    """A token of the trie, and the probability that it is accepted if those above it are."""
-
-    token: int
-    odds: float
-    by: Origin
-    children: dict[int, DraftNode] = field(default_factory=dict)
-
-    def likeliest(self) -> list[tuple[float, DraftNode]]:
-        """Returns the children with their odds, the likeliest first. They exclude each other: the sum is at most 1."""
-        total = max(sum(child.odds for child in self.children.values()), 1.0)
-        shares = [(child.odds / total, child) for child in self.children.values()]
-        return sorted(shares, key=lambda share: -share[0])
-
-
 class DraftTrie:
-    """The drafts of all sources as a trie: a token that several propose occurs once."""
+    """The drafts of all sources as a trie: a token that several propose occurs once. A node comes after its parent."""
 
     def __init__(self) -> None:
-        self.root = DraftNode(-1, 1.0, Origin.TARGET)
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.by: list[Origin] = []
+        self._odds: list[float] = []  # the probability that a node is accepted if its parent is
+        self._nodes: dict[tuple[int, int], int] = {}  # by parent and token
 
-    def add(self, tokens: Sequence[int], odds: Sequence[float], by: Origin, parents: Sequence[int] = ()) -> None:
-        """Adds a chain, or with `parents` a tree. A token already there keeps its origin, and the better odds."""
-        nodes: list[DraftNode] = []
-        for token, probability, parent in zip(tokens, odds, parents or line(len(tokens)), strict=True):
-            above = nodes[parent] if parent >= 0 else self.root
-            node = above.children.setdefault(token, DraftNode(token, probability, by))
-            node.odds = max(node.odds, probability)
-            nodes.append(node)
+    def add(self, tokens: Sequence[int], odds: Sequence[float], by: Origin) -> None:
+        """Adds a chain. A token already there keeps its origin, and the better odds."""
+        node = ROOT
+        for token, probability in zip(tokens, odds, strict=True):
+            parent, node = node, self._nodes.setdefault((node, token), len(self.tokens))
+            if node == len(self.tokens):
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self.by.append(by)
+                self._odds.append(probability)
+            self._odds[node] = max(self._odds[node], probability)
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Returns how many of the first tokens are in the trie."""
-        node, count = self.root, 0
-        for token in tokens:
-            if token not in node.children:
-                break
-            node, count = node.children[token], count + 1
-        return count
+        node = ROOT
+        for count, token in enumerate(tokens):
+            if (node, token) not in self._nodes:
+                return count
+            node = self._nodes[node, token]
+        return len(tokens)
+
+    def masses(self) -> list[float]:
+        """Returns the probability that each node is accepted. Siblings exclude each other: their sum is at most 1."""
+        totals: defaultdict[int, float] = defaultdict(float)
+        for parent, odds in zip(self.parents, self._odds, strict=True):
+            totals[parent] += odds
+        masses: list[float] = []
+        for parent, odds in zip(self.parents, self._odds, strict=True):
+            masses.append((masses[parent] if parent >= 0 else 1.0) * odds / max(totals[parent], 1.0))
+        return masses
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,24 +310,6 @@ class VerifyTree:
     expects: float = 1.0
 
 
-def heaviest(drafts: DraftTrie) -> Iterator[tuple[float, DraftNode, DraftNode]]:
-    """Yields (mass, node, parent), the heaviest first; a parent comes before its children."""
-    heap: list[tuple[float, int, DraftNode, DraftNode]] = []
-    count = 0
-
-    def push_children(above: DraftNode, mass: float) -> None:
-        nonlocal count
-        for share, child in above.likeliest():
-            heapq.heappush(heap, (-mass * share, count, child, above))
-            count += 1
-
-    push_children(drafts.root, 1.0)
-    while heap:
-        negative, _, draft, above = heapq.heappop(heap)
-        yield -negative, draft, above
-        push_children(draft, -negative)
-
-
 def grown(
     drafts: DraftTrie, cost: Callable[[int], float], worth: float | None = None, most: int = LARGEST
 ) -> VerifyTree:
@@ -339,37 +321,36 @@ def grown(
             while mass / (1 + E) > dc / c.
         most: the most nodes.
     """
-    nodes = list(islice(heaviest(drafts), most))
+    masses = drafts.masses()
+    heaviest = sorted(range(len(masses)), key=lambda node: -masses[node])[:most]  # a parent before its children
     best, size, expects, total = _value(1.0, cost(1), worth), 0, 1.0, 1.0
-    for index, (mass, _, _) in enumerate(nodes, 1):
-        total += mass
+    for index, node in enumerate(heaviest, 1):
+        total += masses[node]
         value = _value(total, cost(index + 1), worth)
         if value > best:
             best, size, expects = value, index, total
-    return _flatten(drafts, [draft for _, draft, _ in nodes[:size]], expects)
+    return _flatten(drafts, heaviest[:size], expects)
 
 
 def _value(tokens: float, cost: float, worth: float | None) -> float:
     return tokens / cost if worth is None else tokens - worth * cost
 
 
-def _flatten(drafts: DraftTrie, chosen: Sequence[DraftNode], expects: float) -> VerifyTree:
-    """Returns the chosen nodes depth first, the likeliest branch first."""
-    chosen_ids = {id(draft) for draft in chosen}
-    tokens: list[int] = []
-    parents: list[int] = []
-    by: list[Origin] = []
-    todo = [(drafts.root, -1)]
+def _flatten(drafts: DraftTrie, chosen: Sequence[int], expects: float) -> VerifyTree:
+    """Returns the chosen nodes, the heaviest first, as a tree depth first, its likeliest branch first."""
+    below: defaultdict[int, list[int]] = defaultdict(list)
+    for node in chosen:
+        below[drafts.parents[node]].append(node)
+    places = {ROOT: ROOT}
+    todo = below[ROOT][::-1]
     while todo:
-        draft, parent = todo.pop()
-        node = -1
-        if draft is not drafts.root:
-            node = len(tokens)
-            tokens.append(draft.token)
-            parents.append(parent)
-            by.append(draft.by)
-        todo += [(child, node) for _, child in reversed(draft.likeliest()) if id(child) in chosen_ids]
-    return VerifyTree(tuple(tokens), () if is_chain(parents) else tuple(parents), tuple(by), expects)
+        node = todo.pop()
+        places[node] = len(places) - 1
+        todo += below[node][::-1]
+    nodes = list(places)[1:]
+    parents = tuple(places[drafts.parents[node]] for node in nodes)
+    tokens, by = tuple(drafts.tokens[node] for node in nodes), tuple(drafts.by[node] for node in nodes)
+    return VerifyTree(tokens, () if is_chain(parents) else parents, by, expects)
 
 
 LONGEST_COPY = 12
@@ -466,7 +447,9 @@ def merged(
             if parent < len(chain):  # which may have been truncated
                 drafts.add((*chain[: parent + 1], token), [*[0.0] * (parent + 1), odds], Origin.GUESSED)
     if forks:
-        add_copy(drafts, instead, estimates.alternatives(instead.matched))
+        shared, acceptance = drafts.shared(instead.chain), estimates.alternatives(instead.matched)
+        positions = range(len(instead.chain))  # of which the first that no other source proposes counts as the first
+        drafts.add(instead.chain, [acceptance.rate(max(at - shared, 0)) for at in positions], Origin.COPIED)
     after = Copy() if ngrams.is_empty else ngrams.lookup(longest - len(chain), (*committed, *chain))
     tail = best_tail(estimates, after, estimates.drafted.reach(len(chain) - 1)).tokens
     rates = [estimates.copied(after.matched).rate(position) for position in range(len(tail))]
@@ -478,13 +461,6 @@ def merged(
         return None
     copied = tree.by.count(Origin.COPIED)
     return replace(branch, chain=tree.tokens, parents=tree.parents, by=tree.by, copied=copied)
-
-
-def add_copy(drafts: DraftTrie, copy: Copy, acceptance: Acceptance) -> None:
-    """Adds a copy; `acceptance` counts from its first token that no other source proposes."""
-    shared = drafts.shared(copy.chain)
-    odds = [acceptance.rate(max(position - shared, 0)) for position in range(len(copy.chain))]
-    drafts.add(copy.chain, odds, Origin.COPIED)
 
 
 def copy_beside(estimates: Estimates, copy: Copy, drafter: str, depth: int) -> tuple[int, ...]:

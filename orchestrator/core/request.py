@@ -12,7 +12,7 @@ branches for the same outcome the deeper one counts.
 `CacheBudget` limits the bytes of the branches of each request and of all. Branches over it are dropped and counted. An
 honest drafter's branches take kilobytes; the limits are for one that sends as much as a frame holds.
 
-`remaining_length` and `up_to_end` decide where a request ends: at its end tokens, its length, or the target's context.
+A request ends at its end tokens, its length, or the target's `context`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.orchestrator.core.metrics import RequestMetrics, RoundRecords
-from outrider.orchestrator.core.policy.acceptance import FREE, Drift, TextAcceptance, TextProfile
-from outrider.orchestrator.core.policy.estimates import Copy, Estimates
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.metrics import RequestMetrics
+from outrider.orchestrator.core.policy.acceptance import Drift, TextProfile
+from outrider.orchestrator.core.policy.estimates import Copy
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import Lookup, NgramIndex, Proposal, ProposalSource
 from outrider.orchestrator.events import Admit
 from outrider.protocol.messages import Alternatives, Branches, Coupled, Drafted, Outcome
@@ -202,9 +202,6 @@ class SpeculationCache:
             return 0
         return max((2 if accepted == chain_length else 1) - self.pushes, 0)
 
-    def __len__(self) -> int:
-        return len(self._branches)
-
 
 # A drafter that was lost this often in a row while it drafted for a request, without an answer, is not taken back.
 MOST_LOSSES = 2
@@ -215,12 +212,14 @@ class DrafterWait:
     """A wait for a drafter, until `deadline_ns` at the latest.
 
     With `outcome` (the tokens that it made final) the request waits for that branch to grow, or, if `missed`, to
-    arrive, or in full depth for all branches; without, for the chain requested at `asked_ns`.
+    arrive, or in full depth for all branches; without, for a chain of `depth` tokens requested at `asked_ns`. `missed`:
+    there was no branch when the outcome came.
     """
 
     asked_ns: int
     deadline_ns: int
     outcome: tuple[int, ...] | None = None
+    depth: int = 0
     missed: bool = False
 
 
@@ -236,7 +235,7 @@ class PendingCopy:
 class Request:
     """A request in flight.
 
-    - `tokens`: the prompt and all committed tokens; `text`: the profile of the text's kind.
+    - `tokens`: the prompt and all committed tokens, at most `context`; `text`: the profile of the text's kind.
     - `plan`: how its rounds are made. `proposal` is under verification in `round`, which began with `base_len`
       committed tokens; `accepted`: the accepted tokens of the latest outcome.
     - `prepared`: the chains that the target may continue with, by outcome. `covered`: how many outcomes the drafters
@@ -245,15 +244,16 @@ class Request:
       tokens. `heard_ns`: when the target last made progress on it, or was asked again.
     - `deaths` of the target in a row without a token for this request; `losses`: the same of each drafter, by name.
     - `drifts`: the use of in-process drafters; `left_out`: those that are of no use any more.
-    - `records`: those of its rounds, if requested. `takes_trees`: whether the target can verify trees of drafts.
+    - `takes_trees`: whether the target can verify trees of drafts.
     """
 
     admit: Admit
-    plan: RoundPlan
+    plan: Arm
     tokens: list[int]
     ngrams: NgramIndex
-    text: TextProfile = field(default_factory=lambda: TextProfile(FREE, False, {}, TextAcceptance(Estimates())))
-    drafters: dict[str, DrafterState] = field(default_factory=dict)
+    context: int
+    text: TextProfile
+    drafters: dict[str, DrafterState]
     epoch: int = 0
     round: int = 0
     base_len: int = 0
@@ -275,7 +275,6 @@ class Request:
     left_out: set[str] = field(default_factory=set)
     heard_ns: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    records: RoundRecords | None = None
     takes_trees: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -313,8 +312,6 @@ class Request:
         self.halted, self.wait, self.proposal, self.prepared = False, None, Proposal(), {}
         self.cache.start()
         self.metrics.on_rounds_lost()
-        if self.records is not None:
-            self.records.on_lost()
         self.round += 1
 
     def add_note(self, words: str) -> None:
@@ -350,7 +347,26 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        return self.admit.sampling.max_tokens - self.generated
+        """How many tokens it may still grow by."""
+        return min(len(self.admit.tokens) + self.admit.sampling.max_tokens, self.context) - len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """The most tokens of a chain: the bonus token must fit its length."""
+        return min(len(self.admit.tokens) + self.admit.sampling.max_tokens - 1, self.context) - len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a drafter's chain."""
+        return max(min(self.depth, self.room), 0)
+
+    def up_to_end(self, new: Sequence[int]) -> tuple[list[int], str | None]:
+        """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
+        space = self.remaining
+        for index, token in enumerate(new[:space]):
+            if token in self.admit.eos:
+                return list(new[: index + 1]), "eos"
+        return list(new[:space]), "length" if len(new) >= space else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,29 +377,10 @@ class SettledRound:
 
     request: Request
     number: int
-    plan: RoundPlan
+    plan: Arm
     proposal: Proposal
     read: bool
     outcome: Outcome
     nodes: Sequence[int]
     kept: tuple[int, ...]
     reason: str | None
-
-
-def remaining_length(request: Request, context: int) -> int:
-    """Returns how many tokens the request may still grow by."""
-    return min(request.remaining, context - len(request.tokens))
-
-
-def remaining_tokens(request: Request, context: int, ahead: int = 0) -> int:
-    """Returns the most tokens of a chain, `ahead` tokens on: the bonus token must fit the request and the context."""
-    return min(request.remaining - 1, context - len(request.tokens)) - ahead
-
-
-def up_to_end(request: Request, context: int, new: Sequence[int]) -> tuple[list[int], str | None]:
-    """Returns the tokens of `new` that count, and why the request ends with them, if it does."""
-    space = remaining_length(request, context)
-    for index, token in enumerate(new[:space]):
-        if token in request.admit.eos:
-            return list(new[: index + 1]), "eos"
-    return list(new[:space]), "length" if len(new) >= space else None

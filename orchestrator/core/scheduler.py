@@ -20,8 +20,8 @@ from functools import partial
 
 from msgspec import structs
 
-from outrider.orchestrator.core.draft_pool import LATE, DraftPool, SentTasks, opening
-from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, RoundRecords, Trace
+from outrider.orchestrator.core.draft_pool import LATE, DraftPool, opening
+from outrider.orchestrator.core.metrics import RequestMetrics, RoundMetrics, Trace
 from outrider.orchestrator.core.next_round import NextRound, Proposer
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import kind_of
@@ -34,10 +34,9 @@ from outrider.orchestrator.core.request import (
     Request,
     SettledRound,
     SpeculationCache,
-    remaining_tokens,
-    up_to_end,
 )
 from outrider.orchestrator.core.worker_pool import WorkerPool
+from outrider.orchestrator.core.worker_registry import TARGET
 from outrider.orchestrator.events import (
     Admit,
     Committed,
@@ -147,13 +146,13 @@ def set_up_request(admit: Admit, workers: WorkerPool, planner: Planner, budget: 
         plan,
         tokens=tokens,
         ngrams=NgramIndex(),
+        context=workers.target_context,
         text=text,
         drafters={name: DrafterState() for name in sorted(drafters)},
         cache=SpeculationCache(budget),
         heard_ns=now_ns,
-        metrics=RequestMetrics(admitted_ns=now_ns),
-        records=RoundRecords(now_ns) if admit.rounds else None,
-        takes_trees=planner.trees and workers.target_abilities.trees and not admit.sampling.is_residual,
+        metrics=RequestMetrics(now_ns, admit.rounds),
+        takes_trees=planner.merges and workers.target_abilities.trees and not admit.sampling.is_residual,
         notes=[*worker_notes, *notes],
     )
 
@@ -173,40 +172,29 @@ class Scheduler:
         """`tunings` are tune's for this pair, `memory` what an earlier server `learned`; `emit` sends to the front."""
         self.stale = 0
         self._workers = workers
-        self._sent = SentTasks()
-        self._cache_budget = CacheBudget()
+        self.cache_budget = CacheBudget()
         self._settings = settings
         self._emit = emit
         self.metrics = RoundMetrics(trace)
         self._planner = Planner(settings, tunings, memory, lambda: workers.target_abilities.drafters)
-        self._draft_pool = DraftPool(workers, self._sent, self._planner.estimates, settings.full_depth)
+        self._draft_pool = DraftPool(workers, self._planner.estimates, settings.full_depth)
         self._requests: dict[str, Request] = {}
         self._proposer = Proposer(self._planner.estimates, settings.full_depth)
-        self._next = NextRound(
-            workers, self._draft_pool, self._planner, self._proposer, self.metrics, settings.full_depth
-        )
+        self._next = NextRound(workers, self._draft_pool, self._planner, self._proposer, self.metrics)
         self._remote_prefills = RemotePrefills(workers, self._next.send_again, settings.prefill_from or 1)
         self._recovery = TargetRecovery(self._open)
+        self.learned = self._planner.learned
 
     @property
     def active(self) -> int:
         return len(self._requests)
-
-    @property
-    def dropped_branches(self) -> int:
-        """The number of BRANCHES messages dropped because the cache was full."""
-        return self._cache_budget.dropped
-
-    def learned(self) -> tuple[Tuning, ...]:
-        """Returns the records from which the next server starts."""
-        return self._planner.learned()
 
     # --- events of the front --------------------------------------------------------------------------------------
 
     def begin(self, admit: Admit, now_ns: int) -> None:
         """Begins a request: OPEN to the target and to the drafters, which all read the prompt at once."""
         self._planner.set_load(len(self._requests) + 1, reading=True)
-        request = set_up_request(admit, self._workers, self._planner, self._cache_budget, now_ns)
+        request = set_up_request(admit, self._workers, self._planner, self.cache_budget, now_ns)
         admit = request.admit
         self._requests[request.id] = request
         self._recovery.admit(request)
@@ -287,8 +275,8 @@ class Scheduler:
             self.stale += not self._remote_prefills.on_message(request, sender, message)
             return
         workers = self._workers
-        from_target, vocabulary = workers.is_target(sender), workers.vocabulary(sender)
-        refusal = self._sent.refusal(request, from_target, sender, message, vocabulary)
+        from_target, vocabulary = sender == TARGET, workers.hello(sender).vocab_size
+        refusal = self._draft_pool.sent.refusal(request, from_target, sender, message, vocabulary)
         if refusal or request is None:
             self.stale += 1
             if refusal != LATE:
@@ -300,7 +288,8 @@ class Scheduler:
             case Outcome():
                 settled += self._on_outcome(request, message, now_ns)
             case Features():
-                self._draft_pool.forward_features(request, message)
+                for name in [name for name in request.drafters if workers.hello(name).features]:  # which read them
+                    workers.send_worker(name, message)
             case Branches():
                 self._on_branches(request, sender, message, now_ns)
             case Drafted():
@@ -358,7 +347,7 @@ class Scheduler:
         if request.reads:
             self._remote_prefills.forget(request)
         commit = [*(proposal.chain[node] for node in nodes), outcome.bonus]
-        kept, reason = up_to_end(request, self._workers.target_context, commit)
+        kept, reason = request.up_to_end(commit)
         settled = SettledRound(
             request, request.round, request.plan, proposal, request.reads, outcome, nodes, tuple(kept), reason
         )
@@ -375,7 +364,7 @@ class Scheduler:
             else:
                 request.halted = False
                 self._planner.replan(request)
-                step = self._proposer.after(request, tuple(kept), self._remaining_tokens(request), now_ns)
+                step = self._proposer.after(request, tuple(kept), now_ns)
                 self._next.take(request, step, now_ns)
         request.over = reason is not None
         return [settled]
@@ -383,24 +372,21 @@ class Scheduler:
     def _record(self, settled: SettledRound, now_ns: int) -> None:
         """Records a round in metrics and planner, and sends its tokens to the front."""
         request, outcome, kept = settled.request, settled.outcome, settled.kept
-        self.metrics.on_outcome(settled, now_ns)
+        report = self.metrics.on_outcome(settled, now_ns)
         self._planner.on_outcome(settled, now_ns)
         self._planner.judge_in_process(settled)
         logprobs = outcome.logprobs.part(0, len(kept)) if outcome.logprobs is not None else None
         origins = settled.proposal.origins(settled.nodes)[: len(kept)] if request.admit.origins else None
-        record = self.metrics.record(settled)
-        self._emit(Committed(request.id, kept, logprobs, origins, (record,) if record is not None else None))
+        self._emit(Committed(request.id, kept, logprobs, origins, (report,) if report is not None else None))
         if settled.reason is not None:
             self._finish(request, settled.reason)
 
     def _on_branches(self, request: Request, sender: str, message: Branches, now_ns: int) -> None:
         request.losses.pop(sender, None)
-        self.metrics.on_branches(request, sender, message, now_ns)
-        if message.round != request.round or not request.drafters[sender].is_awaited(message):
-            self._draft_pool.on_late_branches(request, sender, message, now_ns)
+        self.metrics.on_drafts(request, sender, message, now_ns)
+        if not self._draft_pool.on_branches(request, sender, message, now_ns):
             self.stale += 1
             return
-        self._draft_pool.on_branches(request, sender, message, now_ns)
         request.cache.add(message, sender)
         if sender == request.cache.lead:
             self._planner.on_branches(request, message, now_ns)
@@ -408,19 +394,17 @@ class Scheduler:
         if message.final:
             self._next.prepare(request)
         if request.wait and request.wait.outcome:
-            step = self._proposer.serve(request, request.wait.outcome, self._remaining_tokens(request), now_ns)
+            step = self._proposer.serve(request, request.wait.outcome, now_ns)
             self._next.take(request, step, now_ns)
 
     def _on_drafted(self, request: Request, sender: str, message: Drafted, now_ns: int) -> None:
-        waiting, is_awaited = request.wait, request.drafters[sender].is_awaited(message)
-        if is_awaited:
-            self._draft_pool.on_drafted(request, sender, message, now_ns)
-        if waiting is None or waiting.outcome or not is_awaited:
+        waiting = request.wait
+        if not self._draft_pool.on_drafted(request, sender, message, now_ns) or waiting is None or waiting.outcome:
             self.stale += 1
             return
-        self.metrics.on_drafted(request, sender, message, now_ns)
+        self.metrics.on_drafts(request, sender, message, now_ns)
         self._planner.on_drafted(message, waiting, now_ns)
-        proposal = self._proposer.drafted(request, sender, message, self._remaining_tokens(request))
+        proposal = self._proposer.drafted(request, sender, message)
         self._next.verify(request, proposal, now_ns)
 
     def _on_resync(self, request: Request, sender: str, now_ns: int) -> None:
@@ -436,15 +420,12 @@ class Scheduler:
         """Adds the note to every request that the sender works for, one for each sender."""
         for request in self._requests.values():
             has_note = any(words.startswith(f"{sender}: ") for words in request.notes)
-            if not has_note and (self._workers.is_target(sender) or sender in request.drafters):
+            if not has_note and sender in (TARGET, *request.drafters):
                 request.notes.append(f"{sender}: {note.message}")
 
     def _update_planner(self) -> None:
         """Updates the planner's load: how many requests run, and whether prompts are still read."""
         self._planner.set_load(len(self._requests), any(request.reads for request in self._requests.values()))
-
-    def _remaining_tokens(self, request: Request) -> int:
-        return remaining_tokens(request, self._workers.target_context)
 
     # --- opening and ending ---------------------------------------------------------------------------------------
 

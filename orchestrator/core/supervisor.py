@@ -8,11 +8,7 @@ requests.
 `SpawnedWorker`: a worker process in a session of its own. It holds the read end of a pipe and ends when the pipe
 closes, and so with the orchestrator, however that ends. Its stderr is a log in the run directory.
 
-`Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
-worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
-after some deaths in a row, so that the operator notices; any worker is if its loads fail with the same error as often.
-
-`Exits` is a descriptor that a poller can wait for, readable when one of the processes has ended. Linux has that;
+Its `exits` is a descriptor that a poller can wait for, readable when one of the processes has ended. Linux has that;
 elsewhere the core checks its processes a few times a second. It reaps nothing: the process id stays reserved until its
 owner asks for the exit code.
 """
@@ -26,10 +22,10 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from outrider.orchestrator.core.worker_registry import TARGET, Worker, WorkerLoss, WorkerRegistry
+from outrider.orchestrator.core.worker_registry import MOST_DEATHS, TARGET, Worker, WorkerLoss, WorkerRegistry
 from outrider.orchestrator.machine import system
 from outrider.orchestrator.machine.spawn import (
     STDERR,
@@ -52,6 +48,7 @@ class SpawnedWorker:
         self.name = name
         self._process = process
         self._lifeline: int | None = lifeline
+        self._exit: int | None = None
         self._log = log
 
     @property
@@ -81,6 +78,19 @@ class SpawnedWorker:
         except subprocess.TimeoutExpired:
             self.kill()
             return self._process.wait()
+
+    def watch(self, exits: select.epoll | None) -> None:
+        """Makes `exits` readable when the process has ended, if the system allows it."""
+        if exits is not None:
+            with suppress(OSError):
+                self._exit = os.pidfd_open(self.pid)
+                exits.register(self._exit, select.EPOLLIN)
+
+    def forget_exit(self) -> None:
+        """Undoes `watch`."""
+        number, self._exit = self._exit, None
+        if number is not None:
+            os.close(number)  # which also removes it from the epoll set
 
     def _end(self, number: signal.Signals) -> None:
         if self._process.poll() is None:  # reaped only here, so the id still belongs to this process
@@ -133,87 +143,6 @@ def spawn_worker(
     return SpawnedWorker(name, process, lifeline, log)
 
 
-FIRST_NS, LONGEST_NS = 250_000_000, 60_000_000_000
-MOST_DEATHS = 5
-STEADY_NS = 60_000_000_000
-
-
-@dataclass(slots=True)
-class Restarts:
-    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all.
-
-    `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
-    """
-
-    done: int = 0
-    deaths: int = 0
-    due_ns: int | None = None
-    failed_loads: int = 0
-    error: str = ""
-
-    def died(self, now_ns: int, worked: bool, stood_ns: int, needed: bool, error: str = "") -> bool:
-        """Counts a death; returns False if the worker is given up.
-
-        Args:
-            worked: it had worked for a request.
-            stood_ns: how long it had been ready.
-            needed: all requests depend on it.
-            error: the error of its load, if the load failed.
-        """
-        self.deaths = 1 if worked or stood_ns >= STEADY_NS else self.deaths + 1
-        self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
-        self.error = error
-        comes_back = (self.deaths if needed else self.failed_loads) < MOST_DEATHS
-        self.due_ns = now_ns + self.wait_ns if comes_back else None
-        return comes_back
-
-    @property
-    def wait_ns(self) -> int:
-        """The time from the latest death to the next start."""
-        return min(FIRST_NS << min(self.deaths - 1, 32), LONGEST_NS)
-
-    def is_due(self, now_ns: int) -> bool:
-        return self.due_ns is not None and now_ns >= self.due_ns
-
-    def begun(self) -> None:
-        """Records that it was restarted."""
-        self.done, self.due_ns = self.done + 1, None
-
-
-class Exits:
-    """Watches child processes by id. `fileno` is None if the system has no such descriptor."""
-
-    def __init__(self) -> None:
-        self._waiting = select.epoll() if sys.platform == "linux" else None
-        self._watched: dict[int, int] = {}
-
-    @property
-    def fileno(self) -> int | None:
-        return self._waiting.fileno() if self._waiting is not None else None
-
-    def watch(self, pid: int) -> None:
-        """Watches a process, if the system allows it."""
-        if self._waiting is None:
-            return
-        try:
-            self._watched[pid] = os.pidfd_open(pid)
-        except OSError:
-            return
-        self._waiting.register(self._watched[pid], select.EPOLLIN)
-
-    def forget(self, pid: int) -> None:
-        """Stops watching a process."""
-        descriptor = self._watched.pop(pid, None)
-        if descriptor is not None:
-            os.close(descriptor)  # which also removes it from the epoll set
-
-    def close(self) -> None:
-        for pid in list(self._watched):
-            self.forget(pid)
-        if self._waiting is not None:
-            self._waiting.close()
-
-
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 5.0
@@ -221,18 +150,18 @@ AWAITED_SECONDS = 600
 
 
 class Supervisor:
-    """Supervises the workers in `registry`. `exits` wakes a poller when one of its processes has ended."""
+    """Supervises the workers in `registry`. `exits` wakes a poller when one of its processes has ended; None if the
+    system has no such descriptor."""
 
     def __init__(
         self, registry: WorkerRegistry, settings: ServeSettings, endpoint: str, run_dir: Path, seconds_a_ping: float
     ) -> None:
-        self.exits = Exits()
+        self.exits = select.epoll() if sys.platform == "linux" else None
         self._registry = registry
         self._settings = settings
         self._endpoint = endpoint
         self._run_dir = run_dir
         self._seconds_a_ping = seconds_a_ping
-        self._restarts: dict[str, Restarts] = {}
         self._dismissed: list[WorkerLoss] = []
 
     def start(self) -> None:
@@ -251,9 +180,9 @@ class Supervisor:
             if worker.state == "restarting" and worker.spawned is None:
                 lost += self._overdue(worker, now_ns)
                 continue
-            restarts = self._restarts.get(worker.name)
-            if worker.state in ("lost", "refused") or (restarts is not None and restarts.due_ns is not None):
-                self._forget(worker)
+            if worker.state in ("lost", "refused") or worker.restarts.due_ns is not None:
+                if worker.spawned is not None:
+                    worker.spawned.forget_exit()
                 continue
             why = worker.why_gone(self._seconds_a_ping)
             if why is not None:
@@ -277,14 +206,13 @@ class Supervisor:
     def restart(self, now_ns: int) -> list[WorkerLoss]:
         """Restarts workers that are due, once their processes are gone. A failed start counts as a death."""
         lost = []
-        for name, restarts in self._restarts.items():
-            before = self._registry.named(name)
-            if before is None or not restarts.is_due(now_ns) or before.runs:
+        for before in self._registry.all():
+            if not before.restarts.is_due(now_ns) or before.runs:
                 continue
-            restarts.begun()
+            before.restarts.begun()
             log.warning("restarting %s", before)
             try:
-                self._spawn(before.role, name, before, restarts.done)
+                self._spawn(before.role, before.name, before)
             except WorkerError as error:
                 lost.append(self._schedule(before, str(error), now_ns))
         return lost
@@ -304,7 +232,9 @@ class Supervisor:
             process.terminate()
         for process in spawned:
             process.wait(STOP_GRACE_SECONDS)
-        self.exits.close()
+            process.forget_exit()
+        if self.exits is not None:
+            self.exits.close()
 
     def _give_up(self, worker: Worker, why: str, now_ns: int) -> WorkerLoss:
         """Ends a worker's process; one that was started here and had been ready is to be restarted."""
@@ -316,7 +246,7 @@ class Supervisor:
             return WorkerLoss(worker, why, gone=True)
         code = worker.spawned.exit_code()
         worker.spawned.kill()
-        self._forget(worker)
+        worker.spawned.forget_exit()
         if worker.hello is None:
             return WorkerLoss(worker, why, gone=True, fatal=True)
         failed_load = why if not worker.entered_ns and code is not None and code > 0 else ""
@@ -326,8 +256,7 @@ class Supervisor:
         self, worker: Worker, why: str, now_ns: int, worked: bool = False, stood_ns: int = 0, failed_load: str = ""
     ) -> WorkerLoss:
         """Schedules a restart, unless the worker has died too often; see `Restarts.died`."""
-        needed = worker.role == "target"
-        restarts = self._restarts.setdefault(worker.name, Restarts())
+        needed, restarts = worker.role == "target", worker.restarts
         comes_back = restarts.died(now_ns, worked, stood_ns, needed, failed_load)
         if restarts.deaths >= MOST_DEATHS:
             seconds = restarts.wait_ns / clock.SECOND_NS
@@ -344,16 +273,12 @@ class Supervisor:
         worker.fault = f"{worker.fault}; none has joined in its place for {AWAITED_SECONDS // 60} minutes"
         return [WorkerLoss(worker, worker.fault, gone=True, fatal=True)]
 
-    def _forget(self, worker: Worker) -> None:
-        if worker.spawned is not None:
-            self.exits.forget(worker.spawned.pid)
-
-    def _spawn(self, role: str, name: str, before: Worker | None = None, restarts: int = 0) -> None:
+    def _spawn(self, role: str, name: str, before: Worker | None = None) -> None:
         incarnation = secrets.randbits(INCARNATION_BITS)
         spawned = spawn_worker(role, name, self._endpoint, self._settings, self._run_dir, incarnation)
-        self.exits.watch(spawned.pid)
-        worker = Worker(name, role, incarnation, spawned, restarts=restarts, begun_ns=clock.now())
+        spawned.watch(self.exits)
+        worker = Worker(name, role, incarnation, spawned, begun_ns=clock.now())
         if before is not None:
-            worker.state, worker.hello = "restarting", before.hello
+            worker.state, worker.hello, worker.restarts = "restarting", before.hello, before.restarts
             worker.heartbeat.expected_s = before.load_s or before.heartbeat.expected_s
         self._registry.give(worker)

@@ -144,7 +144,8 @@ class WorkerPool:
     @property
     def exits(self) -> int | None:
         """The descriptor that wakes a poller when a worker process has ended; None if the system has none."""
-        return self._supervisor.exits.fileno
+        exits = self._supervisor.exits
+        return exits.fileno() if exits is not None else None
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Counts an invalid message; a drafter that sends too many is dismissed."""
@@ -170,11 +171,11 @@ class WorkerPool:
 
     @property
     def target_context(self) -> int:
-        return self._hello_of(TARGET).context_length
+        return self.hello(TARGET).context_length
 
     @property
     def target_abilities(self) -> Abilities:
-        return self._hello_of(TARGET).abilities
+        return self.hello(TARGET).abilities
 
     @property
     def kv_budget(self) -> KVBudget:
@@ -190,35 +191,18 @@ class WorkerPool:
             return [f"speculation is off: {abilities.why}"]
         return [*(f"no draft model: {why}" for why in refused), *abilities.left_out]
 
-    def is_target(self, name: str) -> bool:
-        worker = self._registry.named(name)
-        return worker is not None and worker.role == "target"
-
     def drafters(self) -> set[str]:
         """Returns the names of the drafters that are ready."""
         return {worker.name for worker in self._registry.all() if worker.role == "draft" and worker.state == "ready"}
 
     def prefill_workers(self) -> set[str]:
         """Returns the ready prefill workers whose keys and values the target can take over."""
-        target = self._hello_of(TARGET)
+        target = self.hello(TARGET)
         ready = [worker for worker in self._registry.all() if worker.role == "prefill" and worker.state == "ready"]
         readers = {worker.name for worker in ready if worker.hello and reads_alike(worker.hello, target)}
         return readers if target.abilities.takes_kv else set()
 
-    def vocabulary(self, name: str) -> int:
-        """Returns the vocabulary size of this worker's model."""
-        return self._hello_of(name).vocab_size
-
-    def features(self, name: str) -> str:
-        """Returns the source of the features that this drafter reads; empty: it reads none."""
-        return self._hello_of(name).features
-
-    def model(self, name: str) -> object:
-        """Returns a value that is equal for drafters with the same model, which rank outcomes alike."""
-        hello = self._hello_of(name)
-        return hello.vocab_size, hello.parameters
-
-    def _hello_of(self, name: str) -> Hello:
+    def hello(self, name: str) -> Hello:
         """Returns a worker's description; an empty one before it has sent its own."""
         worker = self._registry.named(name)
         return worker.hello if worker and worker.hello else NO_HELLO

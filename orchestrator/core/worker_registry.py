@@ -11,6 +11,10 @@ accepted at once, and work that it reports as not yet ended has ended when the r
 the server or its machine no worker counts as silent. A worker that answers may take ten times as long for an operation
 as it expects; one that loads does not answer yet, and may take ten times as long as its predecessor.
 
+`Restarts` decides when a worker that died is restarted. The wait doubles with each death in a row, up to a minute; a
+worker that has worked for a request since its start, or was ready for a while, begins a new row. The target is given up
+after some deaths in a row, so that the operator notices; any worker is if its loads fail with the same error as often.
+
 `WorkerRegistry` holds the workers by name and routing id. The orchestrator assigns names, each to one process. A
 worker's routing id is its incarnation, which the orchestrator draws for workers that it spawns, and a drafter that
 joins draws itself. A living worker's name can't be taken over: ZeroMQ leaves a routing id with its holder, on other
@@ -133,6 +137,53 @@ class Heartbeat:
         return None
 
 
+FIRST_NS, LONGEST_NS = 250_000_000, 60_000_000_000
+MOST_DEATHS = 5
+STEADY_NS = 60_000_000_000
+
+
+@dataclass(slots=True)
+class Restarts:
+    """The restarts of one worker: the number `done`, the `deaths` in a row, and when the next one is due, if at all.
+
+    `failed_loads`: how many of the latest deaths in a row were loads that ended with `error`.
+    """
+
+    done: int = 0
+    deaths: int = 0
+    due_ns: int | None = None
+    failed_loads: int = 0
+    error: str = ""
+
+    def died(self, now_ns: int, worked: bool, stood_ns: int, needed: bool, error: str = "") -> bool:
+        """Counts a death; returns False if the worker is given up.
+
+        Args:
+            worked: it had worked for a request.
+            stood_ns: how long it had been ready.
+            needed: all requests depend on it.
+            error: the error of its load, if the load failed.
+        """
+        self.deaths = 1 if worked or stood_ns >= STEADY_NS else self.deaths + 1
+        self.failed_loads = self.failed_loads + 1 if error and error == self.error else int(bool(error))
+        self.error = error
+        comes_back = (self.deaths if needed else self.failed_loads) < MOST_DEATHS
+        self.due_ns = now_ns + self.wait_ns if comes_back else None
+        return comes_back
+
+    @property
+    def wait_ns(self) -> int:
+        """The time from the latest death to the next start."""
+        return min(FIRST_NS << min(self.deaths - 1, 32), LONGEST_NS)
+
+    def is_due(self, now_ns: int) -> bool:
+        return self.due_ns is not None and now_ns >= self.due_ns
+
+    def begun(self) -> None:
+        """Records that it was restarted."""
+        self.done, self.due_ns = self.done + 1, None
+
+
 # An honest drafter sends no invalid message, however late its messages come, so a few are enough to disconnect it.
 MOST_INVALID = 8
 NO_HELLO = Hello("target", "", 0, 0, "", "", 0, 0, 0, 0)
@@ -160,7 +211,7 @@ class Worker:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     kv_limit: int = 0
     cache: CacheUse = field(default_factory=CacheUse)
-    restarts: int = 0
+    restarts: Restarts = field(default_factory=Restarts)
     worked: bool = False
     begun_ns: int = 0
     entered_ns: int = 0
@@ -224,7 +275,7 @@ class Worker:
             note=self.fault or hello.note,
             kv=hello.kv,
             cache=self.cache,
-            restarts=self.restarts,
+            restarts=self.restarts.done,
             lies=tuple(Tally(kind, count) for kind, count in sorted(self.invalid.items())),
             round_trip_ms=self.clock.round_trip_ns / MILLISECOND_NS,
             clock_ahead_ms=0.0 if self.spawned else self.clock.ahead_ns(clock.now()) / MILLISECOND_NS,
@@ -425,7 +476,10 @@ class WorkerRegistry:
         """Registers a worker that joins by itself, with this key; workers that left earlier are dropped."""
         if hello.role == "target":
             before = self._named.get(TARGET)
-            worker = Worker(TARGET, hello.role, hello.incarnation, None, restarts=before.restarts + 1 if before else 0)
+            worker = Worker(TARGET, hello.role, hello.incarnation, None)
+            if before is not None:
+                worker.restarts = before.restarts
+                worker.restarts.begun()
             self.give(worker)
             return worker
         for left in [worker for worker in self.all() if worker.spawned is None and worker.state == "lost"]:

@@ -51,17 +51,38 @@ USUAL_TOKENS = 4096
 FEW_PLACES, MOST_PLACES = 4, 16
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A request that may run: its order to the core, its text stream, and `notes` for the client.
+QueuePath: TypeAlias = tuple[bytes, ...]
+"""A request's line in the queue: its client, or its client and a user of that client, and so on."""
 
-    `ended`: why a resumed text is complete already, if it is.
+
+@dataclass(slots=True)
+class Ticket:
+    """A request from GENERATE to its end: its order to the core, its text stream, and `notes` for the client.
+
+    `path` is its line in the queue, `complete` the reason why a resumed text is complete already, if it is, `ending`
+    the reason why no more text is wanted (stop or cancelled), `begun_ns` when it was admitted (0: it waits).
     """
 
+    sender: bytes
+    name: str
+    path: QueuePath
     admit: Admit
     text: TextStream
     notes: tuple[str, ...]
-    ended: str = ""
+    complete: str = ""
+    tokens: int = 0
+    ending: str = ""
+    received_ns: int = field(default_factory=clock.now)
+    begun_ns: int = 0
+
+    @property
+    def queue_ms(self) -> float:
+        """How long it has waited in the queue."""
+        return ((self.begun_ns or clock.now()) - self.received_ns) / MILLISECOND_NS
+
+    @property
+    def key(self) -> str:
+        return self.admit.request
 
 
 class Admission:
@@ -95,8 +116,8 @@ class Admission:
             return FEW_PLACES
         return min(self.kv_budget.places(min(USUAL_TOKENS, self.context_length or USUAL_TOKENS)), MOST_PLACES)
 
-    def accept(self, generate: Generate, key: str) -> Accepted:
-        """Checks and prepares a request, called `key` in the core.
+    def accept(self, generate: Generate, key: str, sender: bytes = b"", path: QueuePath = ()) -> Ticket:
+        """Checks and prepares a request of this sender, called `key` in the core.
 
         Raises:
             InvalidRequest: it can't run.
@@ -128,7 +149,8 @@ class Admission:
             code=mode == "auto" and is_code(self._text.codec.decode(tokens[-NEWEST:])),
         )
         text = TextStream(self._text.codec, tokens, sampling.stop, eos)
-        return Accepted(admit, text, notes, _ended(admit, text, generate.resume_chars))
+        complete = _ended(admit, text, generate.resume_chars)
+        return Ticket(sender, generate.request, path, admit, text, notes, complete)
 
     def need(self, admit: Admit) -> int:
         """Returns the bytes that a request takes in all workers when its text has its maximum length."""
@@ -245,8 +267,6 @@ def _ended(admit: Admit, text: TextStream, characters: int) -> str:
 
 
 T = TypeVar("T")
-QueuePath: TypeAlias = tuple[bytes, ...]
-"""A request's line in the queue: its client, or its client and a user of that client, and so on."""
 
 
 class FairQueue(Generic[T]):
@@ -300,30 +320,6 @@ class FairQueue(Generic[T]):
 
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A request from GENERATE to its end. `path` is its line in the queue, `ending` the reason why no more text is
-    wanted (stop or cancelled), `begun_ns` when it was admitted (0: it waits)."""
-
-    sender: bytes
-    name: str
-    accepted: Accepted
-    path: QueuePath
-    tokens: int = 0
-    ending: str = ""
-    received_ns: int = field(default_factory=clock.now)
-    begun_ns: int = 0
-
-    @property
-    def queue_ms(self) -> float:
-        """How long it has waited in the queue."""
-        return ((self.begun_ns or clock.now()) - self.received_ns) / MILLISECOND_NS
-
-    @property
-    def key(self) -> str:
-        return self.accepted.admit.request
 
 
 def log_ticket(ticket: Ticket, level: int, message: str, *values: object) -> None:

@@ -179,20 +179,20 @@ class Front:
             if (sender, generate.request) in self._named:
                 raise InvalidRequest(f"request {generate.request} is already running; expected an unused name")
             self._check_room()
-            accepted = self._admission.accept(generate, f"r{next(self._serials)}")
+            path = queue_path(sender, generate.client, key)
+            ticket = self._admission.accept(generate, f"r{next(self._serials)}", sender, path)
         except OutriderError as error:
             self._refuse(sender, Failed(generate.request, kind_of(error), str(error)))
             return
         if self._fatal:
             self._refuse(sender, Failed(generate.request, "WorkerError", self._fatal))
             return
-        ticket = Ticket(sender, generate.request, accepted, queue_path(sender, generate.client, key))
         self._named[sender, generate.request] = ticket
-        if accepted.ended:
-            self._started(ticket, RequestBegan(ticket.key, accepted.admit.mode))
-            delta = accepted.text.finish()
+        if ticket.complete:
+            self._started(ticket, RequestBegan(ticket.key, ticket.admit.mode))
+            delta = ticket.text.finish()
             self._show(ticket, delta, Committed(ticket.key, ()))
-            self._close(ticket, Done(ticket.name, "stop" if delta.stopped else accepted.ended, Timings()))
+            self._close(ticket, Done(ticket.name, "stop" if delta.stopped else ticket.complete, Timings()))
             return
         self._waiting.put(ticket.path, ticket, first=generate.resume_tokens is not None)
 
@@ -280,7 +280,7 @@ class Front:
         return budget.shortage(context, self._pair.target.name)
 
     def _started(self, ticket: Ticket, event: RequestBegan) -> None:
-        admit = ticket.accepted.admit
+        admit = ticket.admit
         draft = self._pair.draft.name if self._pair.draft is not None else self._pair.settings.draft_backend
         self._send(
             ticket,
@@ -291,7 +291,7 @@ class Front:
                 seed=admit.sampling.seed or 0,
                 model=self._pair.target.name,
                 draft_model=draft,
-                notes=(*ticket.accepted.notes, *event.notes),
+                notes=(*ticket.notes, *event.notes),
                 fingerprint=self._admission.fingerprint,
             ),
         )
@@ -299,7 +299,7 @@ class Front:
     def _committed(self, ticket: Ticket, event: Committed) -> None:
         if ticket.ending:
             return
-        delta = ticket.accepted.text.feed(event.tokens)
+        delta = ticket.text.feed(event.tokens)
         self._show(ticket, delta, event)
         if delta.stopped and not ticket.ending:
             ticket.ending = "stop"
@@ -307,7 +307,7 @@ class Front:
 
     def _ended(self, ticket: Ticket, event: RequestEnded) -> None:
         if not ticket.ending:
-            delta = ticket.accepted.text.finish()
+            delta = ticket.text.finish()
             self._show(ticket, delta, Committed(ticket.key, ()))
             ticket.ending = "stop" if delta.stopped else event.reason
         timings = event.timings
@@ -358,24 +358,24 @@ class Front:
             self._waiting.take()
             self._active[first.key] = first
             first.begun_ns = clock.now()
-            log_ticket(first, logging.INFO, "begins, %d prompt tokens", len(first.accepted.admit.tokens))
-            self._core.put(first.accepted.admit)
+            log_ticket(first, logging.INFO, "begins, %d prompt tokens", len(first.admit.tokens))
+            self._core.put(first.admit)
 
     def _fits(self, ticket: Ticket) -> bool:
         """Whether memory has room for its text besides those that run; a request alone always fits."""
         budget = self._admission.kv_budget
         if budget is None or not self._active:
             return True
-        return self._reserved() + self._admission.need(ticket.accepted.admit) <= budget.limit
+        return self._reserved() + self._admission.need(ticket.admit) <= budget.limit
 
     def _reserved(self) -> int:
-        return sum(self._admission.need(ticket.accepted.admit) for ticket in list(self._active.values()))
+        return sum(self._admission.need(ticket.admit) for ticket in list(self._active.values()))
 
     def _kv_use(self) -> KvUse:
         budget = self._admission.kv_budget
         if budget is None:
             return KvUse()
-        used = sum(budget.cost.of(len(t.accepted.admit.tokens) + t.tokens) for t in list(self._active.values()))
+        used = sum(budget.cost.of(len(t.admit.tokens) + t.tokens) for t in list(self._active.values()))
         return KvUse(budget.limit, used, self._reserved())
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from outrider.orchestrator.core.planner import Planner
 from outrider.orchestrator.core.policy.acceptance import CODE, FREE, HELD, REPEATING, TextProfile
 from outrider.orchestrator.core.policy.estimates import Copy
-from outrider.orchestrator.core.policy.forecasts import DEPTHS, RoundPlan
+from outrider.orchestrator.core.policy.forecasts import DEPTHS, Arm
 from outrider.orchestrator.events import Admit
 from outrider.protocol.heads import NGRAM
 from outrider.protocol.messages import InProcessDrafter
@@ -45,7 +45,7 @@ class Machine:
     rng: random.Random
     planner: Planner | None = None
 
-    def round(self, kind: str, plan: RoundPlan, text: TextProfile | None = None) -> tuple[int, float]:
+    def round(self, kind: str, plan: Arm, text: TextProfile | None = None) -> tuple[int, float]:
         """Simulates a round of this plan in a text of this class. Returns its tokens and duration."""
         if plan.mode == "ar":
             return 1, PLAIN_MS
@@ -62,7 +62,7 @@ class Machine:
         return next((place for place in range(depth) if self.rng.random() >= chance), depth)
 
     def _teach(
-        self, kind: str, plan: RoundPlan, depth: int, held: int, hit: bool, took_ms: float, text: TextProfile | None
+        self, kind: str, plan: Arm, depth: int, held: int, hit: bool, took_ms: float, text: TextProfile | None
     ) -> None:
         if self.planner is None or text is None:
             return
@@ -71,15 +71,15 @@ class Machine:
         copied = self._held(HOLDS[kind][NGRAM], COPIED)
         estimates.observe_copy(Copy((1,) * COPIED, 3), (1,) * copied + (0,))
         texts = self.planner.profiles
-        texts.observe_copy(text, COPIED, copied)
+        texts.observe(text, NGRAM, COPIED, copied)
         if plan.drafter == NGRAM:
             return
-        texts.observe_chain(text, plan.drafter, depth, held)
+        texts.observe(text, plan.drafter, depth, held)
         if plan.mode == "ssd":
             estimates.observe_lookup(hit, plan.branches)
             estimates.observe_depth(plan.branches, STEP_MS[WORKER])
         if plan.drafter:
-            estimates.observe_in_process(plan.drafter, depth, held, depth * STEP_MS[plan.drafter])
+            estimates.in_process[plan.drafter].observe(depth, held, depth * STEP_MS[plan.drafter])
             return
         estimates.observe_chain(depth, held)
         estimates.observe_draft(depth, depth * STEP_MS[WORKER])
@@ -88,8 +88,8 @@ class Machine:
 
 def best_of(kind: str) -> float:
     """Returns the tokens per millisecond of a class's best drafter."""
-    plans = [RoundPlan("ar", 1), RoundPlan("sd", COPIED, 16, NGRAM)]
-    plans += [RoundPlan(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
+    plans = [Arm("ar", 1), Arm("sd", COPIED, 16, NGRAM)]
+    plans += [Arm(mode, depth, 16, who) for mode, who in _ways() for depth in DEPTHS]
     return max(_rate(kind, plan) for plan in plans)
 
 
@@ -99,7 +99,7 @@ def _ways() -> Iterator[tuple[str, str]]:
         yield "sd", who
 
 
-def _rate(kind: str, plan: RoundPlan) -> float:
+def _rate(kind: str, plan: Arm) -> float:
     machine = Machine(random.Random(1))
     rounds = [machine.round(kind, plan) for _ in range(4000)]
     return sum(tokens for tokens, _ in rounds) / sum(ms for _, ms in rounds)
@@ -150,11 +150,11 @@ def _text(planner: Planner, machine: Machine, admit: Admit, kind: str, tokens: i
     said, took_ms = 0, 0.0
     text = planner.profiles.open(told, greedy=True)
     while said < tokens:
-        policy = planner._policy(admit, planner._sources(admit, 1), text.kind, text.odds)
+        policy = planner._policy(admit, planner._sources(admit.drafter, 1), text.kind, text.odds)
         plan = policy.plan()
         brought, ms = machine.round(kind, plan, text)
         if plan.mode == "ar":
-            planner.estimates.observe_plain(1, ms)
+            planner.estimates.pipelined_ms.add(1, ms)
         planner.estimates.observe_round(brought, ms)
         policy.observe_round(plan, brought, ms)
         said, took_ms = said + brought, took_ms + ms

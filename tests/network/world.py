@@ -23,7 +23,7 @@ from outrider.orchestrator.core.metrics import Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.core.worker_registry import MOST_INVALID
 from outrider.orchestrator.events import Admit
-from outrider.protocol.messages import Abilities, InProcessDrafter, KvMemory, Message, Outcome
+from outrider.protocol.messages import Abilities, Hello, InProcessDrafter, KvMemory, Message, Outcome
 from outrider.target_worker.in_process_drafters import InProcessDrafters, InProcessModel
 from outrider.target_worker.worker import TargetWorker
 from tests.harness.settings import round_settings
@@ -135,20 +135,14 @@ class World(HonestWorkers):
         own = (InProcessDrafter("draft"),) if self.setting.colocated else ()
         return replace(abilities(self._target), drafters=own)
 
-    def model(self, name: str) -> object:
-        return name in self._others
-
     def notes(self) -> list[str]:
         return []
-
-    def is_target(self, name: str) -> bool:
-        return name == TARGET
 
     def drafters(self) -> set[str]:
         return {node.name for node in self.nodes.values() if node.name != TARGET and node.known}
 
-    def vocabulary(self, name: str) -> int:
-        return self._draft.vocab_size
+    def hello(self, name: str) -> Hello:
+        return Hello("draft", name, 0, 0, "", "", self._draft.vocab_size, 0, int(name in self._others), 0)
 
     def record_invalid(self, name: str, kind: str) -> None:
         """Who does so too often is ended; it comes back as one that is believed again."""

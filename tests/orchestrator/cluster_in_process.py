@@ -152,9 +152,6 @@ class Cluster(HonestWorkers):
     def notes(self) -> list[str]:
         return self.said
 
-    def is_target(self, name: str) -> bool:
-        return name == "target-0"
-
     def drafters(self) -> set[str]:
         return set(self.workers)
 

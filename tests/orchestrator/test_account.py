@@ -11,6 +11,7 @@ from outrider.orchestrator.core.metrics import RECENT_ROUNDS, RequestMetrics
 from outrider.orchestrator.core.proposal import Lookup, Proposal, ProposalSource
 from outrider.protocol.messages import Outcome, Span, Timings
 from outrider.protocol.stats import Tally
+from tests.orchestrator.rounds import settled
 
 HIT = Proposal((1, 2, 3), ProposalSource.CACHE, lookup=Lookup.HIT)
 SECOND_NS = 1_000_000_000
@@ -23,10 +24,10 @@ def account(rounds: int, accepted: int = 2) -> RequestMetrics:
     proposal = Proposal()
     for number in range(rounds + 1):
         if number < rounds:
-            found.on_proposed(number + 1, HIT, accepted)
+            found.on_proposed(number + 1, HIT, accepted, 0)
         outcome = Outcome("r", 0, number, 0, accepted if number else 0, 9, Span(0, 5_000_000), idle_ns=1_000_000)
         kept = accepted + 1 if number else 1
-        found.on_ended(number, proposal, outcome, kept, (number + 1) * SECOND_NS)
+        found.on_ended(settled(number, proposal, outcome, kept), (number + 1) * SECOND_NS)
         proposal = HIT
     return found
 
@@ -67,11 +68,10 @@ def test_a_miss_is_counted_by_what_followed(
     source: ProposalSource, lookup: Lookup, counts: tuple[int, ...], asked: bool
 ) -> None:
     found = account(3)
-    if asked:  # the miss is known before what follows it
-        found.on_wait(4, 2)
-    late = asked and lookup is Lookup.MISS
-    found.on_proposed(4, Proposal((1,), source, Lookup.NONE if late else lookup), 2)
-    found.on_ended(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1, 9 * SECOND_NS)
+    if asked:
+        found.on_wait(4, 1)
+    found.on_proposed(4, Proposal((1,), source, lookup), 2, 1)
+    found.on_ended(settled(4, Proposal(), Outcome("r", 0, 4, 0, 0, 9, Span(0, 1)), 1), 9 * SECOND_NS)
     times = found.timings(7, 11)
     followed = (times.missed_then_plain, times.missed_then_copied, times.missed_then_drafted, times.cache_late)
     assert followed == counts and times.cache_misses == 1
@@ -79,8 +79,8 @@ def test_a_miss_is_counted_by_what_followed(
 
 def test_a_round_under_way_is_not_counted() -> None:
     found = account(4)
-    found.on_wait(5, 2)
-    found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 2)
+    found.on_wait(5, 1)
+    found.on_proposed(5, replace(HIT, lookup=Lookup.LATE), 2, 1)
     assert found.timings(7, 13) == account(4).timings(7, 13)
 
 

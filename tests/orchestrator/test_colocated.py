@@ -47,9 +47,6 @@ class Target(HonestWorkers):
     def notes(self) -> list[str]:
         return []
 
-    def is_target(self, name: str) -> bool:
-        return name.startswith("target")
-
     def drafters(self) -> set[str]:
         return set()
 

@@ -125,10 +125,10 @@ def test_a_slow_first_sample_is_soon_one_among_many() -> None:
     average = Average()
     for value in (20.0, 2.0, 2.0, 2.0):
         average.add(value)
-    assert average.value == pytest.approx(6.5)
+    assert average() == pytest.approx(6.5)
     for _ in range(40):
         average.add(4.0)
-    assert average.value == pytest.approx(4.0, abs=0.1)
+    assert average() == pytest.approx(4.0, abs=0.1)
 
 
 def test_one_missed_lookup_does_not_make_all_of_them_misses() -> None:

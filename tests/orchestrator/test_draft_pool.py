@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.drafters.replay import Script
-from outrider.orchestrator.core.draft_pool import TRIAL_ROUNDS
+from outrider.orchestrator.core.policy.estimates import TRIAL_ROUNDS
 from outrider.orchestrator.events import Admit, RequestEnded
 from outrider.protocol.messages import Branch, Branches, Commit, Drafted, Fault, Message, Open, Prepare, Resync, Span
 from outrider.protocol.sampling import SamplingParams
@@ -118,7 +118,7 @@ def test_one_that_joins_reads_the_text_and_the_others_hear_nothing_of_it() -> No
 def test_who_is_left_out_hears_of_the_text_only_when_it_is_tried() -> None:
     made = begun()
     for name, lag_ms in (("draft-0", 1.0), ("draft-1", 10_000.0)):
-        made.rounds._draft_pool.latency(name).observe_first(lag_ms)
+        made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
     for _ in range(200):
         made._turn()
     tried, told_since = told(made, "draft-1", Commit)[0], len(told(made, "draft-1", Open))
@@ -162,7 +162,7 @@ def test_the_others_go_on_when_one_is_gone(
 def test_of_several_the_quickest_is_asked_for_a_chain() -> None:
     made = begun(mode="sd")
     for name, lag_ms in (("draft-0", 9.0), ("draft-1", 2.0)):
-        made.rounds._draft_pool.latency(name).observe_first(lag_ms)
+        made.rounds._draft_pool._latencies[name].lag_ms.add(lag_ms)
     for _ in range(10):
         made._turn()
     assert len(told(made, "draft-1", Commit)) > 3 and not told(made, "draft-0", Commit)
@@ -170,8 +170,8 @@ def test_of_several_the_quickest_is_asked_for_a_chain() -> None:
 
 def test_the_chain_of_one_that_was_not_asked_is_dropped_and_counted() -> None:
     made = begun(mode="sd", steps=0)
-    made.rounds._draft_pool.latency("draft-0").observe_first(2.0)
-    made.rounds._draft_pool.latency("draft-1").observe_first(9.0)
+    made.rounds._draft_pool._latencies["draft-0"].lag_ms.add(2.0)
+    made.rounds._draft_pool._latencies["draft-1"].lag_ms.add(9.0)
     made._steps = 0
     made._prepare()
     for outcome in made.target.answer(made._to_target.popleft()):
@@ -190,7 +190,7 @@ def test_branches_that_were_never_asked_for_are_dropped_and_counted() -> None:
     made.rounds.handle("draft-1", Branches("r", 0, 0, len(PROMPT), 1, many, NONE), 0)
     made.rounds.handle("draft-1", Branches("r", 0, 5, len(PROMPT), 1, many[:1], NONE), 0)
     assert lies == [("draft-1", "length"), ("draft-1", "round")]
-    assert made.rounds.stale == 2 and not len(made.rounds._requests["r"].cache)
+    assert made.rounds.stale == 2 and not made.rounds._requests["r"].cache._branches
 
 
 def test_the_timings_tell_whose_tokens_held() -> None:

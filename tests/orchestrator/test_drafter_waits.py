@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.orchestrator.core.next_round import PATIENCE_MS, AskDrafters, wait_for_chain
+from outrider.orchestrator.core.next_round import PATIENCE_MS, Proposer
 from outrider.orchestrator.core.policy.estimates import Estimates
 
 VERIFY_MS = 40.0
@@ -22,7 +22,7 @@ def estimates(active: int) -> Estimates:
 
 
 def waited_ms(active: int, missed: bool, full_depth: bool = False) -> float:
-    return wait_for_chain(estimates(active), AskDrafters(4, missed), full_depth, 0).deadline_ns / 1e6
+    return Proposer(estimates(active), full_depth).wait_for_chain(4, 0, missed).deadline_ns / 1e6
 
 
 @pytest.mark.parametrize(("active", "missed"), [(1, True), (8, False)])

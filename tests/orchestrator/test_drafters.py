@@ -20,7 +20,7 @@ from outrider.orchestrator.core.policy.acceptance import (
     kind_of,
 )
 from outrider.orchestrator.core.policy.estimates import Copy, Estimates
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm, load, write
 from outrider.orchestrator.core.proposal import NgramIndex
@@ -46,29 +46,29 @@ def planner(*own: InProcessDrafter, ngrams: bool = True) -> Planner:
     return Planner(round_settings(4, 16, ngrams=ngrams), own=lambda: own)
 
 
-def plan(found: Planner, admit: Admit, workers: int = 1) -> RoundPlan:
+def plan(found: Planner, admit: Admit, workers: int = 1) -> Arm:
     return found.first_plan(admit, workers)[0]
 
 
 def test_without_a_name_draft_workers_draft_then_heads_then_the_text() -> None:
-    assert plan(planner(GOOD), asked("ssd")) == RoundPlan("ssd", 4, 16)
-    assert plan(planner(GOOD), asked("sd")) == RoundPlan("sd", 4, 16)
-    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == RoundPlan("sd", 4, 16, "eagle3")
-    assert plan(planner(GOOD), asked("ssd"), workers=0) == RoundPlan("sd", 4, 16, "eagle3")
-    assert plan(planner(), asked("sd"), workers=0) == RoundPlan("sd", 4, 16)
+    assert plan(planner(GOOD), asked("ssd")) == Arm("ssd", 4, 16)
+    assert plan(planner(GOOD), asked("sd")) == Arm("sd", 4, 16)
+    assert plan(planner(GOOD, POOR), asked("sd"), workers=0) == Arm("sd", 4, 16, "eagle3")
+    assert plan(planner(GOOD), asked("ssd"), workers=0) == Arm("sd", 4, 16, "eagle3")
+    assert plan(planner(), asked("sd"), workers=0) == Arm("sd", 4, 16)
 
 
 def test_who_is_named_drafts_alone() -> None:
     found = planner(POOR, GOOD)
-    assert plan(found, asked("sd", "eagle3")) == RoundPlan("sd", 4, 16, "eagle3")
-    assert plan(found, asked("sd", "draft")) == RoundPlan("sd", 4, 16)
-    assert plan(found, asked("sd", "ngram")) == RoundPlan("sd", 4, 16, "ngram")
+    assert plan(found, asked("sd", "eagle3")) == Arm("sd", 4, 16, "eagle3")
+    assert plan(found, asked("sd", "draft")) == Arm("sd", 4, 16)
+    assert plan(found, asked("sd", "ngram")) == Arm("sd", 4, 16, "ngram")
     auto = asked("auto", "mtp")
-    kinds = found._policy(auto, found._sources(auto, 1))._kinds
+    kinds = found._policy(auto, found._sources(auto.drafter, 1))._kinds
     assert [(arm.mode, arm.drafter) for arm in kinds] == [("ar", ""), ("sd", "mtp")]
 
 
-def slow_drafter(admit: Admit, full_depth: bool = False) -> RoundPlan:
+def slow_drafter(admit: Admit, full_depth: bool = False) -> Arm:
     """The plan of a request whose drafter takes a verify's time for a token of 16 branches."""
     found = Planner(round_settings(1, 16, full_depth=full_depth, each=True))
     for number in range(40):
@@ -77,7 +77,8 @@ def slow_drafter(admit: Admit, full_depth: bool = False) -> RoundPlan:
         found.estimates.observe_depth(16, 15.0)
         found.estimates.observe_lookup(number % 4 > 0, 16)
         found.estimates.observe_chain(1, number % 2)
-    request = Request(admit, plan(found, admit), list(admit.tokens), NgramIndex())
+    text = found.profiles.open(FREE, greedy=True)
+    request = Request(admit, plan(found, admit), list(admit.tokens), NgramIndex(), 1 << 20, text, {})
     found.replan(request)
     return request.plan
 
@@ -90,10 +91,10 @@ def test_ssd_prepares_what_the_drafter_can_finish_unless_b_is_given() -> None:
 
 def test_what_requests_with_a_k_or_b_of_their_own_taught_is_not_kept_without_end() -> None:
     found, usual = planner(), asked()
-    first = found._policy(usual, found._sources(usual, 1))
+    first = found._policy(usual, found._sources(usual.drafter, 1))
     for number in range(3 * MOST_REQUESTED):
         plan(found, replace(usual, num_draft_tokens=1 + number % 16, branches=1 + number // 16))
-    assert found._policy(usual, found._sources(usual, 1)) is first
+    assert found._policy(usual, found._sources(usual.drafter, 1)) is first
     assert len(found._policies) == MOST_REQUESTED + 1
 
 
@@ -134,7 +135,7 @@ def test_what_each_taught_is_remembered_by_its_name(tmp_path: Path) -> None:
     before = Estimates()
     before.add_drafters([GOOD, POOR])
     for _ in range(100):
-        before.observe_in_process("mtp", 4, 4, 2.0)
+        before.in_process["mtp"].observe(4, 4, 2.0)
     choices = (TunedArm("sd", 0, 0, 200.0, True, drafter="mtp"), TunedArm("ar", 0, 0, 90.0, True))
     write([before.snapshot(choices, 0.0)], path)
     (record,) = load(path)
@@ -185,7 +186,7 @@ def test_who_drafts_best_is_learned_by_kind_of_text_and_remembered() -> None:
     first = planner(GOOD)
     best = {FREE: "eagle3", REPEATING: "ngram"}
     for kind, drafter in best.items():
-        policy = first._policy(asked(), first._sources(asked(), 1), kind)
+        policy = first._policy(asked(), first._sources("", 1), kind)
         rates(policy, {"ar": 1, "sd": 1, "ssd": 1, "eagle3": 1, "ngram": 1} | {drafter: 3})
     again = Planner(round_settings(4, 16), memory=first.learned(), own=lambda: (GOOD,))
     for kind, drafter in best.items():

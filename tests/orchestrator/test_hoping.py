@@ -89,9 +89,6 @@ class Wires(HonestWorkers):
     def notes(self) -> list[str]:
         return []
 
-    def is_target(self, name: str) -> bool:
-        return name.startswith("target")
-
     def drafters(self) -> set[str]:
         return {"draft-0"}
 

@@ -27,7 +27,7 @@ def estimates(own_ms: float, link_ms: float = 1.0, row_ms: float = 0.1) -> Estim
         found.observe_draft(1, 2.0)
         found.observe_link(link_ms)
         found.observe_chain(DEPTH, (0, DEPTH, DEPTH)[turn % 3])
-        found.observe_in_process(HEAD, DEPTH, (0, DEPTH, DEPTH)[turn % 3], DEPTH * own_ms)
+        found.in_process[HEAD].observe(DEPTH, (0, DEPTH, DEPTH)[turn % 3], DEPTH * own_ms)
         found.observe_round(3, VERIFY_MS)
         found.observe_lookup(bool(turn % 2))
     return found

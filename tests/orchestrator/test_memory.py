@@ -9,7 +9,7 @@ import pytest
 
 from outrider.orchestrator.core.policy import tuning
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS, Policy
 from outrider.orchestrator.core.policy.tuning import SECONDS, PolicyStore, TunedArm, Tuning
 from outrider.orchestrator.settings import ServeSettings
@@ -23,13 +23,13 @@ def experienced() -> Estimates:
     for _ in range(200):
         for rows in (1, 4, 5, 20):
             found.observe_verify(rows, 10.0 + 0.5 * rows)
-        found.observe_plain(1, 9.5)
+        found.pipelined_ms.add(1, 9.5)
         found.observe_depth(16, 3.5)
         found.observe_draft(4, 8.0)
         found.observe_link(0.4)
         found.observe_chain(4, 2)
         found.observe_lookup(True, 16)
-        found.observe_turnaround(0.2)
+        found.turnaround_ms.add(0.2)
     return found
 
 
@@ -58,14 +58,14 @@ def test_a_controller_begins_where_another_ended() -> None:
         first.observe_round(plan, 2, 2 / {"ar": 0.15, "sd": 0.06, "ssd": 0.1}[plan.mode])
     second = Policy(experienced(), MODES, 4, 16)
     second.start_from(first.learned())
-    assert second.plan() == RoundPlan("ar", 1, 16) and "measured before" in second.why
+    assert second.plan() == Arm("ar", 1, 16) and "measured before" in second.why
 
 
 def test_a_tuned_k_and_b_outlive_what_was_learned_of_others() -> None:
     policy = Policy(Estimates(), MODES, 4, 16)
     policy.start_from([TunedArm("ssd", 6, 4, 204.0), TunedArm("ar", 0, 0, 92.0)])
     policy.start_from([TunedArm("ssd", 3, 8, 500.0, True), TunedArm("ssd", 6, 4, 210.0, True)])
-    assert policy.plan() == RoundPlan("ssd", 6, 4) and "fastest measured before (210 tokens/s)" in policy.why
+    assert policy.plan() == Arm("ssd", 6, 4) and "fastest measured before (210 tokens/s)" in policy.why
 
 
 def test_a_pair_that_was_tuned_since_starts_from_that(tmp_path: Path) -> None:

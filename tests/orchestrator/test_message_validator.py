@@ -172,7 +172,7 @@ def test_what_is_remembered_of_drafters_is_bounded() -> None:
     for number in range(100):
         sent.record("draft-0", replace(TOLD, request="r9999", round=number))
         sent.record("draft-0", replace(TOLD, request="r9999", base_len=number))
-    held = sent._tasks["draft-0"]["r9999"].at
+    held = sent._tasks["draft-0"]["r9999"]
     assert len(held) == MOST_ROUNDS and max(map(len, held.values())) <= MOST_ROUNDS + 1
 
 

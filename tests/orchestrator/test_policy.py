@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts, RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecasts
 from outrider.orchestrator.core.policy.policy import EPISODE_ROUNDS, FEW_ROUNDS, Policy
 from outrider.orchestrator.core.policy.tuning import TunedArm
 
@@ -70,7 +70,7 @@ def test_it_notices_when_the_world_changes() -> None:
 
 
 def test_the_same_story_gives_the_same_plans() -> None:
-    def plans() -> list[RoundPlan]:
+    def plans() -> list[Arm]:
         policy = Policy(Estimates(), MODES, 4)
         found = []
         for index in range(500):
@@ -102,12 +102,12 @@ def tuned(choices: tuple[TunedArm, ...] = TUNED) -> Policy:
 @pytest.mark.parametrize("best", [TunedArm("ssd", 6, 4, 204.0), TunedArm("sd", 8, 0, 300.0)])
 def test_it_begins_with_the_tuned_k_and_b(best: TunedArm) -> None:
     others = [choice for choice in TUNED if choice.mode != best.mode]
-    assert tuned((*others, best)).plan() == RoundPlan(best.mode, best.depth, best.branches or 16)
+    assert tuned((*others, best)).plan() == Arm(best.mode, best.depth, best.branches or 16)
 
 
-def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter[RoundPlan]:
+def rounds_at(policy: Policy, rates: dict[int, float], episodes: int) -> Counter[Arm]:
     """Rounds by plan in a world where SSD brings what its K says, SD and plain decoding what they were tuned at."""
-    seen: Counter[RoundPlan] = Counter()
+    seen: Counter[Arm] = Counter()
     for _ in range(episodes * EPISODE_ROUNDS):
         plan = policy.plan()
         seen[plan] += 1
@@ -122,7 +122,7 @@ def test_the_tuned_k_and_b_are_kept_where_the_formula_errs(others: float) -> Non
     """Whatever the formula thinks of them, the other K bring less."""
     rates = dict.fromkeys(range(1, 9), others) | {6: 0.204}
     seen = rounds_at(tuned(), rates, 100)
-    assert seen[RoundPlan("ssd", 6, 4)] > 0.93 * seen.total()
+    assert seen[Arm("ssd", 6, 4)] > 0.93 * seen.total()
 
 
 def test_another_k_is_taken_where_it_was_measured_to_be_better() -> None:
@@ -277,7 +277,7 @@ def test_what_a_tuning_says_of_a_way_is_not_the_formulas_to_change() -> None:
         estimates.observe_depth(4, 12.0)
     for _ in range(2 * FEW_ROUNDS):
         plan = policy.plan()
-        assert plan == RoundPlan("ssd", 6, 4) and "by tune's forecast" in policy.why
+        assert plan == Arm("ssd", 6, 4) and "by tune's forecast" in policy.why
         assert max(record.rate or 0.0 for record in policy._records.values()) == pytest.approx(0.204)
         policy.observe_round(plan, 1, 0.0)
 

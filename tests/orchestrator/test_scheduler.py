@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from outrider.orchestrator.core.planner import Planner
-from outrider.orchestrator.core.policy.forecasts import RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm
 from outrider.orchestrator.core.proposal import PIECE, NgramIndex
 from outrider.orchestrator.core.request import Request, SettledRound
 from outrider.orchestrator.events import Admit, Committed
@@ -251,16 +251,16 @@ def test_the_target_gets_the_drafters_core_in_auto_only() -> None:
 @pytest.mark.parametrize(
     ("plan", "alone", "together"),
     [
-        (RoundPlan("ar", 1), True, True),
-        (RoundPlan("sd", 3, drafter=NGRAM), True, True),
-        (RoundPlan("sd", 3, drafter="mtp"), True, True),
-        (RoundPlan("sd", 3), True, False),  # with several requests one is drafted for while another is verified
-        (RoundPlan("ssd", 3, 16), False, False),
-        (RoundPlan("ssd", 3, 16, "mtp"), False, False),
+        (Arm("ar", 1), True, True),
+        (Arm("sd", 3, drafter=NGRAM), True, True),
+        (Arm("sd", 3, drafter="mtp"), True, True),
+        (Arm("sd", 3), True, False),  # with several requests one is drafted for while another is verified
+        (Arm("ssd", 3, 16), False, False),
+        (Arm("ssd", 3, 16, "mtp"), False, False),
     ],
 )
 def test_in_auto_the_target_has_all_cores_while_no_draft_worker_computes(
-    plan: RoundPlan, alone: bool, together: bool
+    plan: Arm, alone: bool, together: bool
 ) -> None:
     planner = Planner(round_settings(8, 16))
     for active, expected in ((1, alone), (4, together)):

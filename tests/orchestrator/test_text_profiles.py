@@ -30,8 +30,8 @@ def learned() -> TextProfiles:
             odds = texts.odds(kind, greedy=True)
             for _ in range(100):
                 held = chain(rng, 0.85 if kind == home else 0.35)
-                odds.observe_chain(name, DEPTH, held)
-                estimates.observe_in_process(name, DEPTH, held, 1.0)
+                odds.observe(name, DEPTH, held)
+                estimates.in_process[name].observe(DEPTH, held, 1.0)
     return texts
 
 
@@ -41,18 +41,18 @@ def test_a_text_is_of_the_kind_that_its_rounds_are_like(name: str) -> None:
     for told in (CODE, FREE):
         text = texts.open(told, greedy=True)
         for _ in range(10):
-            texts.observe_chain(text, name, DEPTH, chain(rng, 0.85))
+            texts.observe(text, name, DEPTH, chain(rng, 0.85))
         assert text.kind == GOOD_IN[name]
 
 
 def test_one_unlucky_token_moves_no_text_and_a_grammar_is_believed_for_good() -> None:
     texts = learned()
     text = texts.open(CODE, greedy=True)
-    texts.observe_chain(text, "eagle3", 1, 0)
+    texts.observe(text, "eagle3", 1, 0)
     assert text.kind == CODE
     held = texts.open(HELD, greedy=True)
     for _ in range(20):
-        texts.observe_chain(held, "eagle3", DEPTH, DEPTH)
+        texts.observe(held, "eagle3", DEPTH, DEPTH)
     assert held.kind == HELD
 
 
@@ -64,7 +64,7 @@ def test_what_is_known_of_other_kinds_and_temperatures_is_believed_until_somethi
     fresh = texts.odds(REPEATING, greedy=False)
     assert fresh.holding().rate(0) == pytest.approx(estimates.holding().rate(0))
     for _ in range(20):
-        fresh.observe_chain("", DEPTH, DEPTH)
+        fresh.observe("", DEPTH, DEPTH)
     assert fresh.holding().rate(0) > 0.6 > 0.1 > texts.odds(REPEATING, greedy=True).holding().rate(0)
 
 
@@ -75,12 +75,12 @@ def test_the_first_rejections_count_once_and_not_at_each_level() -> None:
     texts = TextProfiles(estimates)
     text = texts.open(FREE, greedy=True)
     for _ in range(7):
-        estimates.observe_in_process("draft", 1, 0, 1.0)
-        texts.observe_chain(text, "draft", 1, 0)
+        estimates.in_process["draft"].observe(1, 0, 1.0)
+        texts.observe(text, "draft", 1, 0)
     assert 0.2 < text.odds.holding("draft").rate(0) < 0.5
     for _ in range(60):
-        estimates.observe_in_process("draft", 1, 0, 1.0)
-        texts.observe_chain(text, "draft", 1, 0)
+        estimates.in_process["draft"].observe(1, 0, 1.0)
+        texts.observe(text, "draft", 1, 0)
     assert text.odds.holding("draft").rate(0) < 0.2
 
 
@@ -88,7 +88,7 @@ def test_a_kind_that_nothing_is_known_of_takes_no_text() -> None:
     texts = learned()
     text = texts.open(CODE, greedy=True)
     for _ in range(20):
-        texts.observe_chain(text, "mtp", DEPTH, 2)
+        texts.observe(text, "mtp", DEPTH, 2)
     assert text.kind != REPEATING
 
 
@@ -99,9 +99,9 @@ def test_what_was_thought_impossible_may_be_seen(agreement: float, held: int) ->
     texts = TextProfiles(estimates)
     text = texts.open(CODE, greedy=True)
     for _ in range(40):
-        texts.observe_chain(text, "mtp", DEPTH, held)
+        texts.observe(text, "mtp", DEPTH, held)
     again = texts.open(FREE, greedy=True)
-    texts.observe_chain(again, "mtp", DEPTH, held)
+    texts.observe(again, "mtp", DEPTH, held)
     assert 0 <= again.odds.holding("mtp").rate(0) <= 1
 
 
@@ -114,7 +114,7 @@ def test_a_text_is_believed_to_be_as_its_kind_until_its_own_rounds_say_otherwise
         assert text.odds.holding("mtp").rate(0) == pytest.approx(1 - OPTIMISM * (1 - kind))
         accepted = [chain(rng, 0.6) for _ in range(20)]
         for held in accepted:
-            texts.observe_chain(text, "mtp", DEPTH, held)
+            texts.observe(text, "mtp", DEPTH, held)
         share = sum(accepted) / sum(min(held + 1, DEPTH) for held in accepted)
         errors.append(abs(text.odds.holding("mtp").rate(0) - share))
     assert fmean(errors) < 0.12
@@ -131,11 +131,11 @@ def test_a_text_is_hard_or_easy_as_a_whole() -> None:
     kind = texts.odds(CODE, greedy=True)
     text = texts.open(CODE, greedy=True)
     for _ in range(12):
-        texts.observe_chain(text, "eagle3", 1, 1)
+        texts.observe(text, "eagle3", 1, 1)
     moved, believed = text.odds.holding("eagle3"), kind.holding("eagle3")
     assert all(believed.rate(place) < moved.rate(place) <= 1.0 for place in range(DEPTH))
     for _ in range(60):
-        texts.observe_chain(text, "eagle3", DEPTH, 0)
+        texts.observe(text, "eagle3", DEPTH, 0)
     assert all(0.0 <= moved.rate(place) < believed.rate(place) for place in range(DEPTH))
 
 

@@ -47,9 +47,6 @@ class Wires(HonestWorkers):
     def notes(self) -> list[str]:
         return []
 
-    def is_target(self, name: str) -> bool:
-        return True
-
     def drafters(self) -> set[str]:
         return set()
 

@@ -85,14 +85,9 @@ def test_the_heaviest_nodes_are_the_best_tree_of_their_number(seed: int) -> None
         tokens = [draws.randrange(3) for _ in range(3)]
         drafts.add(tokens, [draws.uniform(0.05, 0.3) for _ in tokens], Origin.DRAFTED)
     whole = grown(drafts, lambda rows: 1.0)
-    masses: list[float] = []
-    nodes = {tuple(down): node for node, down in enumerate(lines(whole.tokens, whole.parents or range(-1, 9)))}
-    for down in nodes:
-        at, mass = drafts.root, 1.0
-        for token in down:
-            at = at.children[token]
-            mass *= at.odds
-        masses.append(mass)
+    nodes = {tuple(down): node for node, down in enumerate(lines(drafts.tokens, drafts.parents))}
+    masses = drafts.masses()
+    assert len(whole.tokens) == len(masses)
     for size in range(1, len(masses) + 1):
         best = max(
             sum(masses[nodes[down]] for down in chosen)

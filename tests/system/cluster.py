@@ -27,7 +27,18 @@ from outrider.grammar.compiler import Compiler
 from outrider.orchestrator.core.metrics import ORCHESTRATOR, Trace
 from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, Committed, RequestEnded, ToFront
-from outrider.protocol.messages import Abilities, Coupled, Failed, KvMemory, Message, Outcome, Span, Timings, Verify
+from outrider.protocol.messages import (
+    Abilities,
+    Coupled,
+    Failed,
+    Hello,
+    KvMemory,
+    Message,
+    Outcome,
+    Span,
+    Timings,
+    Verify,
+)
 from outrider.protocol.messages import workers as abilities_of
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.schema import Logprobs
@@ -211,14 +222,11 @@ class Cluster(HonestWorkers):
     def notes(self) -> list[str]:
         return [] if self.target_abilities.chains else [f"speculation is off: {self.target_abilities.why}"]
 
-    def is_target(self, name: str) -> bool:
-        return name == "target-0"
-
     def drafters(self) -> set[str]:
         return {"draft-0"} if self._draft_worker is not None else set()
 
-    def features(self, name: str) -> str:
-        return "features" if self._head is not None else ""
+    def hello(self, name: str) -> Hello:
+        return structs.replace(super().hello(name), features="features" if self._head is not None else "")
 
     def send_target(self, message: Message) -> None:
         if isinstance(message, Verify):

@@ -20,7 +20,7 @@ nothing that is accepted. `auto` leaves it long before that, since it measures r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -36,23 +36,32 @@ FADE = 0.99
 
 
 class Average:
-    """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most."""
+    """The mean of the first samples, then an exponential moving average: no first sample, often slow, weighs most.
 
-    def __init__(self, smoothing: float = SMOOTHING) -> None:
-        self.value: float | None = None
-        self._smoothing, self._count = smoothing, 0
+    Its `value`, for which it may also be called, is `prior` before the first sample.
+    """
+
+    def __init__(self, prior: float = 0.0, smoothing: float = SMOOTHING) -> None:
+        self.is_known = False
+        self.value, self._smoothing, self._count = prior, smoothing, 0
+
+    def __call__(self) -> float:
+        return self.value
 
     def add(self, value: float) -> None:
         self._count += 1
         self.value = self.value_or(value)
         self.value += max(1.0 / self._count, self._smoothing) * (value - self.value)
+        self.is_known = True
 
     def start_from(self, value: float, weight: float = math.inf) -> None:
-        """Begins from an earlier average or a prior, which weighs as much as `weight` samples, but fades as they do."""
+        """Begins from an earlier average, which weighs as much as `weight` samples, but fades as they do."""
         self.value, self._count = value, round(min(weight, 1.0 / self._smoothing))
+        self.is_known = True
 
     def value_or(self, prior: float) -> float:
-        return prior if self.value is None else self.value
+        """Returns its value, or another prior."""
+        return self.value if self.is_known else prior
 
 
 PRIOR_WEIGHT = 8.0
@@ -93,7 +102,7 @@ class Acceptance:
     def start_from(self, rates: Sequence[float]) -> None:
         """Begins from `rates` by position, weighed as `PRIOR_WEIGHT` rounds."""
         for position, rate in enumerate(rates[: len(self._tried)]):
-            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * rate
+            self._tried[position], self._held[position] = PRIOR_WEIGHT, PRIOR_WEIGHT * min(rate, 1.0)
 
     def known(self) -> tuple[float, ...]:
         """Returns the rates of the positions that have samples."""
@@ -177,7 +186,7 @@ class InProcessDrafts:
     @property
     def is_known(self) -> bool:
         """Whether the drafter has drafted."""
-        return self._step_ms.value is not None
+        return self._step_ms.is_known
 
     def step_ms(self, forward_ms: float) -> float:
         """Returns the time for a token; before the first chain, by its trial and the target's `forward_ms`."""
@@ -189,45 +198,43 @@ COPY_SMOOTHING = 0.08
 
 
 class TextAcceptance:
-    """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all."""
+    """The acceptance in one text or kind of text, after `rounds` chains; `above` is that of its kind, or of all. A
+    text may move to another kind; its own rounds still count."""
 
     def __init__(self, above: Estimates | TextAcceptance) -> None:
-        self._above = above
+        self.above = above
         self.rounds = 0
         self._drafted: dict[str, Acceptance] = {}
         self._copied = Acceptance(prior=0.3, positions=2)
-        self._tokens, self._rows = Average(COPY_SMOOTHING), Average(COPY_SMOOTHING)
-
-    def set_above(self, above: TextAcceptance) -> None:
-        """Moves the text to another kind; its own rounds still count."""
-        self._above = above
+        self._tokens, self._rows = Average(smoothing=COPY_SMOOTHING), Average(smoothing=COPY_SMOOTHING)
 
     def holding(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
         acceptance = self._drafted.get(drafter)
         if acceptance is None:
-            is_text = isinstance(self._above, TextAcceptance)
+            is_text = isinstance(self.above, TextAcceptance)
             acceptance = self._drafted[drafter] = Shifted() if is_text else Acceptance()
-        acceptance.prior = self._above.holding(drafter)
+        acceptance.prior = self.above.holding(drafter)
         return acceptance
 
     def copied_a_round(self) -> tuple[float, float]:
         """Returns the right tokens and all tokens of the copies, per round."""
-        tokens, rows = self._above.copied_a_round()
+        tokens, rows = self.above.copied_a_round()
         return self._tokens.value_or(tokens), self._rows.value_or(rows)
 
-    def observe_chain(self, drafter: str, drafted: int, accepted: int) -> None:
-        self.rounds += 1
-        self.holding(drafter).add(drafted, min(accepted, drafted))
-
-    def observe_copy(self, copied: int, held: int) -> None:
-        if self._tokens.value is None:
-            tokens, rows = self._above.copied_a_round()
+    def observe(self, drafter: str, drafted: int, accepted: int) -> None:
+        """Records a verified chain of a drafter, or a copy (`NGRAM`), verified or not, with this many right tokens."""
+        if drafter != NGRAM:
+            self.rounds += 1
+            self.holding(drafter).add(drafted, min(accepted, drafted))
+            return
+        if not self._tokens.is_known:
+            tokens, rows = self.above.copied_a_round()
             self._tokens.start_from(tokens)
             self._rows.start_from(rows)
-        self._tokens.add(held)
-        self._rows.add(copied)
-        self._copied.add(copied, held)
+        self._tokens.add(accepted)
+        self._rows.add(drafted)
+        self._copied.add(drafted, accepted)
 
     def likelihood(self, drafter: str, drafted: int, accepted: int) -> float:
         """Returns the log-probability that exactly `accepted` tokens of a chain are accepted."""
@@ -272,14 +279,6 @@ class TextProfile:
     scores: dict[str, float]
     odds: TextAcceptance
 
-    def add_scores(self, likelihoods: Mapping[str, float]) -> None:
-        """Adds the log-probability of an observation in each kind; the text becomes of the likeliest kind."""
-        for kind, likelihood in likelihoods.items():
-            self.scores[kind] += likelihood
-        best = max(self.scores, key=self.scores.__getitem__)
-        if self.scores[best] > self.scores[self.kind]:
-            self.kind = best
-
 
 class TextProfiles:
     """The acceptance in each kind of text, by greedy or not."""
@@ -299,23 +298,17 @@ class TextProfiles:
         scores = dict.fromkeys(others, -DOUBT) | {looks: 0.0}
         return TextProfile(looks, greedy, scores, TextAcceptance(self.odds(looks, greedy)))
 
-    def observe_chain(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
-        """Records a chain by this drafter that was verified in this text."""
-        self._judge(text, drafter, drafted, accepted)
-        for odds in (text.odds, self.odds(text.kind, text.greedy)):
-            odds.observe_chain(drafter, drafted, accepted)
-
-    def observe_copy(self, text: TextProfile, copied: int, held: int) -> None:
-        """Records a copy, verified or not, with `held` right tokens."""
-        self._judge(text, NGRAM, copied, held)
-        for odds in (text.odds, self.odds(text.kind, text.greedy)):
-            odds.observe_copy(copied, held)
-
-    def _judge(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
+    def observe(self, text: TextProfile, drafter: str, drafted: int, accepted: int) -> None:
+        """Records the same in a text and in its kind, which becomes the one that its rounds are likeliest in."""
         if drafted:
-            kinds = {kind: self.odds(kind, text.greedy) for kind in text.scores}
-            text.add_scores({kind: odds.likelihood(drafter, drafted, accepted) for kind, odds in kinds.items()})
-            text.odds.set_above(self.odds(text.kind, text.greedy))
+            for kind in text.scores:
+                text.scores[kind] += self.odds(kind, text.greedy).likelihood(drafter, drafted, accepted)
+            best = max(text.scores, key=text.scores.__getitem__)
+            if text.scores[best] > text.scores[text.kind]:
+                text.kind = best
+            text.odds.above = self.odds(text.kind, text.greedy)
+        for odds in (text.odds, self.odds(text.kind, text.greedy)):
+            odds.observe(drafter, drafted, accepted)
 
 
 # A drafter is left out after this many rounds in a row without a token,

@@ -5,7 +5,7 @@ time of a forward depends on its rows, whatever requests they belong to; the wor
 all requests gain in it.
 
 `Slope` follows its samples and forgets slowly. `RowCosts` estimates the time of a forward by its rows: more rows never
-take less.
+take less. `DrafterLatency` is that of one of several draft workers.
 """
 
 from __future__ import annotations
@@ -40,6 +40,57 @@ class Slope:
         spread = self._xx - self._x**2 / count
         covariance = self._xy - self._x * self._y / count
         return (covariance + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)
+
+
+LATENCY_SMOOTHING = 0.3
+# A drafter that is left out is tried again after this many rounds.
+TRIAL_ROUNDS = 32
+
+
+class DrafterLatency:
+    """How soon the work of one drafter arrives: `lag_ms` from a message to the first tokens, `step_ms` from one push to
+    the next, in milliseconds of the orchestrator's clock (0: not known). Its speed, its link and its work for other
+    requests are one number. `left_out`: rounds since its last task.
+    """
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        self.lag_ms = Average(smoothing=LATENCY_SMOOTHING)
+        self.step_ms = Average(smoothing=LATENCY_SMOOTHING)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is to be tried, because its latency is unknown or old."""
+        return not self.lag_ms.is_known or self.left_out >= TRIAL_ROUNDS
+
+    def observe_chain(self, tokens: int, milliseconds: float) -> None:
+        """Records the time of a whole chain."""
+        step = self.step_ms() or milliseconds / max(tokens, 1)
+        self.step_ms.add(step)
+        self.lag_ms.add(max(milliseconds - (tokens - 1) * step, step))
+
+    def observe_overdue(self, milliseconds: float) -> None:
+        """Records that nothing came for this long; twice that is expected."""
+        if milliseconds > self.lag_ms():
+            self.lag_ms.add(2 * milliseconds)
+
+    def reset(self) -> None:
+        """Drops the old measurements of a drafter that was left out."""
+        self.left_out = 0
+        self.lag_ms = Average(smoothing=LATENCY_SMOOTHING)
+
+    def ready_ms(self, depth: int) -> float:
+        """Returns the time from a message until its branches are `depth` tokens deep."""
+        return self.lag_ms() + (depth - 1) * self.step_ms()
+
+    def share(self, depth: int, within_ms: float) -> float:
+        """Returns the share of the depth that arrives in time, from 0 to 1."""
+        left_ms = within_ms - self.lag_ms()
+        if left_ms < 0 or not self.lag_ms.is_known:
+            return 0.0
+        if left_ms >= (depth - 1) * self.step_ms():
+            return 1.0
+        return (1.0 + left_ms / self.step_ms()) / depth
 
 
 # Until measured: each further row costs a tenth of the first.
@@ -159,7 +210,10 @@ class Estimates:
     """Costs and odds of the workers and the texts; `active` requests share the workers.
 
     With several draft workers the estimates are those of the fastest one, which has the share `part` of a round's
-    branches. A `drafter` that is named is an in-process one.
+    branches: `link_ms` is the round-trip time to it, `depth_ms` the recent time for one more token on each of a
+    request's branches. `pipelined_ms` is the time from one token of plain decoding to the next, by the texts in a
+    forward, `turnaround_ms` the target's idle time between an outcome and the verify of a hit. A `drafter` that is
+    named is one of those `in_process`.
     """
 
     def __init__(self) -> None:
@@ -171,26 +225,26 @@ class Estimates:
             Acceptance(prior, COPY_WEIGHT, positions=2, fade=COPY_FADE) for prior in PRIOR_ALTERNATIVES
         ]
         self._verify_ms = RowCosts()
-        self._plain_ms = RowCosts()
+        self.pipelined_ms = RowCosts()
         self._trees_ms = RowCosts()
         self._row_ms = Slope()
         self._other_rows = Average()
         self._step_ms = Average()
-        self._depth_ms = Average()
-        self._link_ms = Average()
-        self._link_alone_ms = Average()
+        self.depth_ms = Average(PRIOR_DEPTH_MS)
+        self.link_ms = Average(PRIOR_LINK_MS)
+        self._link_alone_ms = Average(PRIOR_LINK_MS)
         self._round_tokens = Average()
         self._round_ms = Average()
-        self._hits = Average()
+        self.hit_rate = Average()
         self._covered = Average()
-        for average in (self._hits, self._covered):
+        for average in (self.hit_rate, self._covered):
             average.start_from(PRIOR_HIT_RATE, PRIOR_LOOKUPS)
-        self._branches = Average()
-        self._turnaround_ms = Average()
-        self._in_process: dict[str, InProcessDrafts] = {}
+        self._branches = Average(PRIOR_BRANCHES)
+        self.turnaround_ms = Average(PRIOR_TURNAROUND_MS)
+        self.in_process: dict[str, InProcessDrafts] = {}
         self._in_process_known: dict[str, InProcessKnown] = {}
-        self._copied_tokens = Average(COPIED_SMOOTHING)
-        self._copied_rows = Average(COPIED_SMOOTHING)
+        self._copied_tokens = Average(smoothing=COPIED_SMOOTHING)
+        self._copied_rows = Average(smoothing=COPIED_SMOOTHING)
 
     # --- observations ---------------------------------------------------------------------------------------------
 
@@ -199,16 +253,16 @@ class Estimates:
         for rows, milliseconds in tuning.verify_ms:
             self.observe_verify(rows, milliseconds)
         for rows, milliseconds in tuning.plain_ms or ((1, tuning.step_ms),):
-            self._plain_ms.add(rows, milliseconds)
+            self.pipelined_ms.add(rows, milliseconds)
         for rows, milliseconds in tuning.trees_ms:
             self._trees_ms.add(rows, milliseconds)
         self._step_ms.start_from(tuning.draft_ms)
-        self._depth_ms.start_from(tuning.depth_ms)
-        self._link_ms.start_from(tuning.link_ms)
+        self.depth_ms.start_from(tuning.depth_ms)
+        self.link_ms.start_from(tuning.link_ms)
         self._link_alone_ms.start_from(tuning.link_ms)
-        self._turnaround_ms.start_from(tuning.turnaround_ms)
-        self._hits.start_from(tuning.hit_rate)
-        self._covered.start_from(tuning.hit_rate)
+        self.turnaround_ms.start_from(tuning.turnaround_ms)
+        for average in (self.hit_rate, self._covered):
+            average.start_from(min(tuning.hit_rate, 1.0))
         self._branches.start_from(max((choice.branches for choice in tuning.choices), default=0) or PRIOR_BRANCHES)
         self.drafted.start_from(tuning.acceptance)
         self._in_process_known |= {known.name: known for known in tuning.own}
@@ -220,17 +274,17 @@ class Estimates:
             verify_ms=self._verify_ms.points,
             depth_ms=self.depth_ms(),
             draft_ms=self.step_ms(),
-            link_ms=self._link_alone_ms.value_or(PRIOR_LINK_MS),
+            link_ms=self._link_alone_ms(),
             turnaround_ms=self.turnaround_ms(),
             acceptance=self.drafted.known(),
             hit_rate=self.covered(PRIOR_BRANCHES),
             choices=choices,
             temp=temp,
-            plain_ms=self._plain_ms.points,
+            plain_ms=self.pipelined_ms.points,
             trees_ms=self._trees_ms.points,
             own=tuple(
                 InProcessKnown(drafts.name, drafts.step_ms(0.0), drafts.drafted.known())
-                for drafts in self._in_process.values()
+                for drafts in self.in_process.values()
                 if drafts.is_known
             ),
         )
@@ -238,19 +292,11 @@ class Estimates:
     def add_drafters(self, drafters: Iterable[InProcessDrafter]) -> None:
         """Adds the in-process drafters that are new."""
         for drafter in drafters:
-            if drafter.name not in self._in_process:
-                drafts = self._in_process[drafter.name] = InProcessDrafts(drafter)
+            if drafter.name not in self.in_process:
+                drafts = self.in_process[drafter.name] = InProcessDrafts(drafter)
                 known = self._in_process_known.get(drafter.name)
                 if known is not None:
                     drafts.start_from(known.step_ms, known.acceptance)
-
-    def is_head(self, drafter: str) -> bool:
-        """Whether this in-process drafter reads the target's hidden states."""
-        return self._in_process[drafter].is_head
-
-    def observe_in_process(self, drafter: str, tokens: int, accepted: int, milliseconds: float) -> None:
-        """Records a chain of an in-process drafter."""
-        self._in_process[drafter].observe(tokens, accepted, milliseconds)
 
     def observe_verify(self, rows: int, milliseconds: float, own: int | None = None) -> None:
         """Records a forward of `rows`, `own` of them one request's (None: all)."""
@@ -258,17 +304,13 @@ class Estimates:
         self._row_ms.add(rows, milliseconds)
         self._other_rows.add(rows - (rows if own is None else own))
 
-    def observe_plain(self, texts: int, milliseconds: float) -> None:
-        """Records the time from one token of plain decoding to the next, with this many texts in a forward."""
-        self._plain_ms.add(texts, milliseconds)
-
     def observe_draft(self, tokens: int, milliseconds: float) -> None:
         """Records a chain of `tokens` drafted on request."""
         self._step_ms.add(milliseconds / max(tokens, 1))
 
     def observe_depth(self, branches: int, milliseconds: float) -> None:
         """Records the time for one more token on each of a request's branches."""
-        self._depth_ms.add(milliseconds)
+        self.depth_ms.add(milliseconds)
         self._trees_ms.add(branches * self.active, milliseconds)
 
     def observe_chain(self, drafted: int, accepted: int) -> None:
@@ -289,7 +331,7 @@ class Estimates:
 
     def observe_link(self, milliseconds: float) -> None:
         """Records the time of a chain on request beyond its drafting; with several requests that includes a queue."""
-        self._link_ms.add(milliseconds)
+        self.link_ms.add(milliseconds)
         if self.active == 1:
             self._link_alone_ms.add(milliseconds)
 
@@ -300,14 +342,10 @@ class Estimates:
 
     def observe_lookup(self, hit: bool, branches: int = 0) -> None:
         """Records a hit or miss; `branches`: how many were requested, 0 unless all of them were there in time."""
-        self._hits.add(float(hit))
+        self.hit_rate.add(float(hit))
         if branches:
             self._covered.add(float(hit))
             self._branches.add(branches)
-
-    def observe_turnaround(self, milliseconds: float) -> None:
-        """Records the target's idle time between an outcome and the verify of a hit."""
-        self._turnaround_ms.add(milliseconds)
 
     # --- the target -----------------------------------------------------------------------------------------------
 
@@ -315,13 +353,12 @@ class Estimates:
         """Returns c(M), the time of a forward of `rows` in all."""
         measured = self._verify_ms(rows)
         if measured is None:
-            measured = self._plain_ms(rows)
+            measured = self.pipelined_ms(rows)
         return measured if measured is not None else PRIOR_VERIFY_MS * usual(rows)
 
     def verify_ms(self, rows: int) -> float:
         """Returns the time of a forward with `rows` of one request and the recent average of the others' rows."""
-        others = self._other_rows.value if self.active > 1 else 0.0
-        return self.forward_ms(rows + round(others or 0.0))
+        return self.forward_ms(rows + (round(self._other_rows.value) if self.active > 1 else 0))
 
     def row_ms(self) -> float:
         """Returns the time that one more row adds to a forward."""
@@ -330,25 +367,22 @@ class Estimates:
 
     def plain_ms(self, texts: int) -> float:
         """Returns the time of a step of plain decoding, pipelined, with this many texts."""
-        nearest = min((rows for rows, _ in self._plain_ms.points), key=lambda rows: abs(rows - texts), default=None)
+        nearest = min((rows for rows, _ in self.pipelined_ms.points), key=lambda rows: abs(rows - texts), default=None)
         if nearest is None:
             return self.forward_ms(texts)
-        pipelined = (self._plain_ms(nearest) or 0.0) / self.forward_ms(nearest)
+        pipelined = (self.pipelined_ms(nearest) or 0.0) / self.forward_ms(nearest)
         return pipelined * self.forward_ms(texts)
-
-    def turnaround_ms(self) -> float:
-        return self._turnaround_ms.value_or(PRIOR_TURNAROUND_MS)
 
     # --- the drafter ----------------------------------------------------------------------------------------------
 
     @property
     def has_drafted(self) -> bool:
         """Whether a draft worker has ever answered a request for a chain."""
-        return self._step_ms.value is not None
+        return self._step_ms.is_known
 
     def holding(self, drafter: str = "") -> Acceptance:
         """Returns the drafter's acceptance."""
-        return self._in_process[drafter].drafted if drafter else self.drafted
+        return self.in_process[drafter].drafted if drafter else self.drafted
 
     def draft_ms(self, tokens: int, drafter: str = "") -> float:
         """Returns the time from the request for a chain of `tokens` to its arrival."""
@@ -356,23 +390,15 @@ class Estimates:
 
     def in_process_ms(self, tokens: int, drafter: str) -> float:
         """Returns the time of an in-process chain; requests that share forwards draft theirs in the same time."""
-        return tokens * self._in_process[drafter].step_ms(self.forward_ms(1))
+        return tokens * self.in_process[drafter].step_ms(self.forward_ms(1))
 
     def chain_ms(self, tokens: int) -> float:
         """Returns the same for an idle draft worker."""
-        return tokens * self.step_ms() + self._link_alone_ms.value_or(PRIOR_LINK_MS)
+        return tokens * self.step_ms() + self._link_alone_ms()
 
     def step_ms(self) -> float:
         """Returns the time for a token of a chain on request."""
         return self._step_ms.value_or(self.depth_ms())
-
-    def link_ms(self) -> float:
-        """Returns the round-trip time to a draft worker."""
-        return self._link_ms.value_or(PRIOR_LINK_MS)
-
-    def depth_ms(self) -> float:
-        """Returns the recent time for one more token on each of a request's branches."""
-        return self._depth_ms.value_or(PRIOR_DEPTH_MS)
 
     def trees_ms(self, branches: int) -> float:
         """Returns the time for one more token on each of `branches`, over all requests and draft workers."""
@@ -388,19 +414,16 @@ class Estimates:
 
     def copied_a_round(self) -> tuple[float, float]:
         """Returns the right tokens and all tokens of the copies, per round."""
-        return self._copied_tokens.value_or(0.0), self._copied_rows.value_or(0.0)
+        return self._copied_tokens(), self._copied_rows()
 
     def alternatives(self, matched: int) -> Acceptance:
         """Returns the acceptance of copies whose first token a drafter contradicts."""
         return self._alternatives_of_drafts[min(matched, len(self._alternatives_of_drafts) - 1)]
 
-    def hit_rate(self) -> float:
-        return self._hits.value_or(PRIOR_HIT_RATE)
-
     def covered(self, branches: int) -> float:
         """Returns the hit rate when all of `branches` are there in time."""
-        missed = 1.0 - self._covered.value_or(PRIOR_HIT_RATE)
-        return max(1.0 - missed * math.pow(self._branches.value_or(PRIOR_BRANCHES) / max(branches, 1), MISS_POWER), 0.0)
+        missed = 1.0 - self._covered()
+        return max(1.0 - missed * math.pow(self._branches() / max(branches, 1), MISS_POWER), 0.0)
 
     def request_tokens_per_ms(self) -> float:
         """Returns the recent rate of one request; the cost of a millisecond of its waiting."""

@@ -120,19 +120,12 @@ BREADTHS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPlan:
-    """How rounds are made: `mode` is ar, sd or ssd, `depth` is K, `branches` is B. `drafter` is an in-process drafter
-    (in ssd one that drafts after a miss) or n-grams; empty: draft workers only."""
-
-    mode: str
-    depth: int
-    branches: int = 0
-    drafter: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Arm:
-    """A mode with its drafter, and with a tuned K and B; a `depth` or `branches` of 0 follows the formula."""
+    """How rounds are made: `mode` is ar, sd or ssd, `depth` is K, `branches` is B (0: they follow the formula).
+
+    `drafter` is an in-process drafter (in ssd one that drafts after a miss) or n-grams; empty: draft workers only. A
+    plan is an arm with its K and B.
+    """
 
     mode: str
     depth: int = 0
@@ -148,7 +141,7 @@ class Arm:
 # The widest B within this share of the best rate is chosen: drafters grow no more than they can finish in time.
 NEAR = 0.93
 
-Forecast = tuple[RoundPlan, float]
+Forecast = tuple[Arm, float]
 """A plan and the rate of all requests under it, in tokens per millisecond."""
 
 
@@ -171,9 +164,9 @@ class Forecasts:
     def of(self, arm: Arm) -> Forecast:
         """Returns the best plan of this arm, and its rate."""
         if arm.mode == "ar":
-            return RoundPlan("ar", 1, self.branches), ar_rate(self._costs(1))
+            return Arm("ar", 1, self.branches), ar_rate(self._costs(1))
         if arm.drafter == NGRAM:
-            return RoundPlan("sd", self.max_depth, self.branches, NGRAM), self._copying()
+            return Arm("sd", self.max_depth, self.branches, NGRAM), self._copying()
         depths = (
             [arm.depth] if arm.depth else [depth for depth in DEPTHS if depth <= self.max_depth] or [self.max_depth]
         )
@@ -194,7 +187,7 @@ class Forecasts:
         for breadth in breadths:
             costs, odds = self._costs(breadth), Odds(self._tokens, self.estimates.covered(breadth))
             rate = sd_rate if mode == "sd" else ssd_rate
-            forecasts += [(RoundPlan(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
+            forecasts += [(Arm(mode, depth, breadth), rate(costs, odds, depth)) for depth in depths]
         best = max(rate for _, rate in forecasts)
         widest = max(plan.branches for plan, rate in forecasts if rate >= min(NEAR * best, best))
         return max((forecast for forecast in forecasts if forecast[0].branches == widest), key=itemgetter(1))
@@ -202,7 +195,7 @@ class Forecasts:
     def _in_process(self, drafter: str, depth: int) -> Forecast:
         """Returns the forecast of chains of `depth` tokens by an in-process drafter."""
         odds, draft_ms = Odds(partial(self._tokens, drafter=drafter), 0.0), self.estimates.in_process_ms(depth, drafter)
-        return RoundPlan("sd", depth, self.branches, drafter), own_rate(self._costs(1), odds, depth, draft_ms)
+        return Arm("sd", depth, self.branches, drafter), own_rate(self._costs(1), odds, depth, draft_ms)
 
     def _joint(self, arm: Arm, depth: int) -> Forecast:
         """Returns the forecast of branches by draft workers with in-process chains after a miss."""
@@ -210,7 +203,7 @@ class Forecasts:
         odds = Odds(self._tokens, e.covered(breadth))
         own = Odds(partial(self._tokens, drafter=arm.drafter), 0.0)
         rate = joint_rate(self._costs(breadth), odds, depth, own, e.in_process_ms(depth, arm.drafter))
-        return RoundPlan("ssd", depth, breadth, arm.drafter), rate
+        return Arm("ssd", depth, breadth, arm.drafter), rate
 
     def _copying(self) -> float:
         """Returns the rate of rounds that verify n-gram chains, and make a plain step where there is none."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from outrider.orchestrator.core.policy.acceptance import TextAcceptance
 from outrider.orchestrator.core.policy.estimates import Estimates
-from outrider.orchestrator.core.policy.forecasts import Arm, Forecast, Forecasts, RoundPlan
+from outrider.orchestrator.core.policy.forecasts import Arm, Forecast, Forecasts
 from outrider.orchestrator.core.policy.tuning import TunedArm
 from outrider.protocol.heads import NGRAM
 
@@ -120,10 +120,6 @@ class ArmTrial:
     rules: TrialRules
     seen: ArmRecord = field(default_factory=ArmRecord)
 
-    @property
-    def is_better(self) -> bool:
-        return self.seen.rate is not None and self.seen.rate > self.to_beat
-
     def is_hopeless(self, rounds: int) -> bool:
         if rounds < self.rules.rounds or self.seen.rate is None:
             return False
@@ -177,7 +173,7 @@ class Policy:
     odds: TextAcceptance | None = None
     why: str = "not started"
     _active: int = 1
-    _plan: RoundPlan | None = None
+    _plan: Arm | None = None
     _arm: Arm | None = None
     _promised: float = 0.0
     _counted_ms: float = 0.0
@@ -226,7 +222,7 @@ class Policy:
         self._active = max(active, 1)
         self._reading = reading and active > 1
 
-    def plan(self) -> RoundPlan:
+    def plan(self) -> Arm:
         """Returns the plan for the next round, and chooses anew when that is due."""
         if self._plan is None or self.is_due:
             self._episode += self._rounds / self._active / EPISODE_ROUNDS
@@ -248,7 +244,7 @@ class Policy:
             return self._is_first
         return self._trial is None and self._records[self._arm].rounds < KNOWN
 
-    def observe_round(self, plan: RoundPlan, tokens: int, milliseconds: float) -> None:
+    def observe_round(self, plan: Arm, tokens: int, milliseconds: float) -> None:
         """Records a round of one request under `plan`; the others are taken to gain as many tokens in that time."""
         if plan != self._plan or self._arm is None:
             return
@@ -282,7 +278,7 @@ class Policy:
     def _records(self) -> dict[Arm, ArmRecord]:
         return self._by_load.setdefault(_load(self._active), {})
 
-    def _choose(self, passing: bool) -> RoundPlan:
+    def _choose(self, passing: bool) -> Arm:
         """Chooses the arm and plan of the next rounds; `passing`: another load has just begun."""
         forecasts = self._forecasts(self._active)
         self._repeat_forecast()
@@ -298,7 +294,7 @@ class Policy:
         current = next((arm for arm in (self._arm, self._home) if arm in rates), best)
         if rates[best] < self._to_leave(current, best, rates[current]):
             best = current
-        goes_on = before is not None and before.is_better and self._active == 1
+        goes_on = before is not None and (before.seen.rate or 0.0) > before.to_beat and self._active == 1
         if goes_on and self._arm in rates and self._arm != best:
             self._trial = before
             return self._take(self._arm, forecasts, "better than the best so far")
@@ -316,12 +312,10 @@ class Policy:
         plan, counted, self._counted_ms = self._plan, self._counted_ms, 0.0
         if plan is None or self._arm is None or not counted or self._active > 1:
             return
-        _, rate = self._formula(1).of(Arm(plan.mode, plan.depth, plan.branches, plan.drafter))
+        _, rate = self._formula(1).of(plan)
         self._records[self._arm].promised += (rate - self._promised) * counted
 
-    def _take_expected(
-        self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]
-    ) -> RoundPlan:
+    def _take_expected(self, rates: dict[Arm, float], guesses: dict[Arm, float], forecasts: dict[Arm, Forecast]) -> Arm:
         """Chooses after requests have left: the others may leave soon, so nothing is tried, and an arm unmeasured at
         this load counts as it did at a larger one."""
         others = {arm: guess / HOME_MARGIN for arm, guess in guesses.items() if self._differs(arm, forecasts)}
@@ -401,7 +395,7 @@ class Policy:
         (plan, rate), (tuned_plan, tuned_rate) = forecasts[arm], forecasts[tuned]
         return plan.depth != tuned_plan.depth and rate > OTHER_DEPTH_MARGIN * tuned_rate
 
-    def _take(self, arm: Arm, forecasts: dict[Arm, Forecast], why: str) -> RoundPlan:
+    def _take(self, arm: Arm, forecasts: dict[Arm, Forecast], why: str) -> Arm:
         plan, self._promised = forecasts[arm]
         settings = {"ar": "", "sd": f", K = {plan.depth}"}.get(plan.mode, f", K = {plan.depth}, B = {plan.branches}")
         by = f" by {plan.drafter}" if plan.drafter else ""

@@ -13,13 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.clock import SECOND_NS
@@ -28,7 +31,12 @@ from outrider.protocol.errors import InvalidRequest
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-LEAST_MS = 1e-3  # a shorter time of a forward is invalid
+
+
+Time = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+"""Milliseconds, or another number that is not negative."""
+ForwardTime = Annotated[float, Meta(ge=1e-3, le=sys.float_info.max)]
+TimesByCount = tuple[tuple[Annotated[int, Meta(ge=1)], ForwardTime], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +50,9 @@ class TunedArm:
     mode: str
     depth: int
     branches: int
-    tokens_per_second: float
+    tokens_per_second: Time
     measured: bool = False
-    at_once: int = 1
+    at_once: Annotated[int, Meta(ge=1)] = 1
     drafter: str = ""
     kind: str = ""
 
@@ -54,8 +62,8 @@ class InProcessKnown:
     """An in-process drafter: the time for a token of its chains, and their acceptance by position."""
 
     name: str
-    step_ms: float
-    acceptance: tuple[float, ...]
+    step_ms: Time
+    acceptance: tuple[Time, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +75,33 @@ class Tuning:
     tokens faster than the target (0: not measured). `own` are the in-process drafters.
     """
 
-    step_ms: float
-    verify_ms: tuple[tuple[int, float], ...]
-    depth_ms: float
-    draft_ms: float
-    link_ms: float
-    turnaround_ms: float
-    acceptance: tuple[float, ...]
-    hit_rate: float
+    step_ms: ForwardTime
+    verify_ms: TimesByCount
+    depth_ms: Time
+    draft_ms: Time
+    link_ms: Time
+    turnaround_ms: Time
+    acceptance: tuple[Time, ...]
+    hit_rate: Time
     choices: tuple[TunedArm, ...]
-    temp: float = 0.0
-    plain_ms: tuple[tuple[int, float], ...] = ()
-    trees_ms: tuple[tuple[int, float], ...] = ()
-    prefill_from: int = 0
+    temp: Time = 0.0
+    plain_ms: TimesByCount = ()
+    trees_ms: TimesByCount = ()
+    prefill_from: Annotated[int, Meta(ge=0)] = 0
     own: tuple[InProcessKnown, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         return self.temp == 0
+
+
+@dataclass(frozen=True, slots=True)
+class TuningFile:
+    """The content of a file; `after` is the `digest` of the file that its records began from."""
+
+    format: int
+    after: str = ""
+    tunings: tuple[Tuning, ...] = ()
 
 
 def path_for(settings: ServeSettings) -> Path:
@@ -143,13 +160,11 @@ def save(tuning: Tuning, path: Path) -> None:
 
 
 def write(records: Sequence[Tuning], path: Path, after: str = "") -> None:
-    """Replaces the file's records atomically; `after` is the `digest` of the file that they began from. Raises
-    OSError."""
+    """Replaces the file's records atomically; `after`: see `TuningFile`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".tuning-") as temporary:
         written = Path(temporary, path.name)
-        fields = {"format": FORMAT, "after": after, "tunings": [asdict(record) for record in records]}
-        written.write_text(json.dumps(fields, indent=1))
+        written.write_text(json.dumps(asdict(TuningFile(FORMAT, after, tuple(records))), indent=1))
         os.replace(written, path)
 
 
@@ -159,15 +174,13 @@ def load(path: Path, after: str | None = None) -> tuple[Tuning, ...]:
     `after`: the digest of the file that they must have begun from; None: any.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields["format"] != FORMAT or (after is not None and fields["after"] != after):
-            return ()
-        return tuple(_tuning(record) for record in fields["tunings"])
+        file = msgspec.json.decode(path.read_bytes(), type=TuningFile)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         log.warning("ignoring %s: %s", path, error)
         return ()
+    return file.tunings if file.format == FORMAT and after in (None, file.after) else ()
 
 
 def digest(path: Path) -> str:
@@ -176,40 +189,6 @@ def digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def _tuning(fields: dict[str, Any]) -> Tuning:
-    fields["choices"] = tuple(_checked(TunedArm(**choice)) for choice in fields["choices"])
-    fields["own"] = tuple(
-        InProcessKnown(str(own["name"]), _number(own["step_ms"]), _shares(own["acceptance"]))
-        for own in fields.get("own", ())
-    )
-    for name in ("verify_ms", "plain_ms", "trees_ms"):
-        fields[name] = tuple((max(int(rows), 1), _number(ms, LEAST_MS)) for rows, ms in fields.get(name, ()))
-    fields["acceptance"] = _shares(fields["acceptance"])
-    fields["hit_rate"] = min(_number(fields["hit_rate"]), 1.0)
-    fields["step_ms"] = _number(fields["step_ms"], LEAST_MS)
-    fields["prefill_from"] = max(int(fields.get("prefill_from", 0)), 0)
-    for name in ("depth_ms", "draft_ms", "link_ms", "turnaround_ms", "temp"):
-        fields[name] = _number(fields[name])
-    return Tuning(**fields)
-
-
-def _checked(arm: TunedArm) -> TunedArm:
-    rate, at_once = _number(arm.tokens_per_second), max(int(arm.at_once), 1)
-    numbers = str(arm.mode), int(arm.depth), int(arm.branches), rate
-    return TunedArm(*numbers, bool(arm.measured), at_once, str(arm.drafter), str(arm.kind))
-
-
-def _shares(values: Sequence[Any]) -> tuple[float, ...]:
-    return tuple(min(_number(value), 1.0) for value in values)
-
-
-def _number(value: Any, least: float = 0.0) -> float:
-    """Returns `value` as a finite float of at least `least`. Raises ValueError or TypeError."""
-    if not least <= float(value) < math.inf:
-        raise ValueError(f"{value!r} is neither a time nor a share")
-    return float(value)
 
 
 SECONDS = 60

@@ -17,7 +17,7 @@ from outrider.orchestrator.core.scheduler import Scheduler
 from outrider.orchestrator.events import Admit, ToFront
 from outrider.orchestrator.settings import ServeSettings
 from outrider.protocol.errors import WorkerError
-from outrider.protocol.messages import Abilities, Message
+from outrider.protocol.messages import Abilities, Hello, Message
 from outrider.protocol.profile import Profile
 from tests.harness.virtual.drafter import Machine, VirtualDrafter
 from tests.harness.virtual.remembered import Remembered
@@ -85,25 +85,17 @@ class VirtualEngine:
     def notes(self) -> list[str]:
         return []
 
-    def is_target(self, name: str) -> bool:
-        return name == TARGET
-
-    def model(self, name: str) -> object:
-        return self._drafters[name].model
+    def hello(self, name: str) -> Hello:
+        """Returns the description of a worker; those of the same model have as many parameters."""
+        parameters = self._drafters[name].model if name in self._drafters else 0
+        return Hello("draft", name, 0, 0, "", "", 1 << 20, 0, parameters, 0)
 
     def drafters(self) -> set[str]:
         return set(self._drafters)
 
-    def vocabulary(self, name: str) -> int:
-        return 1 << 20
-
     def prefill_workers(self) -> set[str]:
         """Returns no prefill workers."""
         return set()
-
-    def features(self, name: str) -> str:
-        """Returns an empty string, because no drafter reads the target's rows."""
-        return ""
 
     def record_invalid(self, name: str, kind: str) -> None:
         raise WorkerError(f"an invalid message of the honest worker {name} was reported: {kind}")
