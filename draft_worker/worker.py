@@ -147,12 +147,6 @@ class DraftRequest:
     committed_ns: int
     owed: bool = False
 
-    @classmethod
-    def opened(cls, message: Open, work: WorkAhead, now_ns: int) -> DraftRequest:
-        """Creates a request whose text has been read; it begins with the chain under verification."""
-        work.commit((), _wanted(message))
-        return cls(work, message, now_ns)
-
     @property
     def epoch(self) -> int:
         return self.newest.epoch
@@ -327,7 +321,8 @@ class DraftWorker:
                 )
             )
         self._report()
-        self._running[message.request] = DraftRequest.opened(message, work, clock.now())
+        work.commit((), _wanted(message))  # the chain under verification
+        self._running[message.request] = DraftRequest(work, message, clock.now())
 
     def _is_stale(self, word: str, message: Open | Commit) -> None:
         self._stale += 1

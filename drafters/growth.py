@@ -1,8 +1,8 @@
 """Grows the branches of one chain under verification: each forward makes all of them one token deeper.
 
-Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds. `Paths` follows tokens through a
-tree, so that nothing is fed twice. The work is a generator (`Steps`) that yields whenever it needs a forward, so that
-several requests can share one (`work_ahead`).
+Paper, sections 3 and 4. Works on one tree, and reuses the nodes of earlier rounds, so that nothing is fed twice. The
+work is a generator (`Steps`) that yields whenever it needs a forward, so that several requests can share one
+(`work_ahead`).
 
 A `Continuation` is what a drafter proposes after the committed text: a chain, or a tree of a chain and alternatives to
 its tokens. An alternative to token k of a chain covers one outcome (k, t); `fan_out.Calibration` estimates the
@@ -133,43 +133,40 @@ def rank(tokens: Sequence[int], token: int) -> int | None:
     return tokens.index(token) if token in tokens else None
 
 
-class Paths:
-    """Paths through `tree`."""
+def child_of(tree: TokenTree, node: int, token: int, given: bool) -> int | None:
+    """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
 
-    def __init__(self, tree: TokenTree) -> None:
-        self.tree = tree
+    A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
+    earlier position, which may also have drawn the chain under verification.
+    """
+    return tree.child(node, token, given if tree.draws else None)
 
-    def child(self, node: int, token: int, given: bool) -> int | None:
-        """Returns the fed node for `token` right after `node`, or None; in drawn chains only one with the right noise.
 
-        A drawn chain begins after a token that was given. After a drawn one, tokens would be drawn by the noise of an
-        earlier position, which may also have drawn the chain under verification.
-        """
-        return self.tree.child(node, token, given if self.tree.draws else None)
+def along(tree: TokenTree, node: int, tokens: Sequence[int]) -> list[int]:
+    """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
+    path: list[int] = []
+    for token in tokens:
+        child = tree.child(node, token)
+        if child is None:
+            break
+        path.append(child)
+        node = child
+    return path
 
-    def along(self, node: int, tokens: Sequence[int]) -> list[int]:
-        """Returns the fed nodes along `tokens` from `node`, as far as there are any."""
-        path: list[int] = []
-        for token in tokens:
-            child = self.tree.child(node, token)
-            if child is None:
-                break
-            path.append(child)
-            node = child
-        return path
 
-    def committed(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the fed nodes along committed `tokens`; a chain can begin at the last of them."""
-        path = self.along(self.tree.root, tokens[:-1])
-        if tokens and len(path) == len(tokens) - 1:
-            last = self.child((path or [self.tree.root])[-1], tokens[-1], given=True)
-            path += [last] if last is not None else []
-        return path
+def committed_path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """Returns the fed nodes along committed `tokens`; a chain can begin at the last of them."""
+    path = along(tree, tree.root, tokens[:-1])
+    if tokens and len(path) == len(tokens) - 1:
+        last = child_of(tree, (path or [tree.root])[-1], tokens[-1], given=True)
+        path += [last] if last is not None else []
+    return path
 
-    def line(self, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
-        """Returns the feed of `tokens` in a row, the first after `node`; `wanted` more will follow the last."""
-        following = range(self.tree.next_node, self.tree.next_node + len(tokens) - 1)
-        return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
+
+def feed_of(tree: TokenTree, node: int, tokens: Sequence[int], wanted: int = 1) -> TreeFeed:
+    """Returns the feed of `tokens` in a row, the first after `node`; `wanted` more will follow the last."""
+    following = range(tree.next_node, tree.next_node + len(tokens) - 1)
+    return TreeFeed([node, *following][: len(tokens)], tokens, [*[1] * len(tokens[1:]), wanted][: len(tokens)])
 
 
 Result = TypeVar("Result")
@@ -231,15 +228,15 @@ class BranchGrowth:
 
     def __init__(
         self,
-        paths: Paths,
+        tree: TokenTree,
         chain: tuple[int, ...],
         task: BranchTask,
         eos: Collection[int],
         fan_out: FanOut,
         calibration: Calibration,
     ) -> None:
-        fed = paths.along(paths.tree.root, chain)
-        self._paths, self._tree = paths, paths.tree
+        fed = along(tree, tree.root, chain)
+        self._tree = tree
         self._chain, self._task, self._eos = chain, task, eos
         self._fan_out, self._calibration = fan_out, calibration
         self._depth = min(task.depth, self._tree.room - len(chain) - 1)
@@ -302,7 +299,7 @@ class BranchGrowth:
 
     def _feed(self) -> Steps[list[int]]:
         """Feeds the rest of the chain and every branch's next token. Returns each branch's best continuation."""
-        line = self._paths.line(self._spine[-1], self._unfed)
+        line = feed_of(self._tree, self._spine[-1], self._unfed)
         parents = [*line.parents, *(self._spine[b.accepted] if b.tip is None else b.tip for b in self._growing)]
         tokens = [*line.tokens, *(b.bonus if b.tip is None else None for b in self._growing)]
         if not tokens:
@@ -343,13 +340,13 @@ class BranchGrowth:
 
     def _begin(self, accepted: int, bonus: int) -> None:
         """Begins a branch; its first tokens may have been fed in an earlier round."""
-        branch = GrowingBranch(accepted, bonus, self._paths.child(self._spine[accepted], bonus, given=True))
+        branch = GrowingBranch(accepted, bonus, child_of(self._tree, self._spine[accepted], bonus, given=True))
         node = branch.tip
         while node is not None:
             branch.tip = node
             branch.nodes.append(node)
             branch.chain += self._tree.best([node])
-            node = self._paths.child(node, branch.chain[-1], given=False)
+            node = child_of(self._tree, node, branch.chain[-1], given=False)
         (self._growing if len(branch.chain) < self._depth else self._complete).append(branch)
 
     def _alternatives(self, branch: GrowingBranch) -> Alternatives | None:

@@ -24,10 +24,11 @@ from outrider.drafters.growth import (
     BranchTask,
     ChainAlternatives,
     Continuation,
-    Paths,
     ReadyBranches,
     Result,
     Steps,
+    committed_path,
+    feed_of,
 )
 from outrider.engine.pace import FADE, ForwardCost
 from outrider.grammar.constraint import Constraint
@@ -57,7 +58,6 @@ class WorkAhead:
         calibration: Calibration,
     ) -> None:
         self.tree = tree
-        self._paths = Paths(tree)
         self._feature_tree = tree if isinstance(tree, FeatureTree) else None
         self._eos = frozenset(eos)
         self._fan_out = fan_out
@@ -94,7 +94,7 @@ class WorkAhead:
         self.proposed = None
         self._task = task
         if not self._behind and not self._is_blind:
-            path = self._paths.committed(tokens)
+            path = committed_path(self.tree, tokens)
             self.tree.commit(path)
             tokens = tokens[len(path) :]
         self._behind += tokens
@@ -166,7 +166,7 @@ class WorkAhead:
         else:
             verifying = self._task.verifying
             line = [*self._behind, *(verifying or ())]
-            nodes = yield self._paths.line(self.tree.root, line, self._task.depth if verifying is None else 1)
+            nodes = yield feed_of(self.tree, self.tree.root, line, self._task.depth if verifying is None else 1)
             self.tree.commit(nodes[: len(self._behind)])
             self._behind = []
         if not self._behind and self._has_root:
@@ -176,7 +176,7 @@ class WorkAhead:
         """Begins the branches of the chain under verification."""
         task, eos = self._task, self._eos
         if task.verifying is not None:
-            self._growth = BranchGrowth(self._paths, task.verifying, task, eos, self._fan_out, self._calibration)
+            self._growth = BranchGrowth(self.tree, task.verifying, task, eos, self._fan_out, self._calibration)
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Updates the calibration by the outcome, before the tree drops the nodes of its chains."""

@@ -90,24 +90,17 @@ class ModelDraftSession:
         With `least` below 1 also of alternatives: tokens that are accepted with a greater probability than `least`.
         Nothing is drafted once the text is longer than the draft model's context.
         """
-        return DraftTurn(self._batcher, self._follow(tokens, depth, least), depth)
-
-    def _follow(self, tokens: Sequence[int], depth: int, least: float) -> WorkAhead | None:
-        work = self._work
-        if work is None:
-            return None
-        new = tokens[work.committed_len :]
+        work, new = self._work, tokens[self._work.committed_len :] if self._work is not None else ()
         try:
             check_known(self._drafter, new)
         except DrafterFault as error:
             log.warning("%s", error)
+            work = None
+        if work is None or len(tokens) >= self._drafter.context_length:
             self.close(spoilt=False)
-            return None
-        if len(tokens) >= self._drafter.context_length:
-            self.close(spoilt=False)
-            return None
+            return DraftTurn(self._batcher, None, depth)
         work.commit(new, BranchTask(None, depth, min_prob=least))
-        return work
+        return DraftTurn(self._batcher, work, depth)
 
     def close(self, spoilt: bool) -> None:
         """Ends drafting; the text's state may serve later texts, unless a failure has `spoilt` it."""

@@ -222,7 +222,7 @@ class CoreMLDrafter:
         self.parameters = package.manifest.parameters
         self.weight_bytes = package.weight_bytes
         self.prompt_cache = PromptCache(KvCost(per_text=cache_bytes(package.layout)))
-        self._runtime, self._host = runtime, PackageHost(package, runtime)
+        self._host = PackageHost(package, runtime)
 
     def open(
         self,
@@ -239,10 +239,6 @@ class CoreMLDrafter:
         sampler = Sampler(sampling, self.vocab_size, normalised=False, constraint=constraint)
         draws = Draws.of(sampling, cached)
         return CoreMLTree(CoreMLKVRows(self._host), sampler, self.context_length, tokens, progress, draws)
-
-    def close(self) -> None:
-        """Releases the device."""
-        self._runtime.close()
 
 
 def load(model: str, tell: Tell) -> Drafter:

@@ -71,8 +71,6 @@ class Runtime(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
-
 
 class DeviceAbsent(ModelError):
     """This machine lacks the device, for any package."""
@@ -146,9 +144,6 @@ class CoreMLRuntime:
         with _errors_named(f"{self.name} failed", RuntimeFault, _OFF):
             outputs = model.predict(dict(inputs), state)
         return {name: np.asarray(array, np.float32) for name, array in outputs.items()}
-
-    def close(self) -> None:
-        self._models = {}
 
 
 @contextmanager

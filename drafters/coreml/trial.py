@@ -182,8 +182,8 @@ class Trials:
 def _read(file: Path) -> list[Tried]:
     """Returns the rows of `file`; none if it is missing or unreadable, so that trials run again."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=list[Tried])
-    except (OSError, msgspec.MsgspecError, InvalidRequest):
+        return msgspec.convert(json.loads(file.read_text(encoding="utf-8")), list[Tried])
+    except (OSError, ValueError, msgspec.ValidationError, InvalidRequest):
         return []
 
 

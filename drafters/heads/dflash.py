@@ -205,10 +205,12 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
         raise CannotDraft(f"{name} is not a DFlash head: its config.json has another architecture")
     refuse_quantised(config, weights, name)
     weights = {_renamed(key): value for key, value in weights.items()}
+    # Some formats nest the sizes, or the settings of the method.
+    config = {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
     with complete(name):
-        settings = _settings(_flat(config), weights, target.config, name)
+        settings = _settings(config, weights, target.config, name)
         count = int(config.get("draft_vocab_size") or target.vocab_size)
-    _check_target(_flat(config), settings, target, name)
+    _check_target(config, settings, target, name)
     d2t = weights.pop("d2t", None)
     count = count if d2t is not None else target.vocab_size
     vocabulary = DraftVocabulary.read(d2t, count, target.vocab_size, name)
@@ -226,11 +228,6 @@ def build(config: Mapping[str, Any], weights: Weights, target: HeadTarget, name:
 
 def _renamed(key: str) -> str:
     return key.removeprefix("model.").removeprefix("logit_head.")
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all settings in one dict: some formats nest the sizes, or the settings of the method."""
-    return {**config, **(config.get("transformer_layer_config") or {}), **(config.get("dflash_config") or {})}
 
 
 def _settings(config: Mapping[str, Any], weights: Weights, target: Mapping[str, Any], name: str) -> DFlashConfig:

@@ -11,7 +11,7 @@ reason is one sentence. `agreements` measures on a text of the target how often 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,16 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from outrider.drafters.heads.checkpoint import fill, read_config, read_weights, refuse_quantised, settings_of, stranger
+from outrider.drafters.heads.checkpoint import (
+    HeadTarget,
+    Layer,
+    fill,
+    read_config,
+    read_weights,
+    refuse_quantised,
+    settings_of,
+    stranger,
+)
 from outrider.drafters.heads.drafter import HeadDrafter, StepProposer
 from outrider.drafters.heads.head import PairHead
 from outrider.drafters.heads.pair_kv_cache import ExitFollower, PairFeed
@@ -30,7 +39,6 @@ from outrider.engine.hidden_states import (
     HiddenStates,
     backbone_of,
     final_norm,
-    output_layer,
 )
 from outrider.engine.kv_cache import Feed, FlatKVCache, KVCache
 from outrider.engine.load_checks import open_kv_cache, open_slots
@@ -40,8 +48,6 @@ from outrider.grammar.constraint import Constraint
 from outrider.protocol.errors import CannotDraft, ModelError
 from outrider.protocol.heads import head_kind
 from outrider.protocol.sampling import SamplingParams
-
-Layer = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +208,7 @@ def load(folder: Path, target: LoadedModel) -> ExitDrafter:
 
 
 def _exit(target: LoadedModel, layers: int, adapter: ExitAdapter | None = None) -> EarlyExit:
-    backbone, _ = backbone_of(target.model)
-    output = output_layer(getattr(target.model, "language_model", target.model), backbone)
-    norm = final_norm(backbone)
+    norm, output = final_norm(backbone_of(target.model)[0]), HeadTarget.of(target).output
     return EarlyExit(layers, lambda rows: norm(rows), output, target.context_length, adapter)
 
 

@@ -98,7 +98,6 @@ def test_a_drafter_on_core_ml_drafts_as_on_the_interpreter(
         for _ in range(6):
             nodes += tree.feed(nodes[-1:], [None])
         drafted.append(tree.best(nodes))
-        drafter.close()
     assert drafted[0] == drafted[1]
     assert fake.threads == {threading.get_ident()}
     assert fake.loaded == [(name, "CPU_AND_NE") for name in ("q1", "q8", "q16", "q32", "prefill64")]
@@ -160,7 +159,6 @@ def test_a_package_drafts_itself_and_a_model_is_converted_first(
         assert isinstance(drafter, CoreMLDrafter) and drafter.backend == "coreml"
         assert drafter.note == told[-1] == "drafting with Core ML on CPU_AND_NE, stateless fp16, 2.25 ms a token"
         assert drafter.vocab_size == 512 and drafter.weight_bytes > 0 and drafter.parameters > 0
-        drafter.close()
     assert drafter.context_length == 1024
     assert "converting the draft for Core ML: building" in told
 

@@ -40,9 +40,6 @@ class Failing:
             outputs["logits_0"][:] = np.inf if self._how == "says infinity" else np.nan
         return outputs
 
-    def close(self) -> None:
-        self._inner.close()
-
 
 @pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
 @pytest.mark.parametrize("after", [0, 1, 9])
@@ -56,7 +53,6 @@ def test_the_request_goes_on_without_it(
     runtime = Failing(made, after, how)
     drafter = CoreMLDrafter(made.package, runtime)
     found = Cluster(target, drafter, clock, ngrams=False).run(text[:12], SAMPLING, "ssd")
-    drafter.close()
     assert found.tokens == alone.tokens and len(found.tokens) == 40
     assert runtime.calls == after + 1  # it was asked no more
     assert any("drafting is off for this request" in note for note in found.notes)

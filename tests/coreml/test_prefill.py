@@ -129,9 +129,6 @@ class Failing:
             outputs["v_new"][0, 0, 3, 0] = np.inf if self._how == "says infinity" else np.nan
         return outputs
 
-    def close(self) -> None:
-        self._inner.close()
-
 
 @pytest.mark.parametrize("how", ["dies", "says NaN", "says infinity"])
 def test_where_the_device_fails_the_model_reads_on(

@@ -32,11 +32,7 @@ GREEDY = SamplingParams()
 
 @contextmanager
 def opened(made: Bench, tokens: Sequence[int], sampling: SamplingParams = GREEDY) -> Iterator[CoreMLTree]:
-    drafter = made.drafter()
-    try:
-        yield drafter.open(tokens, sampling)
-    finally:
-        drafter.close()
+    yield made.drafter().open(tokens, sampling)
 
 
 def check_node(tree: TokenTree, node: int, path: list[int], model: nn.Module, tolerance: float) -> float:
@@ -201,7 +197,6 @@ def test_residual_sampling_draws_as_the_mlx_drafter_draws(bench: Callable[..., B
     assert (np.sort(q.ids) == np.sort(expected_q.ids)).all()
     shares = [np.take_along_axis(x.probs, o, 1) for x, o in ((q, order), (expected_q, expected_order))]
     np.testing.assert_allclose(shares[0], shares[1], atol=1e-4)
-    coreml.close()
 
 
 def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -213,7 +208,6 @@ def test_several_requests_share_a_drafter(bench: Callable[..., Bench], text: lis
     again = drafter.open(text[100:110], GREEDY)  # takes over the closed one's buffers
     check_node(trees[1], tips[1], [*text[50:80], 9], model, 1e-4)
     check_node(again, again.root, text[100:110], model, 1e-4)
-    drafter.close()
 
 
 @pytest.mark.parametrize(("mode", "weights"), KINDS)
@@ -279,7 +273,6 @@ def test_a_scattered_cache_is_packed(bench: Callable[..., Bench], text: list[int
         assert tree.committed_len < 80  # nine slots a round: by then there is no run of sixteen left
     check_node(tree, tree.root, tree.column_tokens(), model, TOLERANCE["fp16"])
     check_node(tree, below, [*tree.column_tokens(), 3], model, TOLERANCE["fp16"])
-    drafter.close()
 
 
 def test_progress_counts_the_prompt(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -287,7 +280,6 @@ def test_progress_counts_the_prompt(bench: Callable[..., Bench], text: list[int]
     drafter = made.drafter()
     drafter.open(text[:150], GREEDY, lambda done, total: seen.append((done, total)))
     assert seen == [(64, 150), (128, 150), (149, 150)]
-    drafter.close()
 
 
 def test_reading_that_is_called_off_leaves_nothing(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -301,7 +293,6 @@ def test_reading_that_is_called_off_leaves_nothing(bench: Callable[..., Bench], 
         drafter.open(text, GREEDY, stop)
     tree = drafter.open(text[:10], GREEDY)
     check_node(tree, tree.root, text[:10], made.mlx(), TOLERANCE["fp16"])
-    drafter.close()
 
 
 def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -312,7 +303,6 @@ def test_the_smallest_function_that_fits_is_called(bench: Callable[..., Bench], 
     for rows in (1, 2, 8, 9, 17):
         tree.best(tree.feed([tree.root] * rows, list(range(rows))))
     assert runtime.calls == ["q1", "q1", "q8", "q8", "q16", "q32"]
-    drafter.close()
 
 
 @pytest.mark.parametrize(
@@ -358,7 +348,6 @@ def test_logits_that_are_no_numbers_end_the_drafting_of_the_request(
     runtime.poison = None
     other = drafter.open(text[:10], GREEDY)  # the next request may fare better
     assert other.best([other.root])
-    drafter.close()
 
 
 def test_a_device_that_fails_ends_the_request_in_one_sentence(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -369,7 +358,6 @@ def test_a_device_that_fails_ends_the_request_in_one_sentence(bench: Callable[..
     runtime.broken = True
     with pytest.raises(RuntimeFault, match="out of order"):
         tree.best(tree.feed([tree.root], [1]))
-    drafter.close()
 
 
 def test_input_buffers_are_made_once(bench: Callable[..., Bench], text: list[int]) -> None:
@@ -382,7 +370,6 @@ def test_input_buffers_are_made_once(bench: Callable[..., Bench], text: list[int
         tree.best(tree.feed([tree.root] * 8, list(range(8))))
         tree.best(tree.feed([tree.root] * 8, list(range(8))))
         tree.close()
-    drafter.close()
     assert set(runtime.buffers) == {"q1", "q8", "q16"}
     for seen in runtime.buffers.values():
         assert len(seen) == 6  # x, cos, sin, mask, k_past, v_past, each always the same memory
@@ -412,6 +399,3 @@ class _Watched:
         if self.poison is not None:
             outputs["logits_0"][0, 3, 0, 0] = self.poison
         return outputs
-
-    def close(self) -> None:
-        self._inner.close()

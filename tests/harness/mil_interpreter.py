@@ -179,10 +179,6 @@ class NumpyRuntime:
                 del values[name]
         return {name: values[name] for name in spec.outputs}
 
-    def close(self) -> None:
-        self._weights.clear()
-        self._plans.clear()
-
     def _plan(self, spec: SavedFunction) -> tuple[_Step, ...]:
         if spec.name not in self._plans:
             self._plans[spec.name] = _Planner(self._model, self._weights).plan(spec)
