@@ -27,7 +27,16 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import create_attention_mask, make_prompt_cache
 
-from outrider.engine.cache import EARLY, LayerCache, leaves_of, narrowed, stand_in, window_of, with_room
+from outrider.engine.cache import (
+    EARLY,
+    RollbackError,
+    is_attention,
+    leaves_of,
+    narrowed,
+    stand_in,
+    window_of,
+    with_room,
+)
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.trees import depths
 
@@ -235,18 +244,26 @@ class FlatAttentionMetadata:
         return self._masks[key]
 
 
-class FlatCache(LayerCache):
-    """One attention layer's buffer [rows, H, columns, D], written in place; replaces a `KVCache`."""
+class FlatCache:
+    """One attention layer's buffers [rows, H, columns, D], written in place, which grow; replaces a `KVCache`."""
 
     def __init__(self, frame: FlatAttentionMetadata, window: int | None = None, early: int = 0) -> None:
         """`window`: the columns that the layer sees if it passes no window. `early`: see `with_room`."""
-        super().__init__()
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
         self._frame, self._window, self._early = frame, window, early
         self._host: tuple[Floats, Floats] | None = None  # numpy views, dropped when MLX writes, which would copy else
 
     @property
     def offset(self) -> int | mx.array:
         return self._frame.offset
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
+
+    def empty(self) -> bool:
+        return self.keys is None
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         alone, window = self._frame.alone, window_size or self._window
@@ -333,6 +350,17 @@ class FlatCache(LayerCache):
         self.values = with_room(self.values, row + 1, end, values)
         self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
 
+    def saved(self, row: int, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """Returns copies of a row's columns, [1, H, end - start, D]. Lazy; once evaluated they don't keep the buffers.
+
+        Raises:
+            RollbackError: nothing has been fed yet.
+        """
+        if self.keys is None or self.values is None:
+            raise RollbackError("nothing has been fed yet, so there is nothing to copy")
+        columns = slice(row, row + 1), slice(None), slice(start, end)
+        return mx.contiguous(self.keys[columns]), mx.contiguous(self.values[columns])
+
     def clear(self) -> None:
         """Frees the buffers."""
         self.keys = self.values = self._host = None
@@ -368,16 +396,21 @@ Layers = tuple[tuple[mx.array, mx.array], ...]
 
 
 class FlatSequence:
-    """A row of the flat buffers."""
+    """A text: a row of the flat buffers. `length`: the tokens fed so far; `leaves`: the caches of layers without one.
 
-    exact = True
+    `exact`: it can roll back to every length, not only to marks.
+    """
 
-    def __init__(self, row: int, caches: Sequence[FlatCache], rows: FlatRows) -> None:
-        self.row, self.length, self._caches, self._rows = row, 0, caches, rows
+    def __init__(self, row: int, rows: FlatRows, layers: Sequence[FlatCache], leaves: Sequence[Any] = ()) -> None:
+        self.row, self.length, self._rows, self._layers, self.leaves = row, 0, rows, layers, leaves
+        self.exact = not leaves
 
     @property
     def marks_freely(self) -> bool:
-        """False if forwards are computed at once, as by ONNX Runtime."""
+        """True if a mark costs nothing, so that a step may begin that might have to be rolled back.
+
+        False if forwards are computed at once, as by ONNX Runtime.
+        """
         return self._rows.is_lazy
 
     def mark(self) -> None:
@@ -391,38 +424,50 @@ class FlatSequence:
         """Keeps only these columns (ascending) after the first `length` tokens."""
         kept = np.asarray(columns, np.int32)
         moved = np.flatnonzero(kept != np.arange(length, length + len(kept)))
-        for cache in self._caches if len(moved) else ():
+        for cache in self._layers if len(moved) else ():
             cache.gather(self.row, length + int(moved[0]), kept[moved[0] :])
         self.length = length + len(kept)
 
 
 class FlatRows:
-    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read."""
+    """One buffer for each layer of `model`, for all texts. `is_lazy`: forwards are computed when they are read.
 
-    def __init__(self, model: nn.Module, keeps_buffers: bool = False) -> None:
-        """`keeps_buffers`: the buffers stay after the last text, for the next one."""
-        install(model)
-        self._keeps_buffers = keeps_buffers
+    `together`: a forward may feed several texts.
+    """
+
+    together = True
+    _cache_type = FlatCache
+
+    def __init__(self, model: nn.Module, keeps_buffers: bool = False, own_caches: bool = False) -> None:
+        """`keeps_buffers`: the buffers stay after the last text, for the next one. `own_caches`: no layer has one."""
+        if self.together:
+            install(model)
+        self._keeps_buffers, self._own_caches = keeps_buffers, own_caches
         self._frame = FlatAttentionMetadata()
         made = make_prompt_cache(model)
         self._caches = [
             stand_in(cache, partial(self._stand_in, EARLY * number // len(made))) for number, cache in enumerate(made)
         ]
-        self._layers: list[FlatCache] = [
-            leaf for cache in self._caches for leaf in leaves_of(cache) if isinstance(leaf, FlatCache)
-        ]
+        leaves = [leaf for cache in self._caches for leaf in leaves_of(cache)]
+        self._layers: list[FlatCache] = [leaf for leaf in leaves if isinstance(leaf, FlatCache)]
         self._sequences: list[FlatSequence] = []
         self._dropped: deque[FlatSequence] = deque()
         self.is_lazy = True
 
     def _stand_in(self, early: int, cache: Any) -> Any:
-        """Returns the cache that replaces one of the model's own; `early`: see `with_room`."""
-        return FlatCache(self._frame, window_of(cache), early)
+        """Returns the cache that replaces one of the model's own, if it can be; `early`: see `with_room`."""
+        return self._cache_type(self._frame, window_of(cache), early) if self._is_flat(cache) else cache
+
+    def _is_flat(self, cache: Any) -> bool:
+        return is_attention(cache) and not self._own_caches
+
+    def _sequence(self, row: int) -> FlatSequence:
+        return FlatSequence(row, self, self._layers)
 
     def open(self) -> FlatSequence:
         while self._dropped:
             self.close(self._dropped.popleft())
-        self._sequences.append(FlatSequence(len(self._sequences), self._layers, self))
+        self._sequences.append(self._sequence(len(self._sequences)))
         return self._sequences[-1]
 
     def drop(self, sequence: FlatSequence) -> None:
@@ -446,9 +491,7 @@ class FlatRows:
                 cache.clear()
 
     def save(self, sequence: FlatSequence, length: int) -> SavedPrefix:
-        saved = SavedPrefix(length, tuple(cache.saved(length, sequence.row) for cache in self._layers))
-        mx.eval(saved.layers)
-        return saved
+        return SavedPrefix(length, self.segment(sequence, 0, length))
 
     def adopt(self, sequence: FlatSequence, start: CachedPrefix) -> None:
         self.extend(sequence, tuple(start.saved.columns(start.length)), start.length)
@@ -462,7 +505,7 @@ class FlatRows:
 
     def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
         """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
-        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._layers)
+        layers = tuple(cache.saved(sequence.row, start, end) for cache in self._layers)
         mx.eval(layers)
         return layers
 

@@ -19,9 +19,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -31,7 +31,8 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.cache import KVCache as MlxKVCache
 
 from outrider.engine.cache import leaves_of
-from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, KVState, SeparateKVCache
+from outrider.engine.flat import FlatCache
+from outrider.engine.kv_cache import CacheSlot, Feed, FlatKVCache, KVCache, SeparateKVCache
 from outrider.engine.kv_rows import DenseKVRows, JointKVRows, KVRows, OrtKVRows, RecurrentKVRows
 from outrider.engine.kv_transfer import PromptReader
 from outrider.engine.loading import LoadedModel
@@ -65,9 +66,24 @@ _LARGEST = 4096  # larger windows are not tried: the made-up text would take gig
 _LARGEST_READ = 512  # the same if a cache can't be filled, and the text has to be read
 _EDGE, _LOUD = 16, 30.0  # values this far into the window are this much larger, so that an error of one token shows
 
-_abilities_of: WeakKeyDictionary[LoadedModel, Abilities] = WeakKeyDictionary()
+
+T = TypeVar("T")
 
 
+def _once(find: Callable[[LoadedModel], T]) -> Callable[[LoadedModel], T]:
+    """Makes `find` return what it found the first time for the same model."""
+    known: WeakKeyDictionary[LoadedModel, T] = WeakKeyDictionary()
+
+    @wraps(find)
+    def found(model: LoadedModel) -> T:
+        if model not in known:
+            known[model] = find(model)
+        return known[model]
+
+    return found
+
+
+@_once
 def abilities(model: LoadedModel) -> Abilities:
     """Returns what this model can do, tried once.
 
@@ -76,34 +92,22 @@ def abilities(model: LoadedModel) -> Abilities:
     """
     if model.cpu is not None:
         return Abilities()  # `engine.ort` checks chains and rollbacks at load
-    if model not in _abilities_of:
-        _abilities_of[model] = _find(model)
-        mx.clear_cache()
-    return _abilities_of[model]
-
-
-def _find(model: LoadedModel) -> Abilities:
     with named_errors(f"a forward of this {model.model_type} model"):
         trials = _trials(model)
-    faults = []
+    reason = ""
     for own_caches in (False, True):
-        fault = _first_fault([partial(trial.run, own_caches) for trial in trials])
-        if fault is None:
-            return Abilities(own_caches=own_caches)
-        log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, fault)
-        faults.append(fault)
-    why = f"a {model.model_type} model can't verify several tokens at once ({faults[-1]}), so it decodes token by token"
-    return Abilities(chains=False, own_caches=True, why=why)
-
-
-def _first_fault(attempts: list[Callable[[], None]]) -> str | None:
-    for attempt in attempts:
         try:
             with named_errors("a trial forward", logging.INFO):
-                attempt()
+                for trial in trials:
+                    trial.run(own_caches)
+            return Abilities(own_caches=own_caches)
         except OutriderError as error:
-            return str(error)
-    return None
+            reason = str(error)
+            log.info("a %s target can't verify (own caches: %s): %s", model.model_type, own_caches, reason)
+        finally:
+            mx.clear_cache()
+    why = f"a {model.model_type} model can't verify several tokens at once ({reason}), so it decodes token by token"
+    return Abilities(chains=False, own_caches=True, why=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +123,8 @@ class _Trial:
 
     @classmethod
     def of(cls, model: LoadedModel, before: list[tuple[mx.array, mx.array] | None] | list[int]) -> _Trial:
-        kv = _begun(model, before, own_caches=True)
-        truth = mx.concatenate([_feed(model, kv, [token]) for token in _last(model)])
+        text = _Text(model, before, own_caches=True)
+        truth = mx.concatenate([text.feed([token]) for token in _last(model)])
         if mx.isnan(truth).any().item():
             raise ModelFault(
                 f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
@@ -135,16 +139,16 @@ class _Trial:
         """
         model, last = self.model, _last(self.model)
         if not own_caches:
-            kv = _begun(model, self.before, own_caches)
-            self._compare(0, mx.concatenate([_feed(model, kv, [token]) for token in last]), "one token at a time")
-        kv = _begun(model, self.before, own_caches)
-        base = kv.length
-        kv.mark()
+            text = _Text(model, self.before, own_caches)
+            self._compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
+        text = _Text(model, self.before, own_caches)
+        base = text.sequence.length
+        text.sequence.mark()
         wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
-        self._compare(0, _feed(model, kv, [last[0], *wrong])[:1], "several tokens at once")
-        kv.roll_back(base + 1)
-        done = kv.length - base
-        self._compare(done, _feed(model, kv, last[done:]), "tokens after a rejected chain")
+        self._compare(0, text.feed([last[0], *wrong])[:1], "several tokens at once")
+        text.sequence.roll_back(base + 1)
+        done = text.sequence.length - base
+        self._compare(done, text.feed(last[done:]), "tokens after a rejected chain")
 
     def _compare(self, start: int, logits: mx.array, tokens: str) -> None:
         truth = self.truth[start : start + logits.shape[0]].astype(mx.float32)
@@ -162,19 +166,18 @@ class _Trial:
 def _trials(model: LoadedModel) -> list[_Trial]:
     """Returns a trial at a text's start, and one past the model's windows if it has any."""
     trials = [_Trial.of(model, [])]
-    kv = KVState(model.model, own_caches=True)
-    leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
-    window = max((getattr(leaf, name, 0) for leaf in leaves for name in _WINDOWS), default=0)
+    text = _Text(model, None, own_caches=True)
+    window = max((getattr(leaf, name, 0) for leaf in text.leaves for name in _WINDOWS), default=0)
     if not window:
         return trials
-    fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in leaves)
+    fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in text.leaves)
     if window > (_LARGEST if fillable else _LARGEST_READ):
         log.info("a window of %d tokens is too long to be tried", window)
         return trials
     if not fillable:
         return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]
-    _feed(model, kv, _tokens(model, _TEXT))
-    made_up = [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(leaves)]
+    text.feed(_tokens(model, _TEXT))
+    made_up = [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(text.leaves)]
     return [*trials, _Trial.of(model, made_up)]
 
 
@@ -191,28 +194,34 @@ def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
     return parts[0], parts[1]
 
 
-def _begun(model: LoadedModel, before: list[Any], own_caches: bool) -> KVState:
-    kv = KVState(model.model, own_caches)
-    read = before if before and isinstance(before[0], int) else []
-    _feed(model, kv, _tokens(model, _TEXT) + read)
-    if before and not read:
-        leaves = [leaf for cache in kv.caches for leaf in leaves_of(cache)]
-        count = next(made_up[0].shape[2] for made_up in before if made_up is not None)
-        kv.begin(count)
-        for leaf, made_up in zip(leaves, before, strict=True):
-            if made_up is not None:
-                leaf.update_and_fetch(*made_up)
-        kv.length += count
-    return kv
+class _Text:
+    """A text with caches of its own, which begins with `_TEXT` tokens and `before`; None: it is empty."""
 
+    def __init__(self, model: LoadedModel, before: list[Any] | None, own_caches: bool) -> None:
+        self._kv_cache = SeparateKVCache(model.model, own_caches)
+        self.sequence = self._kv_cache.open()
+        self.leaves = [leaf for cache in self.sequence.caches for leaf in leaves_of(cache)]
+        if before is None:
+            return
+        read = before if before and isinstance(before[0], int) else []
+        self.feed(_tokens(model, _TEXT) + read)
+        if before and not read:
+            self._fill(before)
 
-def _feed(model: LoadedModel, kv: KVState, tokens: list[int]) -> mx.array:
-    """Feeds tokens, and returns their logits [N, V], evaluated."""
-    kv.begin(len(tokens))
-    logits: mx.array = model.model(mx.array([tokens]), cache=kv.caches)[0]
-    kv.length += len(tokens)
-    mx.eval(logits, kv.state)
-    return logits
+    def feed(self, tokens: list[int]) -> mx.array:
+        """Feeds tokens, and returns their logits [N, V], evaluated."""
+        logits = self._kv_cache.forward([Feed(self.sequence, tokens, len(tokens))])
+        mx.eval(logits, self._kv_cache.state())
+        return logits
+
+    def _fill(self, before: list[tuple[mx.array, mx.array] | None]) -> None:
+        """Adds keys and values to each cache that has them."""
+        for leaf, pair in zip(self.leaves, before, strict=True):
+            if isinstance(leaf, FlatCache) and pair is not None:
+                leaf.adopt(self.sequence.row, *pair, self.sequence.length)
+            elif pair is not None:
+                leaf.update_and_fetch(*pair)
+        self.sequence.length += next(keys.shape[2] for keys, _ in filter(None, before))
 
 
 def _tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
@@ -300,6 +309,10 @@ def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree
     return worst <= 1.0
 
 
+def _trees_agree(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
+    return tree_agrees(model, opened) and agrees_batched(model, opened)
+
+
 _BATCH_LENGTHS = (9, 3, 6)
 
 
@@ -340,40 +353,23 @@ def drafts_agree(model: LoadedModel, own: ReferenceLogits) -> bool:
     The tree forks at the text and further down. It is fed alone, then with another request.
     """
     kv_cache = FlatKVCache(model.model, cpu=model.cpu)
-    trials = [_TreeTrial.of(model, kv_cache, number) for number in range(len(_LENGTHS))]
-    first = trials[0]
-    agrees = _drafts_agree(own, kv_cache, [first])
-    first.place.keep(len(first.text), [len(first.text) + node for node in _PATH])
-    first.text += [first.nodes[node] for node in _PATH]
-    agrees = agrees and _drafts_agree(own, kv_cache, trials)
-    for trial in trials:
-        kv_cache.close(trial.place)
-    return agrees
-
-
-@dataclass(slots=True)
-class _TreeTrial:
-    """A text whose tokens have all been fed, and the tokens of a tree that follows it."""
-
-    place: Any
-    text: list[int]
-    nodes: tuple[int, ...] = field(default=())
-
-    @classmethod
-    def of(cls, model: LoadedModel, kv_cache: FlatKVCache, number: int) -> _TreeTrial:
-        text, nodes = _tokens(model, _LENGTHS[number], number), _tokens(model, len(_PARENTS), number, 6007)
-        trial = cls(kv_cache.open(), text, tuple(nodes))
-        kv_cache.forward([Feed(trial.place, trial.text, 0, True)])
+    texts = [_tokens(model, length, number) for number, length in enumerate(_LENGTHS)]
+    nodes = [_tokens(model, len(_PARENTS), number, 6007) for number in range(len(_LENGTHS))]
+    places = [kv_cache.open() for _ in texts]
+    for place, text in zip(places, texts, strict=True):
+        kv_cache.forward([Feed(place, text, 0, True)])
         mx.eval(kv_cache.state())
-        return trial
 
+    def agree(*numbers: int) -> bool:
+        """Feeds these texts their trees; returns whether all logits are the model's own. The columns stay."""
+        logits = kv_cache.forward([Feed(places[n], nodes[n], len(_PARENTS), parents=_PARENTS) for n in numbers])
+        branches = [[*texts[n], *down] for n in numbers for down in lines(nodes[n], _PARENTS)]
+        return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
 
-def _drafts_agree(own: ReferenceLogits, kv_cache: FlatKVCache, trials: list[_TreeTrial]) -> bool:
-    """Feeds each text its tree; returns whether all logits are the model's own. The columns stay."""
-    count = len(_PARENTS)
-    logits = kv_cache.forward([Feed(trial.place, trial.nodes, count, parents=_PARENTS) for trial in trials])
-    branches = [[*trial.text, *down] for trial in trials for down in lines(trial.nodes, _PARENTS)]
-    return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
+    agrees = agree(0)
+    places[0].keep(_LENGTHS[0], [_LENGTHS[0] + node for node in _PATH])
+    texts[0] += [nodes[0][node] for node in _PATH]
+    return agrees and agree(0, 1)
 
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
@@ -416,17 +412,13 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
 _LONGER = 256
 
 
-_cache_forms: WeakKeyDictionary[LoadedModel, Callable[[], KVCache]] = WeakKeyDictionary()
-
-
 def open_kv_cache(model: LoadedModel) -> KVCache:
     """Opens an empty KV cache. Its form is found once for each model."""
-    if model not in _cache_forms:
-        _cache_forms[model] = _find_cache_form(model)
-    return _cache_forms[model]()
+    return _cache_form(model)()
 
 
-def _find_cache_form(model: LoadedModel) -> Callable[[], KVCache]:
+@_once
+def _cache_form(model: LoadedModel) -> Callable[[], KVCache]:
     own = ReferenceLogits(model)
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
@@ -477,9 +469,7 @@ def sequence_cost(kv_cache: KVCache) -> KvCost:
     return cost
 
 
-Form = type[OrtKVRows] | type[JointKVRows] | type[DenseKVRows] | type[RecurrentKVRows]
-
-_tree_forms: WeakKeyDictionary[LoadedModel, Form] = WeakKeyDictionary()
+Form = type[DenseKVRows]
 
 
 def open_tree(
@@ -515,18 +505,22 @@ def open_tree(
     return Tree(open_kv_rows(model, reader), sampler, model.context_length, tokens, progress, draws, cache)
 
 
+@_once
 def tree_form(model: LoadedModel) -> Form:
     """Returns the form of KV rows for trees of this model, found once for each model.
 
     Raises:
         CannotDraft: no form reproduces this model's logits.
     """
-    if model not in _tree_forms:
-        forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
-        if model.cpu is not None:
-            forms.insert(0, OrtKVRows)
-        _tree_forms[model] = _first_that_agrees(model, forms)
-    return _tree_forms[model]
+    forms: list[Form] = [JointKVRows, DenseKVRows, RecurrentKVRows] if model.attention_only else [RecurrentKVRows]
+    if model.cpu is not None:
+        forms.insert(0, OrtKVRows)
+    reason = ""
+    for form in forms:
+        reason = fault(model, "a tree of it", partial(_trees_agree, model, partial(open_form, model, form)))
+        if not reason:
+            return form
+    raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
@@ -538,7 +532,7 @@ def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
 def open_kv_rows(model: LoadedModel, reader: PromptReader | None = None) -> KVRows:
     """Opens empty KV rows for one tree; see `open_tree` for `reader`. Raises ModelError as `tree_form` does."""
     kv_rows: KVRows = tree_form(model)(model)
-    if isinstance(kv_rows, DenseKVRows):  # a recurrent state comes from the model alone
+    if isinstance(kv_rows, DenseKVRows) and not kv_rows.whole:  # a recurrent state comes from the model alone
         kv_rows.reader = reader
     return kv_rows
 
@@ -548,17 +542,3 @@ def tree_cost(model: LoadedModel) -> KvCost:
     kv_rows = open_kv_rows(model)
     kv_rows.prefill([0], None, 1)
     return kv_rows.save(1).cost
-
-
-def _first_that_agrees(model: LoadedModel, forms: Sequence[Form]) -> Form:
-    reason = ""
-    for form in forms:
-        opened = partial(open_form, model, form)
-        reason = fault(model, "a tree of it", partial(_agrees, model, opened))
-        if not reason:
-            return form
-    raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
-
-
-def _agrees(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
-    return tree_agrees(model, opened) and agrees_batched(model, opened)
