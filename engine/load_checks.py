@@ -390,9 +390,10 @@ def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Restores a model's modules, and the names in their Python modules, unless the block calls what is yielded."""
-    parts = [(part, dict(part)) for part in model.modules()]
-    names = [vars(sys.modules[name]) for name in {type(part).__module__ for part, _ in parts} if name in sys.modules]
-    functions = [(known, dict(known)) for known in names]
+    kinds = [(part, type(part)) for part in model.modules()]
+    names = [vars(sys.modules[name]) for name in {kind.__module__ for _, kind in kinds} if name in sys.modules]
+    parts: list[dict[str, Any]] = [*(part for part, _ in kinds), *names]
+    before = [dict(part) for part in parts]
     kept = False
 
     def keep() -> None:
@@ -402,11 +403,12 @@ def _restored(model: nn.Module) -> Iterator[Callable[[], None]]:
     try:
         yield keep
     finally:
-        if not kept:
-            for now, before in [*parts, *functions]:
-                for name in before:
-                    if now.get(name) is not before[name]:
-                        now[name] = before[name]
+        for part, kind in () if kept else kinds:
+            part.__class__ = kind
+        for now, then in () if kept else zip(parts, before, strict=True):
+            for name in then:
+                if now.get(name) is not then[name]:
+                    now[name] = then[name]
 
 
 _LONGER = 256
