@@ -350,15 +350,17 @@ class FlatCache:
         self.values = with_room(self.values, row + 1, end, values)
         self.keys[row : row + 1, :, start:end], self.values[row : row + 1, :, start:end] = keys, values
 
-    def saved(self, row: int, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Returns copies of a row's columns, [1, H, end - start, D]. Lazy; once evaluated they don't keep the buffers.
+    def saved(self, length: int, row: int = 0, start: int = 0) -> tuple[mx.array, mx.array]:
+        """Returns copies of a row's columns [start, length): [1, H, length - start, D] each.
+
+        Lazy; once evaluated they don't keep the buffers.
 
         Raises:
             RollbackError: nothing has been fed yet.
         """
         if self.keys is None or self.values is None:
             raise RollbackError("nothing has been fed yet, so there is nothing to copy")
-        columns = slice(row, row + 1), slice(None), slice(start, end)
+        columns = slice(row, row + 1), slice(None), slice(start, length)
         return mx.contiguous(self.keys[columns]), mx.contiguous(self.values[columns])
 
     def clear(self) -> None:
@@ -505,7 +507,7 @@ class FlatRows:
 
     def segment(self, sequence: FlatSequence, start: int, end: int) -> Layers:
         """Returns copies of a text's keys and values [start, end), as `extend` takes them, evaluated."""
-        layers = tuple(cache.saved(sequence.row, start, end) for cache in self._layers)
+        layers = tuple(cache.saved(end, sequence.row, start) for cache in self._layers)
         mx.eval(layers)
         return layers
 

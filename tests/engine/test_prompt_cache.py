@@ -143,7 +143,7 @@ def test_what_was_saved_does_not_hold_on_to_the_buffer() -> None:
     cache.keys = cache.values = mx.zeros((2, 1, 4096, 16)) + 1
     mx.eval(cache.keys)
     before, held = mx.get_active_memory(), cache.keys.nbytes
-    copies = cache.saved(1, 0, 40)
+    copies = cache.saved(40, row=1)
     mx.eval(copies)
     cache.clear()
     assert mx.get_active_memory() <= before - held + 4 * copies[0].nbytes
