@@ -49,8 +49,7 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 class Segment:
     """The next `count` tokens of the text in `row`, whose first `start` tokens are in the buffers.
 
-    `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too. With `parents`
-    the last tokens are the nodes of a tree (`protocol.trees`), which follows the other tokens.
+    `long`: a piece of a prompt. `whole`: each token sees all of the segment's tokens, later ones too.
     """
 
     row: int
@@ -58,7 +57,6 @@ class Segment:
     count: int
     long: bool = False
     whole: bool = False
-    parents: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -67,49 +65,47 @@ class Segment:
     @property
     def is_apart(self) -> bool:
         """True if its tokens see other columns than those up to their own, or have other positions than columns."""
-        return self.whole or bool(self.parents)
+        return self.whole
 
     @property
     def is_in_order(self) -> bool:
         """True if the position of each token is its column."""
-        return not self.parents
-
-    @property
-    def trunk(self) -> int:
-        """The first column of the tree."""
-        return self.end - len(self.parents)
+        return True
 
     @property
     def positions(self) -> Ints:
         """The position of each token, [count]."""
-        places = np.arange(self.start, self.end, dtype=np.int32)
-        if self.parents:
-            places[-len(self.parents) :] = np.array(depths(self.parents)) + self.trunk
-        return places
+        return np.arange(self.start, self.end, dtype=np.int32)
 
     def seen(self, end: int, window: int | None) -> Bools:
         """Returns which of the row's first `end` columns each token sees, within `window` if any: [count, end]."""
         seen = np.tri(self.count, end, self.start, dtype=np.bool_)
         if self.whole:
             seen[:, : self.end] = True
-        if self.parents:
-            seen[-len(self.parents) :, self.trunk : self.end] = _ancestry(self.parents)
         if window is not None:
-            places = np.arange(end)
-            places[self.start : self.end] = self.positions
-            seen &= places > self.positions[:, None] - window
+            seen &= np.arange(end) > self.positions[:, None] - window
         return seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSegment(Segment):
-    """Nodes of a token tree, in the order in which they were fed.
+    """Nodes of a token tree, in the order in which they were fed; other tokens of the text may come before them.
 
     `places`: the position of each of the row's columns, [end]. `visible`: what each node sees, [count, end].
     """
 
     places: Ints
     visible: Bools
+
+    @classmethod
+    def of(cls, row: int, start: int, count: int, parents: tuple[int, ...]) -> NodeSegment:
+        """Returns the segment of `count` tokens, of which the last are the nodes of a tree (`protocol.trees`)."""
+        end = start + count
+        trunk = end - len(parents)
+        places, visible = np.arange(end, dtype=np.int32), np.tri(count, end, start, dtype=np.bool_)
+        places[trunk:] = np.array(depths(parents)) + trunk
+        visible[-len(parents) :, trunk:] = _ancestry(parents)
+        return cls(row, start, count, places=places, visible=visible)
 
     @property
     def is_apart(self) -> bool:

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from outrider.engine import hidden_states
 from outrider.engine.cache import RollbackError, leaves_of, stand_in
-from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, Segment
+from outrider.engine.flat import FlatCache, FlatRows, FlatSequence, NodeSegment, Segment
 from outrider.engine.hidden_states import FirstLayers, HiddenStates, LogitsIndices, Takes
 from outrider.engine.loading import LoadedModel
 from outrider.engine.ort.forward import OrtForward
@@ -329,7 +329,10 @@ class SeparateKVCache(ModelRows):
 
 
 def _segment(feed: Feed) -> Segment:
-    return Segment(feed.sequence.row, feed.sequence.length, feed.count, feed.prompt, parents=feed.parents)
+    row, start = feed.sequence.row, feed.sequence.length
+    if feed.parents:
+        return NodeSegment.of(row, start, feed.count, feed.parents)
+    return Segment(row, start, feed.count, feed.prompt)
 
 
 def _joined(parts: Sequence[Tokens]) -> mx.array:
