@@ -19,7 +19,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -93,13 +92,13 @@ def abilities(model: LoadedModel) -> Abilities:
     if model.cpu is not None:
         return Abilities()  # `engine.ort` checks chains and rollbacks at load
     with named_errors(f"a forward of this {model.model_type} model"):
-        trials = _trials(model)
+        trials = [(before, _truth(model, before)) for before in _befores(model)]
     reason = ""
     for own_caches in (False, True):
         try:
             with named_errors("a trial forward", logging.INFO):
-                for trial in trials:
-                    trial.run(own_caches)
+                for before, truth in trials:
+                    _try_chain(model, before, truth, own_caches)
             return Abilities(own_caches=own_caches)
         except OutriderError as error:
             reason = str(error)
@@ -110,75 +109,66 @@ def abilities(model: LoadedModel) -> Abilities:
     return Abilities(chains=False, own_caches=True, why=why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """`truth`: the model's own logits of a text's last `_STEPS` tokens, [_STEPS, V].
+Before = list[tuple[mx.array, mx.array] | None] | list[int]
+"""What follows a text's first `_TEXT` tokens: keys and values of each cache that has them, or tokens."""
 
-    `before`: what comes between the text's first `_TEXT` tokens and these: keys and values of each cache, or tokens.
+
+def _truth(model: LoadedModel, before: Before) -> mx.array:
+    """Returns the model's own logits of the `_STEPS` tokens after these, fed one by one, [_STEPS, V]."""
+    text = _Text(model, before, own_caches=True)
+    truth = mx.concatenate([text.feed([token]) for token in _last(model)])
+    if mx.isnan(truth).any().item():
+        raise ModelFault(
+            f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
+        )
+    return truth.astype(mx.float32)
+
+
+def _try_chain(model: LoadedModel, before: Before, truth: mx.array, own_caches: bool) -> None:
+    """Feeds token by token, then a chain that is rolled back after its first token.
+
+    Raises:
+        ModelFault: the logits differ from the `truth`.
     """
 
-    model: LoadedModel
-    before: list[tuple[mx.array, mx.array] | None] | list[int]
-    truth: mx.array
-
-    @classmethod
-    def of(cls, model: LoadedModel, before: list[tuple[mx.array, mx.array] | None] | list[int]) -> _Trial:
-        text = _Text(model, before, own_caches=True)
-        truth = mx.concatenate([text.feed([token]) for token in _last(model)])
-        if mx.isnan(truth).any().item():
-            raise ModelFault(
-                f"the logits of this {model.model_type} model are NaN or infinite; download it again, or choose another"
-            )
-        return cls(model, before, truth)
-
-    def run(self, own_caches: bool) -> None:
-        """Feeds token by token, then a chain that is rolled back after its first token.
-
-        Raises:
-            ModelFault: the logits differ from the model's own.
-        """
-        model, last = self.model, _last(self.model)
-        if not own_caches:
-            text = _Text(model, self.before, own_caches)
-            self._compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
-        text = _Text(model, self.before, own_caches)
-        base = text.sequence.length
-        text.sequence.mark()
-        wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
-        self._compare(0, text.feed([last[0], *wrong])[:1], "several tokens at once")
-        text.sequence.roll_back(base + 1)
-        done = text.sequence.length - base
-        self._compare(done, text.feed(last[done:]), "tokens after a rejected chain")
-
-    def _compare(self, start: int, logits: mx.array, tokens: str) -> None:
-        truth = self.truth[start : start + logits.shape[0]].astype(mx.float32)
-        allowed = _TRUE if logits.dtype == mx.float32 else _ROUGH
-        finite = mx.isfinite(truth)  # some models exclude tokens
-        truth = mx.where(finite, truth, 0)
-        difference = mx.where(finite, logits.astype(mx.float32), 0) - truth
-        deviation = mx.maximum(mx.std(truth, axis=-1), 1.0)
+    def compare(start: int, logits: mx.array, tokens: str) -> None:
+        own = truth[start : start + logits.shape[0]]
+        finite = mx.isfinite(own)  # some models exclude tokens
+        difference = mx.where(finite, logits.astype(mx.float32) - own, 0)
+        deviation = mx.maximum(mx.std(mx.where(finite, own, 0), axis=-1), 1.0)
         worst = float((mx.sqrt(mx.mean(difference**2, axis=-1)) / deviation).max().item())  # type: ignore[arg-type]
-        if not worst <= allowed:
-            past = " past its window" if self.before else ""
+        if not worst <= (_TRUE if logits.dtype == mx.float32 else _ROUGH):
+            past = " past its window" if before else ""
             raise ModelFault(f"the logits of {tokens}{past} are wrong by {worst:.1g} of their standard deviation")
 
+    last = _last(model)
+    if not own_caches:
+        text = _Text(model, before, own_caches)
+        compare(0, mx.concatenate([text.feed([token]) for token in last]), "one token at a time")
+    text = _Text(model, before, own_caches)
+    base = text.sequence.length
+    text.sequence.mark()
+    wrong = [(token + 1) % model.vocab_size for token in last[1 : 1 + _WRONG]]
+    compare(0, text.feed([last[0], *wrong])[:1], "several tokens at once")
+    text.sequence.roll_back(base + 1)
+    done = text.sequence.length - base
+    compare(done, text.feed(last[done:]), "tokens after a rejected chain")
 
-def _trials(model: LoadedModel) -> list[_Trial]:
-    """Returns a trial at a text's start, and one past the model's windows if it has any."""
-    trials = [_Trial.of(model, [])]
+
+def _befores(model: LoadedModel) -> list[Before]:
+    """Returns that of a text's start, and of one past the model's windows if it has any."""
     text = _Text(model, None, own_caches=True)
     window = max((getattr(leaf, name, 0) for leaf in text.leaves for name in _WINDOWS), default=0)
-    if not window:
-        return trials
     fillable = all(isinstance(leaf, ArraysCache) or hasattr(leaf, "update_and_fetch") for leaf in text.leaves)
+    if not window:
+        return [[]]
     if window > (_LARGEST if fillable else _LARGEST_READ):
         log.info("a window of %d tokens is too long to be tried", window)
-        return trials
+        return [[]]
     if not fillable:
-        return [*trials, _Trial.of(model, [7 * i % model.vocab_size for i in range(window + _PAST)])]
+        return [[], [7 * i % model.vocab_size for i in range(window + _PAST)]]
     text.feed(_tokens(model, _TEXT))
-    made_up = [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(text.leaves)]
-    return [*trials, _Trial.of(model, made_up)]
+    return [[], [_made_up(leaf, i, window) if hasattr(leaf, "keys") else None for i, leaf in enumerate(text.leaves)]]
 
 
 def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
@@ -197,31 +187,26 @@ def _made_up(leaf: Any, seed: int, window: int) -> tuple[mx.array, mx.array]:
 class _Text:
     """A text with caches of its own, which begins with `_TEXT` tokens and `before`; None: it is empty."""
 
-    def __init__(self, model: LoadedModel, before: list[Any] | None, own_caches: bool) -> None:
+    def __init__(self, model: LoadedModel, before: Before | None, own_caches: bool) -> None:
         self._kv_cache = SeparateKVCache(model.model, own_caches)
         self.sequence = self._kv_cache.open()
         self.leaves = [leaf for cache in self.sequence.caches for leaf in leaves_of(cache)]
         if before is None:
             return
-        read = before if before and isinstance(before[0], int) else []
-        self.feed(_tokens(model, _TEXT) + read)
-        if before and not read:
-            self._fill(before)
+        pairs = [entry for entry in before if not isinstance(entry, int)]
+        self.feed(_tokens(model, _TEXT) + [entry for entry in before if isinstance(entry, int)])
+        for leaf, pair in zip(self.leaves if pairs else (), pairs, strict=True):
+            if isinstance(leaf, FlatCache) and pair is not None:
+                leaf.adopt(self.sequence.row, *pair, self.sequence.length)
+            elif pair is not None:
+                leaf.update_and_fetch(*pair)
+        self.sequence.length += next((keys.shape[2] for keys, _ in filter(None, pairs)), 0)
 
     def feed(self, tokens: list[int]) -> mx.array:
         """Feeds tokens, and returns their logits [N, V], evaluated."""
         logits = self._kv_cache.forward([Feed(self.sequence, tokens, len(tokens))])
         mx.eval(logits, self._kv_cache.state())
         return logits
-
-    def _fill(self, before: list[tuple[mx.array, mx.array] | None]) -> None:
-        """Adds keys and values to each cache that has them."""
-        for leaf, pair in zip(self.leaves, before, strict=True):
-            if isinstance(leaf, FlatCache) and pair is not None:
-                leaf.adopt(self.sequence.row, *pair, self.sequence.length)
-            elif pair is not None:
-                leaf.update_and_fetch(*pair)
-        self.sequence.length += next(keys.shape[2] for keys, _ in filter(None, before))
 
 
 def _tokens(model: LoadedModel, count: int, number: int = 0, step: int = 7919) -> list[int]:
@@ -247,24 +232,24 @@ def tree_agrees(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree], 
     text, rest = tokens[:prompt], tokens[prompt:]
     tree, own = open_tree(text), ReferenceLogits(model)
     texts = {tree.root: text}
-    worst = _distance(own, tree, texts)
+    agrees = _agrees(own, tree, texts)
     for _ in range(2):
         tips = [tree.root] * _BRANCHES
         for _ in range(_DEPTH):
             fed, rest = rest[:_BRANCHES], rest[_BRANCHES:]
             above, tips = tips, tree.feed(tips, fed)
             texts |= {tip: [*texts[up], token] for tip, up, token in zip(tips, above, fed, strict=True)}
-        worst = max(worst, _distance(own, tree, texts))
+        agrees = agrees and _agrees(own, tree, texts)
         path = [node for node in texts if texts[node] == texts[tips[1]][: len(texts[node])] and node > tree.root]
         tree.commit(path)
         texts = {tree.root: texts[tips[1]]}
     tree.close()
-    return worst <= 1.0
+    return agrees
 
 
-def _distance(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> float:
-    """Returns the largest difference between the tree's and the model's logits, in units of the allowed one."""
-    return max((own.distance(text, tree.scores(node)) for node, text in texts.items()), default=0.0)
+def _agrees(own: ReferenceLogits, tree: Tree, texts: dict[int, list[int]]) -> bool:
+    """Returns whether the logits of these nodes are the model's own after these texts."""
+    return all(own.distance(text, tree.scores(node)) <= 1.0 for node, text in texts.items())
 
 
 class ReferenceLogits:
@@ -302,11 +287,11 @@ def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree
     trees = [open_tree(text) for text in texts]
     fed = [[5 % model.vocab_size, 7 % model.vocab_size][: n + 1] for n in range(2)]
     nodes = feed_together(trees, [TreeFeed([tree.root] * len(new), new) for tree, new in zip(trees, fed, strict=True)])
-    worst, own = 0.0, ReferenceLogits(model)
+    agrees, own = True, ReferenceLogits(model)
     for tree, text, new, grown in zip(trees, texts, fed, nodes, strict=True):
-        worst = max(worst, _distance(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)}))
+        agrees &= _agrees(own, tree, {node: [*text, t] for node, t in zip(grown, new, strict=True)})
         tree.close()
-    return worst <= 1.0
+    return agrees
 
 
 def _trees_agree(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
