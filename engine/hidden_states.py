@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -239,12 +239,14 @@ class _End(Exception):  # no error: ends the forward after the layer
         self.rows = rows
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenStateReader:
-    """`fuse` converts the rows that are recorded for the reader, [N, points * D], to those that it reads, [N, W]."""
+class HiddenStateReader(Protocol):
+    """Reads the rows of its `points`."""
 
     points: HiddenStatePoints
-    fuse: Callable[[mx.array], mx.array]
+
+    def fuse(self, rows: mx.array, /) -> mx.array:
+        """Converts recorded rows [N, points * D] to those that it reads, [N, W]."""
+        ...
 
 
 class HiddenStateReaders:

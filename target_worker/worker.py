@@ -80,7 +80,7 @@ class TargetWorker:
         self._runner = ModelRunner(pace)
         self._drafters = own or InProcessDrafters({})
         self._publisher = publisher
-        self._drafters.read(model, self._kv_cache, publisher.reader if publisher is not None else None)
+        self._drafters.read(model, self._kv_cache, publisher)
         self._kv_import = KVImport(model, self._kv_cache)
         self._prefixes = PrefixReuse(PromptCache(sequence_cost(self._kv_cache)), model.context_length)
         self._reported_use = CacheUse()
