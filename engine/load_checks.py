@@ -5,12 +5,12 @@ caches with the right logits: those that roll back at once, else the model's own
 model's own without chains. If layers have a window, everything is tried past the window, too, after made-up keys and
 values, because computing so many would take minutes.
 
-`open_kv_cache` opens a target's KV cache: texts share forwards (`batch_agrees`) and verify trees of drafts
-(`drafts_agree`) if the logits stay right. `open_tree` opens a drafter's token tree in the first form of `KVRows` that
-reproduces the model's logits (`tree_agrees`, `agrees_batched`), or refuses. These checks compare with plain forwards
-(`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or the columns it is given, whose
-attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another way. `fault` runs a check and
-undoes a failed form's changes to the model. Knows nothing of requests.
+`open_kv_cache` opens a target's KV cache: texts share forwards if the logits stay right (`batch_agrees`). `open_tree`
+opens a drafter's token tree in the first form of `KVRows` that reproduces the model's logits (`tree_agrees`,
+`agrees_batched`), or refuses; a target verifies trees of drafts if such trees of it can share forwards. These checks
+compare with plain forwards (`ReferenceLogits`). They catch models whose attention ignores the mask, the positions or
+the columns it is given, whose attention is not mlx-lm's common one, or whose layers mix the tokens of a row in another
+way. `fault` runs a check and undoes a failed form's changes to the model. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from outrider.protocol.errors import (
 from outrider.protocol.messages import Abilities
 from outrider.protocol.sampling import SamplingParams
 from outrider.protocol.stats import KvCost
-from outrider.protocol.trees import TreeFeed, lines
+from outrider.protocol.trees import TreeFeed
 
 log = logging.getLogger(__name__)
 
@@ -294,19 +294,15 @@ def agrees_batched(model: LoadedModel, open_tree: Callable[[Sequence[int]], Tree
     return agrees
 
 
-def _trees_agree(model: LoadedModel, opened: Callable[[Sequence[int]], Tree]) -> bool:
-    return tree_agrees(model, opened) and agrees_batched(model, opened)
-
-
 _BATCH_LENGTHS = (9, 3, 6)
 
 
-def batch_agrees(model: LoadedModel, own: ReferenceLogits) -> bool:
+def batch_agrees(model: LoadedModel) -> bool:
     """Returns whether texts that share forwards have the model's own logits, up to rounding.
 
     Tries a piece of a prompt, chains of different lengths, a rollback, and closing a text.
     """
-    kv_cache = FlatKVCache(model.model)
+    kv_cache, own = FlatKVCache(model.model), ReferenceLogits(model)
     tokens = [_tokens(model, length + 4, n) for n, length in enumerate(_BATCH_LENGTHS)]
     places = [kv_cache.open() for _ in tokens]
 
@@ -325,36 +321,6 @@ def batch_agrees(model: LoadedModel, own: ReferenceLogits) -> bool:
     kv_cache.close(places[1])
     kv_cache.close(places[2])
     return agrees
-
-
-_PARENTS = (-1, 0, -1, 0, 2)  # two branches after the text, the first of them with a fork
-_PATH = (0, 3)
-_LENGTHS = (9, 4)
-
-
-def drafts_agree(model: LoadedModel, own: ReferenceLogits) -> bool:
-    """Returns whether every node's logits are the model's own after its branch, before and after a branch is accepted.
-
-    The tree forks at the text and further down. It is fed alone, then with another request.
-    """
-    kv_cache = FlatKVCache(model.model, cpu=model.cpu)
-    texts = [_tokens(model, length, number) for number, length in enumerate(_LENGTHS)]
-    nodes = [_tokens(model, len(_PARENTS), number, 6007) for number in range(len(_LENGTHS))]
-    places = [kv_cache.open() for _ in texts]
-    for place, text in zip(places, texts, strict=True):
-        kv_cache.forward([Feed(place, text, 0, True)])
-        mx.eval(kv_cache.state())
-
-    def agree(*numbers: int) -> bool:
-        """Feeds these texts their trees; returns whether all logits are the model's own. The columns stay."""
-        logits = kv_cache.forward([Feed(places[n], nodes[n], len(_PARENTS), parents=_PARENTS) for n in numbers])
-        branches = [[*texts[n], *down] for n in numbers for down in lines(nodes[n], _PARENTS)]
-        return all(own.distance(branch, logits[row]) <= 1.0 for row, branch in enumerate(branches))
-
-    agrees = agree(0)
-    places[0].keep(_LENGTHS[0], [_LENGTHS[0] + node for node in _PATH])
-    texts[0] += [nodes[0][node] for node in _PATH]
-    return agrees and agree(0, 1)
 
 
 def fault(model: LoadedModel, what: str, agrees: Callable[[], bool]) -> str:
@@ -406,19 +372,18 @@ def open_kv_cache(model: LoadedModel) -> KVCache:
 
 @_once
 def _cache_form(model: LoadedModel) -> Callable[[], KVCache]:
-    own = ReferenceLogits(model)
     if model.cpu is not None:
         # `engine.ort` checked texts in one forward at load. If logits are rounded, branches differ from chains.
-        trees = not model.cpu.quantised and not fault(model, "trees of drafts", lambda: drafts_agree(model, own))
+        trees = not model.cpu.quantised and not _tree_fault(model, "trees of drafts", OrtKVRows)
         return partial(FlatKVCache, model.model, trees, model.cpu)
     found = abilities(model)
     plain = model.attention_only and found.chains and not found.own_caches
     kinds = MlxKVCache | RotatingKVCache
     if not plain or not all(isinstance(cache, kinds) for cache in make_prompt_cache(model.model)):
         return partial(SeparateKVCache, model.model, found.own_caches)
-    if fault(model, "texts in one forward", lambda: batch_agrees(model, own)):
+    if fault(model, "texts in one forward", partial(batch_agrees, model)):
         return partial(SeparateKVCache, model.model)
-    return partial(FlatKVCache, model.model, not fault(model, "trees of drafts", lambda: drafts_agree(model, own)))
+    return partial(FlatKVCache, model.model, not _tree_fault(model, "trees of drafts", JointKVRows))
 
 
 def open_slots(
@@ -504,10 +469,16 @@ def tree_form(model: LoadedModel) -> Form:
         forms.insert(0, OrtKVRows)
     reason = ""
     for form in forms:
-        reason = fault(model, "a tree of it", partial(_trees_agree, model, partial(open_form, model, form)))
+        reason = _tree_fault(model, "a tree of it", form)
         if not reason:
             return form
     raise CannotDraft(f"a {model.model_type} model can't be a draft model ({reason}); choose another")
+
+
+def _tree_fault(model: LoadedModel, what: str, form: Form) -> str:
+    """Returns why trees of this form fail, or ""."""
+    opened = partial(open_form, model, form)
+    return fault(model, what, lambda: tree_agrees(model, opened) and agrees_batched(model, opened))
 
 
 def open_form(model: LoadedModel, form: Form, tokens: Sequence[int]) -> Tree:
