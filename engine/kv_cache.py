@@ -209,14 +209,18 @@ _MARKS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The layers' state after `length` tokens: recurrent states by reference, other caches as copies.
+    """The state of each of a text's `leaves` after `length` tokens."""
+
+    length: int
+    states: tuple[dict[str, Any], ...]
+
+
+def _copied(leaf: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Copies a cache's attributes; those of recurrent layers by reference.
 
     MLX copies an array when one of two owners writes to it, so a copy costs nothing until then.
     """
-
-    length: int
-    states: tuple[tuple[Any, ...], ...]
-    copies: tuple[dict[str, Any], ...]
+    return {"cache": list(state["cache"])} if isinstance(leaf, ArraysCache) else copy.deepcopy(state)
 
 
 class SeparateSequence(FlatSequence):
@@ -230,21 +234,18 @@ class SeparateSequence(FlatSequence):
         leaves = [leaf for cache in caches for leaf in leaves_of(cache) if not isinstance(leaf, FlatCache)]
         super().__init__(row, rows, layers, leaves)
         self.caches = list(caches)
-        self._recurrent = [leaf for leaf in leaves if isinstance(leaf, ArraysCache)]
-        self._others = [leaf for leaf in leaves if not isinstance(leaf, ArraysCache)]
         self._marks: list[_Mark] = []
 
     @property
     def marks_freely(self) -> bool:
         """True if a mark costs nothing; otherwise the next forward copies the marked caches."""
-        return not self._others
+        return all(isinstance(leaf, ArraysCache) for leaf in self.leaves)
 
     def mark(self) -> None:
         """Makes the current length one that `roll_back` can return to. The last few marks are kept."""
         if self.exact:
             return
-        states = tuple(tuple(cache.cache) for cache in self._recurrent)
-        self._marks.append(_Mark(self.length, states, tuple(copy.deepcopy(vars(cache)) for cache in self._others)))
+        self._marks.append(_Mark(self.length, tuple(_copied(leaf, vars(leaf)) for leaf in self.leaves)))
         del self._marks[: -(_MARKS_KEPT if self.marks_freely else 1)]
 
     def roll_back(self, length: int) -> None:
@@ -255,12 +256,10 @@ class SeparateSequence(FlatSequence):
         """
         if length > self.length:
             raise RollbackError(f"can't roll back to {length} tokens: only {self.length} have been fed")
-        if length == self.length:
-            return
-        if not self.exact:
+        if length < self.length and not self.exact:
             self._marks = [mark for mark in self._marks if mark.length <= length]
             length = self.mark_at(length).length
-            self._put_back(self._marks[-1])
+            self.restore(self._marks[-1].states)
         self.length = length
 
     def mark_at(self, length: int) -> _Mark:
@@ -272,15 +271,10 @@ class SeparateSequence(FlatSequence):
             raise RollbackError(f"no state was marked at or before {length} tokens")
         return marks[-1]
 
-    def restore(self, states: tuple[Any, ...]) -> None:
-        """Restores the states of a saved prefix, whose length it has."""
-        self._put_back(_Mark(self.length, *states))
-
-    def _put_back(self, mark: _Mark) -> None:
-        for cache, state in zip(self._recurrent, mark.states, strict=True):
-            cache.cache = list(state)
-        for cache, held in zip(self._others, mark.copies, strict=True):
-            vars(cache).update(copy.deepcopy(held))  # copied, since the mark may be restored again
+    def restore(self, states: tuple[dict[str, Any], ...]) -> None:
+        """Restores the states of a mark; they are copied, since that may be done again."""
+        for leaf, state in zip(self.leaves, states, strict=True):
+            vars(leaf).update(_copied(leaf, state))
 
 
 class SeparateKVCache(ModelRows):
@@ -305,8 +299,8 @@ class SeparateKVCache(ModelRows):
         if sequence.exact:
             return super().save(sequence, length)
         mark = sequence.mark_at(length)
-        mx.eval(mark.states, mark.copies)
-        return replace(super().save(sequence, mark.length), states=(mark.states, mark.copies))
+        mx.eval(mark.states)
+        return replace(super().save(sequence, mark.length), states=mark.states)
 
     def adopt(self, sequence: Any, start: CachedPrefix) -> None:
         super().adopt(sequence, start)
