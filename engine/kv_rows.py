@@ -24,12 +24,12 @@ from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
 
 from outrider.engine.cache import leaves_of
 from outrider.engine.flat import Bools, FlatCache, Ints, NodeSegment, Segment
 from outrider.engine.kv_cache import ModelRows
-from outrider.engine.kv_transfer import KeysValues, PromptReader, ReadingFault
+from outrider.engine.kv_transfer import KeysValues, KVLayout, PromptReader, ReadingFault
 from outrider.engine.loading import LoadedModel
 from outrider.engine.prompt_cache import CachedPrefix, SavedPrefix
 from outrider.protocol.errors import ModelError
@@ -186,10 +186,7 @@ class DenseKVRows:
     @cached_property
     def number_format(self) -> mx.Dtype:
         """The format of the columns, without computing any."""
-        caches: list[Any] = make_prompt_cache(self.rows.model)
-        self.rows.model(mx.zeros((1, 1), mx.int32), cache=caches)
-        dtype: mx.Dtype = leaves_of(caches[0])[0].keys.dtype
-        return dtype
+        return KVLayout.of(self.rows.model).layers[0][0].dtype
 
     @staticmethod
     def forward(texts: Sequence[DenseKVRows], new: Sequence[NewRows]) -> mx.array:
@@ -322,18 +319,15 @@ class RecurrentKVRows(DenseKVRows):
         tokens, start, positions, seen, parents = new.lazy_tokens(), new.start, new.positions, new.seen, new.parents
         logits: list[mx.array] = []
         order: list[int] = []
-        for level in _levels(start, parents):
-            columns = [start + row for row in level]
-            # The rows of a forward must write adjacent columns.
-            for first, last in _runs(columns):
-                rows = list(range(first - start, last - start + 1))
-                self._put_states([parents[row] for row in rows])
-                batch = tokens[first - start : last - start + 1]
-                own = positions[: last + 1], seen[rows, : last + 1]
-                logits.append(self.rows.batch(batch, self.sequence.row, first, *own))
-                states = self._states()
-                self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
-                order += rows
+        # The rows of a forward must write adjacent columns.
+        for rows in _levels(start, parents):
+            first, last = rows[0], start + rows[-1]
+            self._put_states([parents[row] for row in rows])
+            own = positions[: last + 1], seen[rows, : last + 1]
+            logits.append(self.rows.batch(tokens[first : rows[-1] + 1], self.sequence.row, start + first, *own))
+            states = self._states()
+            self._after.update({start + row: _After(states, i) for i, row in enumerate(rows)})
+            order += rows
         if len(logits) == 1:
             return logits[0]
         back = sorted(range(len(order)), key=order.__getitem__)
@@ -379,19 +373,9 @@ def _gather(rows: Sequence[tuple[mx.array, int]]) -> mx.array:
 
 
 def _levels(start: int, parents: Sequence[int]) -> list[list[int]]:
-    """Returns the rows of a call by their depth, parents before their children."""
+    """Returns the rows of a call by their depth, parents before their children; only adjacent rows are together."""
     depth: list[int] = []
     for parent in parents:
         depth.append(depth[parent - start] + 1 if parent >= start else 0)
-    return [[row for row, d in enumerate(depth) if d == level] for level in range(max(depth) + 1)]
-
-
-def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns ranges of adjacent columns: (first, last), both included."""
-    runs: list[tuple[int, int]] = []
-    for column in columns:
-        if runs and runs[-1][1] == column - 1:
-            runs[-1] = (runs[-1][0], column)
-        else:
-            runs.append((column, column))
-    return runs
+    levels = [np.flatnonzero(np.array(depth) == level) for level in range(max(depth) + 1)]
+    return [run.tolist() for rows in levels for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)]
